@@ -1,0 +1,1 @@
+"""Families as data, and models without weights."""

@@ -1,0 +1,52 @@
+"""Models without weights: stock transformers classes built on the meta device, the measure of every shape."""
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from ckpt_prune.errors import UserError
+
+
+def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
+    """The transformers config object of a config.json.
+
+    Raises:
+        UserError: transformers refuses it; its reason is passed on in one line.
+    """
+    values = copy.deepcopy(config)
+    values.pop("auto_map", None)
+    model_type = values.pop("model_type")
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # the strict config classes raise several types of their own
+        reason = " ".join(str(error).split())
+        raise UserError(f"transformers refuses this config.json: {reason}") from error
+
+
+def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
+    """A stock model on the meta device: every module and shape, no memory."""
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, architecture)(config)
+    return model.eval()
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor the model saves; a tied head appears under both names."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def tied_names(model: nn.Module) -> frozenset[str]:
+    """Names that share another tensor and so may be absent on disk."""
+    if not model.config.tie_word_embeddings:  # type: ignore[union-attr]
+        return frozenset()
+    return frozenset(model._tied_weights_keys or ())  # type: ignore[arg-type]
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters, a tied tensor counted once."""
+    tied = tied_names(model)
+    return sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in tied)

@@ -1,0 +1,1 @@
+"""Text, hidden states and the moments of what flows through a model."""

@@ -1,0 +1,106 @@
+"""Additive moments of the tokens that reach one consumer (METHODS section 1)."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+ACTIVE_THRESHOLD = 1e-6
+"""An input counts as active where its absolute value exceeds this (CORP's active probability)."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over N tokens x of width d: everything scores and closed forms need, and nothing of the tokens themselves.
+
+    Attributes:
+        count: N, tokens seen.
+        sum: Σ x, (d,) float64.
+        square: Σ x², (d,) float64.
+        absolute: Σ |x|, (d,) float64.
+        active: number of tokens with |x| > `ACTIVE_THRESHOLD`, (d,) float64.
+        gram: Σ x xᵀ, (d, d) float32, or None where only the vectors were collected.
+    """
+
+    count: int
+    sum: Tensor
+    square: Tensor
+    absolute: Tensor
+    active: Tensor
+    gram: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, width: int, *, gram: bool, device: torch.device | str = "cpu") -> Self:
+        """The moments of no token."""
+        a, b, c, d = (torch.zeros(width, dtype=torch.float64, device=device) for _ in range(4))
+        full = torch.zeros(width, width, dtype=torch.float32, device=device) if gram else None
+        return cls(0, a, b, c, d, full)
+
+    def accumulate(self, tokens: Tensor) -> Self:
+        """These moments and those of `tokens` (..., d); the Gram is updated in place."""
+        x = tokens.detach().reshape(-1, tokens.shape[-1])
+        wide = x.double()
+        gram = self.gram
+        if gram is not None:
+            x32 = x.float()
+            gram.addmm_(x32.T, x32)
+        return type(self)(
+            self.count + x.shape[0],
+            self.sum + wide.sum(0),
+            self.square + wide.square().sum(0),
+            self.absolute + wide.abs().sum(0),
+            self.active + (wide.abs() > ACTIVE_THRESHOLD).sum(0).double(),
+            gram,
+        )
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Moments of the tokens of both; the Gram is there only where both have one."""
+        gram = self.gram + other.gram if self.gram is not None and other.gram is not None else None
+        return Moments(
+            self.count + other.count,
+            self.sum + other.sum,
+            self.square + other.square,
+            self.absolute + other.absolute,
+            self.active + other.active,
+            gram,
+        )
+
+    def to(self, device: torch.device | str) -> "Moments":
+        """The same moments on another device."""
+        return Moments(
+            self.count,
+            self.sum.to(device),
+            self.square.to(device),
+            self.absolute.to(device),
+            self.active.to(device),
+            None if self.gram is None else self.gram.to(device),
+        )
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.sum.shape[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """μ = Σx / N, (d,) float64."""
+        return self.sum / self.count
+
+    @property
+    def energy(self) -> Tensor:
+        """E[x²], (d,) float64."""
+        return self.square / self.count
+
+    @property
+    def variance(self) -> Tensor:
+        """Population variance, (d,) float64, never negative."""
+        return (self.energy - self.mean.square()).clamp_min(0)
+
+
+def total(folds: tuple[Moments, ...]) -> Moments:
+    """Moments of all folds together; of one fold, that fold itself (no copy)."""
+    combined = folds[0]
+    for fold in folds[1:]:
+        combined = combined + fold
+    return combined

@@ -1,0 +1,232 @@
+"""Statistics on disk: a folder with an index and one safetensors file per block, keyed by on-disk tensor names.
+
+`statistics.json` says of which model, tokenizer and text they are; `block-00000.safetensors` holds, for every consumer
+and fold, the moments as `<consumer weight>/<fold>/<moment>`. Grams are symmetric and stored as their packed upper
+triangle, row by row. Additive: two folders of the same model can be summed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.errors import UserError
+
+INDEX = "statistics.json"
+_VECTORS = ("sum", "square", "absolute", "active")
+
+
+class StatisticsIndex(BaseModel):
+    """What the statistics are of.
+
+    Attributes:
+        version: of the format.
+        model, tokenizer, dtype: fingerprints of the checkpoint and its tokenizer, and the checkpoint's dtype.
+        data: fingerprints of the calibration windows; several after adding.
+        seed, samples, window, tokens: of the windows; after adding, samples and tokens are totals.
+        folds: moments are kept apart for this many contiguous runs of windows.
+        collect: moments (vectors only) or gram (vectors and Grams).
+        compute_dtype: in which the model ran.
+        blocks: how many blocks there are.
+        consumers: consumer's on-disk weight → width, for every block.
+        files: block file → sha256.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[1] = 1
+    model: str
+    tokenizer: str | None
+    dtype: str
+    data: list[str]
+    seed: int
+    samples: int
+    window: int
+    tokens: int
+    folds: int
+    collect: list[Literal["moments", "gram"]]
+    compute_dtype: str
+    blocks: int
+    consumers: dict[str, int]
+    files: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the whole index, and through it over every file."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def block_file(block: int) -> str:
+    """Name of a block's file."""
+    return f"block-{block:05d}.safetensors"
+
+
+def pack_symmetric(gram: Tensor) -> Tensor:
+    """Upper triangle of a symmetric (d, d) matrix, row by row, (d (d + 1) / 2,)."""
+    return torch.cat([gram[i, i:] for i in range(gram.shape[0])])
+
+
+def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
+    """The symmetric (d, d) matrix of its packed upper triangle."""
+    gram = packed.new_empty(width, width)
+    start = 0
+    for i in range(width):
+        row = packed[start : start + width - i]
+        gram[i, i:] = row
+        gram[i:, i] = row
+        start += width - i
+    return gram
+
+
+def write_block(folder: Path, block: int, moments: dict[str, tuple[Moments, ...]]) -> str:
+    """Write one block's moments; returns the file's sha256.
+
+    Args:
+        folder: where to.
+        block: its index.
+        moments: consumer's on-disk weight → moments of each fold.
+    """
+    tensors: dict[str, Tensor] = {}
+    for consumer, folds in moments.items():
+        for fold, m in enumerate(folds):
+            prefix = f"{consumer}/{fold}/"
+            tensors[f"{prefix}count"] = torch.tensor(m.count, dtype=torch.int64)
+            tensors |= {f"{prefix}{name}": getattr(m, name).contiguous() for name in _VECTORS}
+            if m.gram is not None:
+                tensors[f"{prefix}gram"] = pack_symmetric(m.gram)
+    path = folder / block_file(block)
+    save_file(tensors, path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Statistics:
+    """An opened statistics folder; blocks are read when asked for.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        UserError: no index, a damaged one, or a block's file is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / INDEX
+        if not path.is_file():
+            raise UserError(f"{folder} holds no {INDEX}: statistics are written by `ckpt-prune calibrate`")
+        try:
+            self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged or of another version: measure again") from error
+        for name in self.index.files:
+            if not (folder / name).is_file():
+                raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
+
+    def block(self, block: int) -> dict[str, tuple[Moments, ...]]:
+        """Moments of one block: consumer's on-disk weight → one for each fold.
+
+        Raises:
+            UserError: the file is damaged, or a tensor holds NaN or Inf; the message names it.
+        """
+        path = self.folder / block_file(block)
+        found: dict[str, tuple[Moments, ...]] = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = set(file.keys())
+
+                def get(name: str) -> Tensor:
+                    tensor: Tensor = file.get_tensor(name)
+                    if not torch.isfinite(tensor).all():
+                        raise UserError(f"{path}: {name} holds NaN or Inf: measure again")
+                    return tensor
+
+                for consumer, width in self._consumers(block):
+                    folds = []
+                    for fold in range(self.index.folds):
+                        prefix = f"{consumer}/{fold}/"
+                        gram = None
+                        if f"{prefix}gram" in names:
+                            gram = unpack_symmetric(get(f"{prefix}gram"), width)
+                        vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
+                        folds.append(Moments(int(get(f"{prefix}count")), **vectors, gram=gram))
+                    found[consumer] = tuple(folds)
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged ({error}): measure again") from error
+        return found
+
+    def _consumers(self, block: int) -> Iterator[tuple[str, int]]:
+        for consumer, width in self.index.consumers.items():
+            yield consumer.format(block=block), width
+
+    def check_model(self, *, model: str, tokenizer: str | None, dtype: str) -> None:
+        """Refuse to be used with another model.
+
+        Raises:
+            UserError: dtype, tokenizer or model differ from what was measured.
+        """
+        if self.index.dtype != dtype:
+            raise UserError(
+                f"{self.folder} was measured on a {self.index.dtype} checkpoint, this one is {dtype}: measure again"
+            )
+        if self.index.tokenizer != tokenizer:
+            raise UserError(f"{self.folder} was measured with another tokenizer than this checkpoint's: measure again")
+        if self.index.model != model:
+            raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
+
+    def summary(self) -> dict[str, Any]:
+        """What `statistics show` prints."""
+        sizes = [(self.folder / name).stat().st_size for name in self.index.files]
+        return self.index.model_dump(mode="json", exclude={"files"}) | {
+            "digest": self.index.digest,
+            "bytes": sum(sizes),
+        }
+
+
+def check_addable(a: Statistics, b: Statistics) -> None:
+    """Refuse to add what does not belong together.
+
+    Raises:
+        UserError: model, tokenizer, dtype, folds or what was collected differ, or both saw the same windows.
+    """
+    same = {
+        "model": "models",
+        "tokenizer": "tokenizers",
+        "dtype": "checkpoint dtypes",
+        "folds": "numbers of folds",
+        "collect": "kinds of moments",
+        "compute_dtype": "compute dtypes",
+        "window": "windows",
+        "consumers": "consumers",
+    }
+    for field, name in same.items():
+        if getattr(a.index, field) != getattr(b.index, field):
+            raise UserError(f"{a.folder} and {b.folder} are of different {name}: only equal ones can be added")
+    if set(a.index.data) & set(b.index.data):
+        raise UserError(f"{a.folder} and {b.folder} hold the same calibration windows: they would count twice")
+
+
+def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> StatisticsIndex:
+    """The index of a sum."""
+    return a.model_copy(
+        update={
+            "data": [*a.data, *b.data],
+            "samples": a.samples + b.samples,
+            "tokens": a.tokens + b.tokens,
+            "files": files,
+        }
+    )
+
+
+def add_block(a: Statistics, b: Statistics, block: int) -> dict[str, tuple[Moments, ...]]:
+    """One block's moments of both, fold by fold."""
+    left, right = a.block(block), b.block(block)
+    return {name: tuple(x + y for x, y in zip(left[name], right[name], strict=True)) for name in left}

@@ -1,0 +1,193 @@
+"""Text as calibration and evaluation data: files to one token stream, the stream to windows of equal length."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ckpt_prune.errors import UserError
+
+Bos = Literal["auto", "always", "never"]
+Choose = Literal["random", "first"]
+
+SEPARATOR = "\n\n"
+"""What stands between two documents; the published WikiText-2 test protocol joins with the same."""
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint folder, from local files only and never running code from the folder.
+
+    Raises:
+        UserError: The folder has no tokenizer, or transformers cannot load it.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise UserError(
+            f"{folder}: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
+            "copy the model's tokenizer files into the folder"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises anything here, from KeyError to the tokenizers library's own type
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{folder}: the tokenizer does not load: {reason[:300]}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def read_text(files: Sequence[Path]) -> str:
+    r"""Read UTF-8 text files as one string, joined by a blank line.
+
+    A `.jsonl` file counts as the `text` fields of its lines, joined by a blank line too.
+
+    Raises:
+        UserError: No file was given, or one is missing, empty, not UTF-8 text, or has a bad JSON line.
+    """
+    if not files:
+        raise UserError("no text file given: name at least one UTF-8 .txt or .jsonl file")
+    return SEPARATOR.join(_read_file(file) for file in files)
+
+
+def _read_file(file: Path) -> str:
+    if not file.is_file():
+        raise UserError(f"{file}: no such text file")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text (byte {error.start}); give a UTF-8 .txt or .jsonl file") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    if "\0" in text:  # UTF-8 by chance, or UTF-16 without a mark: no tokenizer was trained on it
+        raise UserError(f"{file}: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file")
+    if file.suffix == ".jsonl":
+        text = _jsonl_text(file, text)
+    if not text.strip():
+        raise UserError(f"{file}: the file holds no text")
+    return text
+
+
+def _jsonl_text(file: Path, content: str) -> str:
+    texts = []
+    # split("\n"), not splitlines(): JSON strings may hold U+2028 and its like unescaped
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise UserError(f'{file}, line {number}: no string under "text"; each line must be {{"text": "…"}}')
+        texts.append(record["text"])
+    return SEPARATOR.join(texts)
+
+
+def token_stream(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto") -> Tensor:
+    """Tokenise a text once, as one stream.
+
+    Special tokens written out in the text are read as such; none is added but the one beginning-of-sequence token
+    that `bos` asks for, and never an end-of-sequence token. A stream that already begins with it gets no second one.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        text: The whole text.
+        bos: "auto" puts one before the whole stream if the tokenizer itself adds one, "always" in any case,
+            "never" not.
+
+    Returns:
+        int64 token ids, shape (tokens,).
+
+    Raises:
+        UserError: "always" with a tokenizer that has no beginning-of-sequence token.
+    """
+    if bos == "always" and tokenizer.bos_token_id is None:
+        raise UserError("this tokenizer has no beginning-of-sequence token; use bos=auto or bos=never")
+    ids = _encode(tokenizer, text)
+    wanted = bos == "always" or (bos == "auto" and _adds_bos(tokenizer))
+    if wanted and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    # verbose=False: the stream is meant to be longer than the model's context, so no warning about its length
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Ask the tokenizer by using it: its `add_bos_token` flag and what its post-processor does may disagree."""
+    return tokenizer.bos_token_id is not None and _encode(tokenizer, "a", special=True)[:1] == [tokenizer.bos_token_id]
+
+
+def calibration_windows(stream: Tensor, *, samples: int, window: int, seed: int, choose: Choose = "random") -> Tensor:
+    """Choose `samples` non-overlapping windows of the stream without replacement, kept in stream order.
+
+    Args:
+        stream: int64, shape (tokens,).
+        samples: Windows to choose.
+        window: Tokens in a window.
+        seed: Of a random choice; the same seed, stream and window choose the same windows on every machine.
+        choose: "random" spreads them over the whole stream, "first" takes those at its start.
+
+    Returns:
+        int64 token ids, shape (samples, window).
+
+    Raises:
+        UserError: The text is too short for one window, or has fewer than `samples` windows.
+    """
+    if samples < 1:
+        raise UserError(f"samples must be at least 1, not {samples}")
+    windows = _all_windows(stream, window)
+    if len(windows) < samples:
+        raise UserError(
+            f"the text holds {len(windows)} windows of {window} tokens, {samples} are asked for; "
+            f"give more text, or at most {len(windows)} samples"
+        )
+    if choose == "first":
+        return windows[:samples]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(windows), generator=generator)[:samples]
+    return windows[chosen.sort().values]
+
+
+def evaluation_windows(stream: Tensor, *, window: int, limit: int | None = None) -> Tensor:
+    """Cut the stream into non-overlapping windows from its start, the tail dropped.
+
+    Args:
+        stream: int64, shape (tokens,).
+        window: Tokens in a window.
+        limit: Keep the first so many windows; None keeps all. More than there are is no error.
+
+    Returns:
+        int64 token ids, shape (windows, window).
+
+    Raises:
+        UserError: The text is too short for one window.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"the limit of windows must be at least 1, not {limit}")
+    return _all_windows(stream, window)[:limit]
+
+
+def _all_windows(stream: Tensor, window: int) -> Tensor:
+    if window < 2:  # the first token of a window is never predicted: one of one token says nothing
+        raise UserError(f"window must be at least 2 tokens, not {window}")
+    count = len(stream) // window
+    if count == 0:
+        raise UserError(
+            f"the text is too short for one window: it has {len(stream)} tokens, a window takes {window}; "
+            "give more text or a smaller window"
+        )
+    return stream[: count * window].view(count, window)
+
+
+def text_fingerprint(windows: Tensor) -> str:
+    """Hash the shape and the token ids (little-endian int64) of windows, shape (windows, window): sha256 in hex."""
+    ids = windows.detach().to("cpu", torch.int64).contiguous().numpy().astype("<i8", copy=False)
+    digest = hashlib.sha256(json.dumps(list(windows.shape)).encode())
+    digest.update(ids.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Checkpoint folders: found, read lazily, written atomically, fingerprinted. Knows nothing of pruning."""

@@ -1,0 +1,69 @@
+"""SHA-256 of files and of checkpoints."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.checkpoint.jsonfile import canonical
+from ckpt_prune.checkpoint.shard import CODES, TensorInfo, read_bytes
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+_EDGE_BYTES = 4096
+_PIECE_BYTES = 256
+_PIECES = 16
+
+
+def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The hex SHA-256 of each named file of `folder`, read as a stream."""
+    digests = {}
+    for name in names:
+        with (folder / name).open("rb") as handle:
+            digests[name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return digests
+
+
+def tokenizer_fingerprint(path: Path) -> str | None:
+    """Hex SHA-256 over the names and contents of the tokenizer files in folder `path`; None where there are none."""
+    present = [name for name in _TOKENIZER_FILES if (path / name).is_file()]
+    if not present:
+        return None
+    return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest()
+
+
+def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable[TensorInfo]) -> str:
+    """Hex SHA-256 that tells a checkpoint from its fine-tuned siblings without reading all of it.
+
+    Hashed, in this order: the canonical JSON of `config` without `transformers_version`; then for each tensor, by
+    name: name, dtype, shape and a sample of its bytes. The sample is all of them up to 12,288 bytes; beyond, the first
+    4,096, sixteen evenly spaced pieces of 256, and the last 4,096. An edit of a few elements of a large tensor can
+    therefore go unseen. How the tensors are spread over files does not matter.
+    """
+    kept = {key: value for key, value in config.items() if key != "transformers_version"}
+    digest = hashlib.sha256(canonical(kept).encode())
+    for info in sorted(tensors, key=lambda info: info.name):
+        digest.update(canonical([info.name, CODES[info.dtype], info.shape]).encode())
+        with (path / info.file).open("rb", buffering=0) as handle:
+            for start, count in _sample(info.nbytes):
+                digest.update(read_bytes(handle, info, start, count))
+    return digest.hexdigest()
+
+
+def _sample(nbytes: int) -> Iterator[tuple[int, int]]:
+    """The (start, count) ranges of a tensor of `nbytes` that are hashed."""
+    if nbytes <= 2 * _EDGE_BYTES + _PIECES * _PIECE_BYTES:
+        yield 0, nbytes
+        return
+    yield 0, _EDGE_BYTES
+    for piece in range(_PIECES):
+        yield piece * (nbytes - _PIECE_BYTES) // (_PIECES - 1), _PIECE_BYTES
+    yield nbytes - _EDGE_BYTES, _EDGE_BYTES

@@ -1,0 +1,47 @@
+"""JSON from files nobody vouches for, and JSON as this project writes and compares it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.errors import UserError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises UserError where it cannot be read, is not JSON or is not an object."""
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable JSON object ({error}); download or restore the file") from error
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in UTF-8 `data`. Raises ValueError with a one-line reason, also for a key given twice."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} instead of an object")
+    return value
+
+
+def canonical(value: object) -> str:
+    """One spelling per value, for digests: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def pretty(value: object) -> str:
+    """As written into checkpoint folders: two spaces, keys in the order given, a final newline."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} is given twice")
+            seen.add(key)
+    return result

@@ -1,0 +1,200 @@
+"""A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
+from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
+from ckpt_prune.errors import UserError
+from ckpt_prune.progress import track
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_CONVERT = (
+    'convert them where they are trusted: python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
+)
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
+_REWRITTEN = {CONFIG, "README.md", "ckpt_prune.json"}
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint folder.
+
+    Attributes:
+        path: the folder.
+        config: config.json, parsed.
+        tensors: every tensor by its on-disk name, shard by shard.
+        files: the safetensors files' names, sorted.
+        sharded: whether an index spreads the tensors over files.
+        metadata: each file's free-text `__metadata__`.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    files: tuple[str, ...]
+    sharded: bool
+    metadata: dict[str, dict[str, str]]
+
+    @classmethod
+    def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
+        """Open a folder or Hub id, reading config, index and headers only.
+
+        Raises:
+            UserError: the model is not found, or a file is missing, damaged, not supported or contradicts the index.
+        """
+        path = resolve(str(model), revision=revision)
+        config = _read_config(path)
+        # The order of transformers: the single file wins where both are there.
+        sharded = not (path / SINGLE).exists()
+        headers = _read_shards(path) if sharded else {SINGLE: read_header(path / SINGLE)}
+        return cls(
+            path=path,
+            config=config,
+            tensors={name: info for header in headers.values() for name, info in header.tensors.items()},
+            files=tuple(headers),
+            sharded=sharded,
+            metadata={file: header.metadata for file, header in headers.items()},
+        )
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named tensors on CPU with on-disk shape and dtype, in the order asked, in memory of their own.
+
+        Raises:
+            UserError: an unknown name, or a file that changed since it was opened.
+        """
+        names = list(names)
+        for name in names:
+            if name not in self.tensors:
+                raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
+        return read_tensors(self.path, [self.tensors[name] for name in names])
+
+    def side_files(self) -> list[Path]:
+        """Files that travel unchanged with a copy: tokenizer, image processor, generation config, licence.
+
+        Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew.
+        """
+        return sorted(path for path in self.path.iterdir() if path.is_file() and _is_side_file(path))
+
+    def check_finite(self) -> None:
+        """Scan every floating-point tensor in order, holding about 256 MiB at most.
+
+        Raises:
+            UserError: naming the first tensor with a NaN or Inf, and how many it has.
+        """
+        floats = [info for info in self.tensors.values() if info.dtype.is_floating_point]
+        for info in track(floats, "checking for NaN and Inf", unit="tensor"):
+            with (self.path / info.file).open("rb", buffering=0) as handle:
+                bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))
+            if bad:
+                raise UserError(
+                    f"{self.path / info.file}: tensor {info.name!r} has {bad} NaN or Inf among {info.numel} elements; "
+                    "download it again or repair it"
+                )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
+        return checkpoint_fingerprint(self.path, self.config, self.tensors.values())
+
+
+def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
+    """Tensors of `folder` by name, in the order given; each file is opened once and read front to back."""
+    infos = list(infos)
+    by_file = defaultdict(list)
+    for info in infos:
+        by_file[info.file].append(info)
+    found: dict[str, Tensor] = {}
+    for file, wanted in by_file.items():
+        try:
+            with (folder / file).open("rb", buffering=0) as handle:
+                for info in sorted(wanted, key=lambda info: info.offset):
+                    found[info.name] = read_tensor(handle, info)
+        except OSError as error:
+            raise UserError(f"cannot read {folder / file} ({error.strerror}); restore the file") from error
+    return {info.name: found[info.name] for info in infos}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} has no {CONFIG}; give a checkpoint folder as published on the Hub")
+    config = read_object(path / CONFIG)
+    if config.get("quantization_config") is not None:
+        raise UserError(f"{path} is quantised (quantization_config in {CONFIG}); give the checkpoint it was made from")
+    return config
+
+
+def _read_shards(path: Path) -> dict[str, Header]:
+    """Headers of all shards by sorted file name, each holding exactly the tensors that the index puts there."""
+    expected = _read_index(path)
+    headers: dict[str, Header] = {}
+    for file in sorted(expected):
+        if not (path / file).is_file():
+            raise UserError(f"{path} lacks the shard {file} that {INDEX} names; download it again")
+        headers[file] = read_header(path / file)
+        present = set(headers[file].tensors)
+        if lacking := sorted(expected[file] - present):
+            raise UserError(f"{path / file} lacks {_name(lacking)}, which {INDEX} puts there; download both again")
+        if unlisted := sorted(present - expected[file]):
+            raise UserError(
+                f"{path / file} holds {_name(unlisted)}, which {INDEX} does not put there; download both again"
+            )
+    return headers
+
+
+def _read_index(path: Path) -> dict[str, set[str]]:
+    """The tensor names the index assigns to each file. Raises UserError where there is none or it cannot be trusted."""
+    index = path / INDEX
+    if not index.is_file():
+        pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _PICKLES)
+        convert = _CONVERT.format(path=path)
+        if pickles:
+            raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")
+        raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; if it was published as .bin pickles, {convert}")
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map; download it again")
+    expected: dict[str, set[str]] = defaultdict(set)
+    for name, file in weight_map.items():
+        # The name decides, not where it leads: the Hub cache is all links to ../../blobs.
+        if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{index} puts {name!r} in {file!r}, which is not a safetensors file of that folder; download it again"
+            )
+        expected[file].add(name)
+    return dict(expected)
+
+
+def _name(tensors: list[str]) -> str:
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return f"tensor {tensors[0]!r}{more}"
+
+
+def _is_side_file(path: Path) -> bool:
+    name = path.name
+    return not (
+        name.startswith(".")
+        or name in _REWRITTEN
+        or name.endswith(".index.json")
+        or path.suffix.lower() in _NOT_CARRIED
+    )
+
+
+def _count_not_finite(chunk: Tensor) -> int:
+    if chunk.dtype.itemsize == 1:
+        chunk = chunk.to(torch.float32)  # float8 has no isfinite
+    return int(chunk.numel() - torch.isfinite(chunk).sum().item())

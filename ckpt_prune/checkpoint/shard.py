@@ -1,0 +1,228 @@
+"""One safetensors file: its header, where each tensor's bytes lie, and moving those bytes.
+
+Files are read with plain reads into memory the caller owns, never mapped: peak memory is then what was asked for, and
+a file that shrinks while it is read is an error message instead of a bus error.
+"""
+
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.errors import UserError
+
+# In safetensors' own order: files list their tensors by descending position here, which keeps every tensor aligned.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)
+}
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
+_LARGEST_TENSOR = 2**62
+_CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its file's header describes it; `offset` counts bytes from the start of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    nbytes: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself: tensors in file order, free-text metadata, length of the whole file."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    file_bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file; no tensor data is read.
+
+    Raises:
+        UserError: the file is missing, shorter or longer than its header says, or the header is not a valid one.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as handle:
+            length = int.from_bytes(handle.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > _LARGEST_HEADER or _LENGTH_BYTES + length > size:
+                raise UserError(
+                    f"{path} is {size} bytes long, too short for its header: truncated or not safetensors; "
+                    "download it again"
+                )
+            data = handle.read(length)
+        header = _parse(path.name, data)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a valid safetensors file ({error}); download it again") from error
+    if header.file_bytes != size:
+        wrong = "truncated" if size < header.file_bytes else "too long"
+        raise UserError(
+            f"{path} is {size} bytes long but its header says {header.file_bytes}: it is {wrong}; download it again"
+        )
+    return header
+
+
+def build_header(
+    file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, Header]:
+    """The first bytes of a safetensors file holding `tensors`, and where each tensor's bytes go after them.
+
+    Laid out as the safetensors library does it: by dtype then name, contiguous, the header padded with spaces to a
+    multiple of 8.
+
+    Raises:
+        ValueError: a dtype safetensors cannot hold.
+    """
+    for name, (dtype, _) in tensors.items():
+        if dtype not in CODES:
+            raise ValueError(f"tensor {name!r}: safetensors cannot hold {dtype}")
+    rank = {dtype: position for position, dtype in enumerate(CODES)}
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-rank[tensors[name][0]], name)):
+        dtype, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        content[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, _parse(file, text)
+
+
+def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:
+    """The tensor (`info.shape`, `info.dtype`, CPU) in memory of its own. Raises UserError where the file ends early."""
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    _fill(handle, info, 0, tensor)
+    return tensor
+
+
+def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:
+    """The tensor's elements in order as 1-D tensors of at most 64 MiB."""
+    size = _CHUNK_BYTES // info.dtype.itemsize
+    for first in range(0, info.numel, size):
+        chunk = torch.empty(min(size, info.numel - first), dtype=info.dtype)
+        _fill(handle, info, first * info.dtype.itemsize, chunk)
+        yield chunk
+
+
+def read_bytes(handle: io.FileIO, info: TensorInfo, start: int, count: int) -> bytes:
+    """`count` bytes of the tensor's data, from byte `start` of it."""
+    data = torch.empty(count, dtype=torch.uint8)
+    _fill(handle, info, start, data)
+    return data.numpy().tobytes()
+
+
+def write_tensor(handle: io.FileIO, info: TensorInfo, tensor: Tensor) -> None:
+    """Write `tensor` (`info.shape`, `info.dtype`; any device, any strides) to its place, 64 MiB at a time.
+
+    Raises:
+        ValueError: shape or dtype differs from `info`.
+    """
+    if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+        raise ValueError(
+            f"tensor {info.name!r} is {tensor.dtype} {tuple(tensor.shape)}, planned as {info.dtype} {info.shape}"
+        )
+    if info.nbytes == 0:
+        return
+    handle.seek(info.offset)
+    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    step = max(1, _CHUNK_BYTES * rows.shape[0] // info.nbytes)
+    for first in range(0, rows.shape[0], step):
+        data = _as_bytes(rows[first : first + step].cpu().contiguous())
+        while data:
+            data = data[handle.write(data) :]
+
+
+def _fill(handle: io.FileIO, info: TensorInfo, start: int, tensor: Tensor) -> None:
+    if tensor.numel() == 0:
+        return
+    handle.seek(info.offset + start)
+    data = _as_bytes(tensor)
+    while data:
+        count = handle.readinto(data)
+        if not count:
+            raise UserError(f"{info.file} ended inside tensor {info.name!r} while being read; download it again")
+        data = data[count:]
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; numpy has no bfloat16, bytes it has."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _parse(file: str, data: bytes) -> Header:
+    content = parse_object(data)
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ is not a map of strings")
+    data_start = _LENGTH_BYTES + len(data)
+    found = sorted((_tensor(file, data_start, name, entry) for name, entry in content.items()), key=_place)
+    end = data_start
+    for info in found:
+        if info.offset != end:
+            raise ValueError(f"tensor {info.name!r} overlaps another or leaves a hole")
+        end += info.nbytes
+    return Header({info.name: info for info in found}, metadata, end)
+
+
+def _place(info: TensorInfo) -> tuple[int, int]:
+    return info.offset, info.nbytes
+
+
+def _tensor(file: str, data_start: int, name: str, entry: object) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name!r} lacks dtype, shape or data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ValueError(f"tensor {name!r} has dtype {code!r}, known are {', '.join(DTYPES)}")
+    if not _naturals(shape) or math.prod(max(size, 1) for size in shape) > _LARGEST_TENSOR:
+        raise ValueError(f"tensor {name!r} has no valid shape")
+    nbytes = math.prod(shape) * DTYPES[code].itemsize
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"tensor {name!r} has data_offsets that do not fit its shape")
+    return TensorInfo(name, DTYPES[code], tuple(shape), file, nbytes, data_start + offsets[0])
+
+
+def _naturals(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)

@@ -1,0 +1,23 @@
+"""Numbers as people read them."""
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in binary units with three significant digits: `human_bytes(13_476_839_424)` is `12.6 GiB`."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
+
+
+def human_count(count: int) -> str:
+    """A count in thousands, millions, billions: `human_count(6_738_415_616)` is `6.74B`."""
+    return _scaled(count, 1000, ("", "K", "M", "B", "T"), "")
+
+
+def _scaled(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
+    power = 0
+    # Compare what would be printed, not the raw value: 999,999 is "1.00M", never "1000K".
+    while power < len(suffixes) - 1 and round(abs(count) / base**power) >= base:
+        power += 1
+    if power == 0:
+        return f"{count}{gap}{suffixes[0]}".rstrip()
+    value = count / base**power
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f}{gap}{suffixes[power]}"

@@ -1,0 +1,164 @@
+"""`ckpt-prune inspect`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_prune.cli.options import echo_json, json_option, table
+
+
+@click.command("inspect")
+@click.argument("model")
+@click.option(
+    "--ratio",
+    "ratios",
+    metavar="R[,R...]",
+    help="Also print the size after dropping these shares of heads and columns, as RCPU rounds them.",
+)
+@json_option
+def command(model: str, ratios: str | None, as_json: bool) -> None:
+    """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
+
+    Reads the config and the headers of the weights only. A folder with nothing but a config.json will do, for
+    counting.
+
+    \b
+      ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
+    """
+    from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
+    from ckpt_prune.checkpoint.reading import Checkpoint
+
+    folder = Path(model)
+    config_only = folder.is_dir() and is_config_only(folder)
+    checkpoint = checkpoint_of_config(folder) if config_only else Checkpoint.open(model)
+    report = _describe(checkpoint)
+    report["weights"] = not config_only
+    report["pruned"] = [_size_at(checkpoint, ratio) for ratio in _parse_ratios(ratios)]
+    if as_json:
+        echo_json(report)
+    else:
+        _print(report)
+
+
+def _parse_ratios(text: str | None) -> list[float]:
+    from ckpt_prune.errors import UserError
+
+    try:
+        values = [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"--ratio {text}: expected numbers, for example 0.1,0.2,0.3") from None
+    if any(not 0 <= value < 1 for value in values):
+        raise UserError(f"--ratio {text}: a ratio is in [0, 1)")
+    return values
+
+
+def _recipe(ratio: float) -> Any:
+    from ckpt_prune.planning.recipe import load_recipe
+
+    return load_recipe("rcpu", ratio=ratio)
+
+
+def _size_at(checkpoint: Any, ratio: float) -> dict[str, Any]:
+    from ckpt_prune.transform.job import Job
+
+    job = Job(checkpoint, _recipe(ratio))
+    return {
+        "ratio": ratio,
+        "units": dict(job.widths[0]),
+        "container": job.container.model_type,
+    } | job.after.model_dump()
+
+
+def _describe(checkpoint: Any) -> dict[str, Any]:
+    from ckpt_prune.calibration.measure import checkpoint_dtype
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.transform.containers import choose_container
+    from ckpt_prune.transform.job import Job
+    from ckpt_prune.transform.layout import check_source
+
+    job = Job(checkpoint, _recipe(0.0))
+    family, config = job.family, job.config
+    check_source(checkpoint, family)
+    existing = {
+        module
+        for description in family.spaces.values()
+        for module in (*description.producers, description.consumer)
+        if family.tensor(0, module, "bias") in checkpoint.tensors
+    }
+    spaces = {}
+    for name, description in family.spaces.items():
+        units = family.units(config, name)
+        per_block = sum(
+            checkpoint.tensors[family.tensor(0, module)].numel
+            for module in (*description.producers, description.consumer)
+        )
+        fits = {}
+        for label, biases in (("weights", existing), ("weights and bias", existing | {description.consumer})):
+            try:
+                # One unit fewer stands for any number: the first drop is what changes the container.
+                widths = [{name: max(1, units - 1)}] * job.blocks
+                fits[label] = choose_container(family, checkpoint.config, widths, biases).model_type
+            except UserError:
+                fits[label] = "remote code"
+        spaces[name] = {
+            "unit": description.unit,
+            "units": units,
+            "consumer": description.consumer,
+            "columns_per_unit": family.unit_columns(config, name),
+            "parameters": per_block * job.blocks,
+            "containers": fits,
+        }
+    return {
+        "model": str(checkpoint.path),
+        "family": family.model_type,
+        "architecture": family.architecture,
+        "dtype": checkpoint_dtype(checkpoint),
+        "files": len(checkpoint.files),
+        "blocks": job.blocks,
+        "tied_head": bool(config.tie_word_embeddings),
+        "spaces": spaces,
+        **job.before.model_dump(),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+    facts = {
+        "model": report["model"] + ("" if report["weights"] else " (config only)"),
+        "family": f"{report['family']} ({report['architecture']})",
+        "weights": f"{report['dtype']}, {human_bytes(report['bytes'])} in {report['files']} file(s)",
+        "parameters": human_count(report["parameters"]) + (", tied head" if report["tied_head"] else ""),
+        "blocks": str(report["blocks"]),
+        "FLOPs": f"{human_count(report['flops'])} for {report['tokens']} tokens",
+    }
+    for key, value in facts.items():
+        click.echo(f"{key:<11} {value}")
+    rows = [
+        [
+            name,
+            f"{s['units']} x {s['unit']}",
+            human_count(s["parameters"]),
+            s["containers"]["weights"],
+            s["containers"]["weights and bias"],
+        ]
+        for name, s in report["spaces"].items()
+    ]
+    click.echo()
+    click.echo(table(["space", "units per block", "parameters", "container", "with a bias"], rows))
+    if report["pruned"]:
+        spaces = list(report["spaces"])
+        rows = [
+            [
+                f"{p['ratio']:g}",
+                *(str(p["units"][s]) for s in spaces),
+                f"{p['parameters']:,}",
+                human_bytes(p["bytes"]),
+                human_count(p["flops"]),
+                p["container"],
+            ]
+            for p in report["pruned"]
+        ]
+        click.echo()
+        click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", "container"], rows))

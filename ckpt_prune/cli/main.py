@@ -1,0 +1,72 @@
+"""`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
+
+import importlib
+from typing import Any
+
+import click
+
+from ckpt_prune._version import __version__
+from ckpt_prune.errors import UserError
+
+COMMANDS = {
+    "inspect": "What a checkpoint is, what can be pruned, and into which container.",
+    "calibrate": "Measure activation statistics once, to reuse with any recipe.",
+    "plan": "Decide what stays and predict the cost; write only the plan.",
+    "prune": "Write a smaller checkpoint that stock transformers loads.",
+    "verify": "Prove that an output is whole and loads.",
+    "evaluate": "Perplexity and KL divergence, or lm-eval tasks.",
+    "recipe": "List, show, copy and check recipes.",
+    "statistics": "Show or add statistics folders.",
+    "demo": "The whole path on the model the package carries.",
+}
+
+
+class Refusal(click.ClickException):
+    """Bad input, as the shell sees it: one line on stderr and exit code 2."""
+
+    exit_code = 2
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, so that `--help` does not load torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command, in the order of work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"ckpt_prune.cli.{cmd_name}_command")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands from the table above, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; bad input becomes one line and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            raise Refusal(str(error)) from error
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="ckpt-prune")
+def main() -> None:
+    """Make a transformer smaller today, offline, without training.
+
+    Reads a Hugging Face checkpoint (a folder or a Hub id), drops attention heads and MLP columns, folds a closed-form
+    compensation into the tensors that stay, and writes a checkpoint that stock transformers loads.
+
+    \b
+      ckpt-prune demo
+      ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
+      ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048
+
+    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1.
+    """

@@ -1,0 +1,95 @@
+"""`ckpt-prune plan`."""
+
+from pathlib import Path
+
+import click
+
+from ckpt_prune.cli.options import (
+    device_option,
+    json_option,
+    overwrite_option,
+    ratio_option,
+    recipe_option,
+    set_option,
+    table,
+)
+
+
+@click.command("plan")
+@click.argument("model")
+@recipe_option
+@click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
+@ratio_option
+@set_option
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), help="Plan file to write.")
+@overwrite_option
+@device_option
+@json_option
+def command(
+    model: str,
+    recipe: str | None,
+    statistics: Path | None,
+    ratio: float | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    overwrite: bool,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
+
+    Errors are those of each output projection on the calibration tokens, relative to its output's energy; floor is
+    the least that any weights and bias on the kept inputs can reach, rho2 the share of the dropped output's variance
+    that the kept inputs predict.
+
+    \b
+      ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
+      ckpt-prune prune MODEL --plan plan.json -o OUT
+    """
+    from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.cli.setup import build_job, cost_rows, resolve_device
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.transform.job import make_plan
+
+    if recipe is None:
+        raise UserError("plan needs --recipe: a shipped recipe's name (`ckpt-prune recipe list`) or a file")
+    if out is not None and out.exists() and not overwrite:
+        raise UserError(f"{out} exists: choose another name or say --overwrite")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"{out.absolute().parent} does not exist")
+    target = resolve_device(device)
+    loaded = load_recipe(recipe, overrides, ratio)
+    job = build_job(Checkpoint.open(model), loaded, statistics=statistics, device=target, diagnostics=True)
+    plan = make_plan(job)
+    if out is not None:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(plan.to_json(), encoding="utf-8")
+        partial.replace(out)
+    if as_json:
+        click.echo(plan.to_json(), nl=False)
+        return
+    click.echo(table(["", "before", "after", "share"], cost_rows(job)))
+    click.echo()
+    rows = []
+    for site in plan.sites:
+        figures = [site.error_uncompensated, site.error_compensated, site.floor, site.rho2]
+        if site.floor is not None and site.j0 and site.error_uncompensated is not None:
+            # The floor is per token; as a share of the output's energy it stands beside the errors.
+            figures[2] = site.floor / site.j0 * site.error_uncompensated
+        strength = "" if site.strength is None else f" {site.strength:g}"
+        rows.append(
+            [
+                str(site.block),
+                site.space,
+                f"{len(site.kept)}/{site.units}",
+                site.method + strength,
+                *("-" if f is None else f"{f:.4f}" for f in figures),
+            ]
+        )
+    headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
+    click.echo(table(headers, rows))
+    if plan.container_note:
+        click.echo(f"\n{plan.container_note}")
+    if out is not None:
+        click.echo(f"\nplan written to {out}")

@@ -1,0 +1,143 @@
+"""`ckpt-prune prune`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_prune.cli.options import (
+    CalibrationOptions,
+    device_option,
+    echo_json,
+    json_option,
+    options_of,
+    overwrite_option,
+    ratio_option,
+    recipe_option,
+    set_option,
+    table,
+)
+
+
+@click.command("prune")
+@click.argument("model")
+@recipe_option
+@click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
+@options_of(CalibrationOptions)
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Apply a plan file instead of a recipe.")
+@ratio_option
+@set_option
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print sizes; write nothing.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
+@overwrite_option
+@device_option
+@json_option
+def command(
+    model: str,
+    recipe: str | None,
+    statistics: Path | None,
+    plan_file: Path | None,
+    ratio: float | None,
+    overrides: tuple[str, ...],
+    out: Path,
+    dry_run: bool,
+    resume: bool,
+    overwrite: bool,
+    device: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Write a pruned and compensated copy of MODEL (a folder or a Hub id) that stock transformers loads.
+
+    Moments come from --statistics (the dense cache) or are measured on --text. With text, a sequential recipe measures
+    each block on the already pruned ones before it, as its paper does; a dense recipe measures the unpruned model
+    first. A recipe without scores or compensation that look at activations (magnitude) needs neither.
+
+    The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
+
+    \b
+      ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
+      ckpt-prune prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT
+      ckpt-prune prune MODEL --plan plan.json -o OUT
+    """
+    from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.cli.setup import build_job, cost_rows, live_text, resolve_device
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.planning.plan import read_plan
+    from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.transform.prepare import measured
+    from ckpt_prune.transform.prune import check_output, prune
+
+    calibration = CalibrationOptions(**options)
+    if (recipe is None) == (plan_file is None):
+        raise UserError("prune needs either --recipe or --plan")
+    if calibration.text and statistics is not None:
+        raise UserError("give --statistics or --text, not both")
+    if plan_file is not None and (calibration.text or ratio is not None or overrides):
+        raise UserError("a plan has settled ratio, recipe and statistics: --text, --ratio and --set do not go with it")
+    target = resolve_device(device)
+    plan = read_plan(plan_file) if plan_file else None
+    loaded = plan.recipe if plan else load_recipe(recipe or "", overrides, ratio)
+    checkpoint = Checkpoint.open(model)
+    check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
+    if plan is not None and plan.statistics is not None:
+        statistics = statistics or Path(plan.statistics.path)
+    live = live_text(checkpoint, loaded, calibration) if calibration.text and loaded.needs_moments else None
+    job = build_job(checkpoint, loaded, statistics=statistics, live=live, device=target, plan=plan)
+    made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
+    if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
+        raise UserError(f"the plan was made from other statistics than {job.statistics.folder}: plan again")
+    messages = []
+    if loaded.target == "sequential" and job.statistics is not None:
+        messages.append(f"recipe {loaded.name} is sequential; with --statistics its dense-cache variant is used")
+    if loaded.allocation == "uniform" or job.statistics is not None or not loaded.needs_moments:
+        _announce(job, messages, as_json, dry_run=dry_run)
+    if dry_run:
+        if as_json:
+            echo_json(_dry_report(job, messages))
+        return
+    with measured(job, out.absolute().parent, seed=calibration.seed) as ready:
+        report = prune(ready, out, resume=resume, overwrite=overwrite)
+    if as_json:
+        echo_json(report)
+        return
+    click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
+    errors = [s["error_compensated"] for s in report["sites"] if s["error_compensated"] is not None]
+    if errors:
+        before = [s["error_uncompensated"] for s in report["sites"] if s["error_uncompensated"] is not None]
+        click.echo(
+            f"mean error of the pruned projections on the calibration tokens: {sum(before) / len(before):.4f} bare, "
+            f"{sum(errors) / len(errors):.4f} compensated"
+        )
+    if report["lambda_search"]:
+        click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
+    click.echo(f"written to {out}")
+
+
+def _announce(job: Any, messages: list[str], as_json: bool, *, dry_run: bool) -> None:
+    if job.container.note:
+        messages.append(job.container.note)
+    if as_json:
+        return
+    for message in messages:
+        click.echo(message)
+    if dry_run:
+        from ckpt_prune.cli.setup import cost_rows
+
+        click.echo(table(["", "before", "after", "share"], cost_rows(job)))
+        widths = ", ".join(
+            f"{space} {job.widths[0][space]}/{job.family.units(job.config, space)}" for space in job.widths[0]
+        )
+        click.echo(f"kept per block: {widths}; everything checked, nothing written")
+
+
+def _dry_report(job: Any, messages: list[str]) -> dict[str, Any]:
+    return {
+        "recipe": job.recipe.model_dump(mode="json", by_alias=True),
+        "container": {"model_type": job.container.model_type, "remote_code": job.container.remote_class is not None},
+        "widths": [dict(w) for w in job.widths],
+        "before": job.before.model_dump(),
+        "after": job.after.model_dump(),
+        "messages": messages,
+    }

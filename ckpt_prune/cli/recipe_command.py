@@ -1,0 +1,78 @@
+"""`ckpt-prune recipe`."""
+
+from pathlib import Path
+
+import click
+
+from ckpt_prune.cli.options import echo_json, json_option
+
+
+@click.group("recipe")
+def command() -> None:
+    """List, show, copy and check recipes."""
+
+
+@command.command("list")
+@json_option
+def list_recipes(as_json: bool) -> None:
+    """List the shipped recipes."""
+    from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
+
+    recipes = [load_recipe(name) for name in shipped_recipes()]
+    if as_json:
+        echo_json([{"name": r.name, "summary": r.summary, "source": r.source, "target": r.target} for r in recipes])
+        return
+    width = max(len(r.name) for r in recipes)
+    for recipe in recipes:
+        click.echo(f"{recipe.name:<{width}}  {recipe.summary}")
+
+
+@command.command("show")
+@click.argument("name")
+def show(name: str) -> None:
+    """Print a recipe file, comments included."""
+    from ckpt_prune.planning.recipe import find_recipe
+
+    click.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+
+
+@command.command("copy")
+@click.argument("name")
+@click.argument("destination", type=click.Path(path_type=Path), required=False)
+def copy(name: str, destination: Path | None) -> None:
+    """Copy a shipped recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.planning.recipe import find_recipe
+
+    source = find_recipe(name)
+    target = destination or Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    if target.exists():
+        raise UserError(f"{target} exists: choose another name")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"{target.absolute().parent} does not exist")
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    click.echo(str(target))
+
+
+@command.command("validate")
+@click.argument("file")
+@json_option
+def validate(file: str, as_json: bool) -> None:
+    """Check a recipe FILE; with --json, print it with every default spelt out."""
+    from ckpt_prune.planning.recipe import load_recipe
+
+    recipe = load_recipe(file)
+    if as_json:
+        echo_json(recipe.model_dump(mode="json", by_alias=True))
+        return
+    click.echo(f"{file}: recipe {recipe.name} is valid")
+
+
+@command.command("schema")
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from ckpt_prune.planning.recipe import json_schema
+
+    echo_json(json_schema())

@@ -1,0 +1,49 @@
+"""`ckpt-prune statistics`."""
+
+from pathlib import Path
+
+import click
+
+from ckpt_prune.cli.options import echo_json, json_option, overwrite_option
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group("statistics")
+def command() -> None:
+    """Show or add statistics folders."""
+
+
+@command.command("show")
+@click.argument("folder", type=_FOLDER)
+@json_option
+def show(folder: Path, as_json: bool) -> None:
+    """Say what a statistics FOLDER was measured on and what it holds."""
+    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.checkpoint.units import human_bytes
+
+    summary = Statistics(folder).summary()
+    if as_json:
+        echo_json(summary)
+        return
+    for key, value in summary.items():
+        shown = human_bytes(value) if key == "bytes" else value
+        if isinstance(value, list):
+            shown = ", ".join(map(str, value))
+        if isinstance(value, dict):
+            shown = ", ".join(f"{k} ({v})" for k, v in value.items())
+        click.echo(f"{key:<14} {shown}")
+
+
+@command.command("add")
+@click.argument("a", type=_FOLDER)
+@click.argument("b", type=_FOLDER)
+@click.option("-o", "--output", "out", type=_FOLDER, required=True, help="Statistics folder to write.")
+@overwrite_option
+def add_command(a: Path, b: Path, out: Path, overwrite: bool) -> None:
+    """Write the sum of two statistics folders A and B: the same model measured on more text."""
+    from ckpt_prune.calibration.measure import add
+    from ckpt_prune.calibration.statistics import Statistics
+
+    statistics = add(Statistics(a), Statistics(b), out, overwrite=overwrite)
+    click.echo(f"{out}: {statistics.index.samples} windows, {statistics.index.tokens} tokens")

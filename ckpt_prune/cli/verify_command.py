@@ -1,0 +1,34 @@
+"""`ckpt-prune verify`."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ckpt_prune.cli.options import echo_json, json_option, table
+
+
+@click.command("verify")
+@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--against", metavar="MODEL", help="The dense model: also check that kept rows are its own, bit for bit.")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, folder: Path, against: str | None, as_json: bool) -> None:
+    """Prove that OUT is whole: it loads, is finite, agrees with its config and with the digests in ckpt_prune.json.
+
+    Loads the whole model once. Exit code 1 if a check fails.
+    """
+    from ckpt_prune.checkpoint.hub import resolve
+    from ckpt_prune.evaluation.verify import verify
+
+    checks = verify(folder, resolve(against) if against else None)
+    passed = all(check.passed is not False for check in checks)
+    if as_json:
+        echo_json({"passed": passed, "checks": [asdict(check) for check in checks]})
+    else:
+        words = {True: "ok", False: "FAILED", None: "-"}
+        click.echo(table(["check", "result"], [[c.name, words[c.passed]] for c in checks]))
+        click.echo()
+        for check in checks:
+            click.echo(f"{check.name}: {check.detail}")
+    ctx.exit(0 if passed else 1)

@@ -1,0 +1,64 @@
+"""How much dropping some inputs of a projection costs, and how much of it the kept ones can make up (CORP C.1)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.compensation.least_squares import solve
+
+
+@dataclass(frozen=True)
+class SiteDiagnostics:
+    """Errors of one projection, per token, in squared units of its output.
+
+    Attributes:
+        uncompensated: J0 = tr(W_D Σ_DD W_Dᵀ) + ‖W_D μ_D‖², the error of dropping and doing nothing.
+        floor: J* = tr(W_D Σ_{D|K} W_Dᵀ), the least any weights and bias on the kept inputs can reach.
+        rho2: 1 − J* / tr(W_D Σ_DD W_Dᵀ), the share of the dropped output's variance the kept inputs predict; in [0, 1].
+    """
+
+    uncompensated: float
+    floor: float
+    rho2: float
+
+
+def diagnose(weight: Tensor, moments: Moments, kept: Tensor) -> SiteDiagnostics:
+    """`SiteDiagnostics` of keeping the inputs `kept`.
+
+    Args:
+        weight: W, (d_out, d), any floating dtype.
+        moments: of the full input (d,), with a Gram, on the same device.
+        kept: kept input indices, (k,) int64.
+
+    Returns:
+        Zero errors and rho2 1 where nothing is dropped, or where what is dropped never varies.
+
+    Raises:
+        ValueError: `moments` has no Gram.
+    """
+    if moments.gram is None:
+        raise ValueError("diagnostics need second moments: collect statistics with a Gram")
+    is_dropped = torch.ones(moments.width, dtype=torch.bool, device=kept.device)
+    is_dropped[kept] = False
+    dropped = is_dropped.nonzero().squeeze(1)
+    mean = moments.mean
+    lost = weight[:, dropped].double()
+    offset = lost @ mean[dropped]
+    rows = moments.gram[dropped]
+
+    def covariance_with(columns: Tensor) -> Tensor:
+        """W_D Σ over the dropped rows and `columns`, (d_out, len(columns))."""
+        return lost @ (rows[:, columns].double() / moments.count) - offset.outer(mean[columns])
+
+    spread = max(float((covariance_with(dropped) * lost).sum()), 0.0)
+    uncompensated = spread + float(offset.square().sum())
+    if spread == 0.0:
+        return SiteDiagnostics(uncompensated, 0.0, 1.0)
+    covariance = moments.gram[kept][:, kept].double().div_(moments.count).sub_(mean[kept].outer(mean[kept]))
+    shared = covariance_with(kept)
+    # W_D Σ_DK Σ_KK⁺ Σ_KD W_Dᵀ is what the kept inputs predict; a singular Σ_KK is met by its pseudo-inverse.
+    predicted = float((solve(covariance, shared) * shared).sum()) if kept.numel() else 0.0
+    floor = min(max(spread - predicted, 0.0), spread)
+    return SiteDiagnostics(uncompensated, floor, 1.0 - floor / spread)

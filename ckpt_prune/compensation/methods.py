@@ -1,0 +1,124 @@
+"""Every way to make an output projection make up for its dropped inputs, by name (METHODS section 1)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ckpt_prune.compensation import least_squares as ls
+from ckpt_prune.compensation import rotation as rot
+from ckpt_prune.compensation.fit import Fit, Fold
+
+Units = Literal["relative", "absolute"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One closed form.
+
+    Attributes:
+        name: as written in a recipe.
+        summary: one line for a listing.
+        source: paper and equation.
+        needs_gram: whether the fit must have second moments.
+        uses_lambda: whether the strength λ changes the result.
+        adds_bias: whether the result has a bias.
+        fit: (W_K (d_out, k) float64, fit, absolute λ) to the fold; methods without λ ignore it.
+        shrinks_to: where the weight goes as λ grows; None for methods without λ.
+    """
+
+    name: str
+    summary: str
+    source: str
+    needs_gram: bool
+    uses_lambda: bool
+    adds_bias: bool
+    fit: Callable[[Tensor, Fit, float], Fold]
+    shrinks_to: Literal["kept", "zero"] | None = None
+
+
+def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
+    return Fold(weight_kept)
+
+
+def _bias(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
+    return Fold(weight_kept, fit.target_mean - weight_kept @ fit.mean)
+
+
+def _plain(form: Callable[[Tensor, Fit], Fold]) -> Callable[[Tensor, Fit, float], Fold]:
+    """A form without a strength, called like those that have one."""
+    return lambda weight_kept, fit, strength: form(weight_kept, fit)
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("none", "keep the surviving weights as they are", "no compensation", False, False, False, _none),
+        Method("bias", "restore the mean output", "FLAP eq. 5; VBP", False, False, True, _bias),
+        Method("rotation", "rotate the output", "RCPU eq. 5-7", True, False, False, _plain(rot.rotation)),
+        Method(
+            "rotation-scale",
+            "rotate and scale the output",
+            "RCPU eq. 8-9",
+            True,
+            False,
+            False,
+            _plain(rot.scaled_rotation),
+        ),
+        Method(
+            "centred-rotation",
+            "rotate the output about its mean, and restore the mean",
+            "this project, from RCPU eq. 5-7",
+            True,
+            False,
+            True,
+            _plain(rot.centred_rotation),
+        ),
+        Method(
+            "least-squares",
+            "map the pruned output linearly onto the dense one",
+            "RCPU v1 eq. 3-4",
+            True,
+            False,
+            False,
+            _plain(ls.least_squares),
+        ),
+        Method(
+            "ridge",
+            "refit the weights, shrunk towards the surviving ones",
+            "RCPU eq. 4",
+            True,
+            True,
+            False,
+            ls.ridge,
+            "kept",
+        ),
+        Method(
+            "affine",
+            "refit weights and bias, shrunk towards the surviving weights",
+            "CORP eq. 7-9",
+            True,
+            True,
+            True,
+            ls.affine,
+            "kept",
+        ),
+        Method("grail", "refit the weights, shrunk towards zero", "GRAIL", True, True, False, ls.grail, "zero"),
+    )
+}
+
+
+def absolute_lambda(value: float, units: Units, fit: Fit) -> float:
+    """λ on the scale of Gram sums: itself if absolute, a share of mean(diag(G_KK)) if relative.
+
+    Papers use absolute values on differently scaled Grams; a relative one means the same for every layer and N.
+
+    Raises:
+        ValueError: λ is negative or not a number, or is relative and `fit` has no second moments.
+    """
+    if not value >= 0:
+        raise ValueError(f"lambda must be zero or more, not {value}")
+    if units == "absolute":
+        return value
+    return value * float(fit.second_moments()[0].diagonal().mean())

@@ -1,0 +1,254 @@
+"""Rotation compensation (RCPU eq. 5-9), and the polar factor it needs, without a singular value decomposition.
+
+Departures from the paper, where Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out):
+
+- Q is found as the polar factor by QDWH (Nakatsukasa, Bai and Gygi 2010, the Cholesky form of eq. 5.5 there), which
+  is matrix products and Cholesky factors only. Equal up to rounding, which grows with the condition number of
+  C W_Kᵀ: about 1e-7 at 1e5, 1e-6 at 1e9.
+- When k < d_out only Q on the range of W_K matters, so the factor of a (d_out, k) matrix is computed. Equal again.
+- Where C W_Kᵀ is rank-deficient (few tokens), U Vᵀ is not unique, and a decomposition's arbitrary choice would
+  scramble the weights for inputs calibration never saw. There Q is completed by the rotation nearest the identity.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.compensation.fit import Fit, Fold
+
+SMALLEST = 1e-7
+"""The least singular value a float64 Gram can show, relative to the largest; worse matrices take more steps."""
+SINGULAR = 1e-13
+"""Singular values below this share of the largest are rounding, and their directions are completed instead."""
+SINGLE_PRECISION_LIMIT = 300.0
+"""A step's rounding error grows with its coefficient c: up to this, float32 leaves about 1e-5 and later steps less."""
+SINGLE_PRECISION_FROM = 256
+"""Below this many columns float32 would save no time worth its digits."""
+POLISH_FROM = 0.2
+"""Largest ‖QᵀQ − I‖ from which the polynomial that ends the iteration is worth its products (it cubes the distance)."""
+ORTHOGONAL = 1e-8
+"""Largest ‖QᵀQ − I‖ (Frobenius norm, over √n) of a factor taken as converged."""
+
+
+def polar(matrix: Tensor, *, rank: int | None = None, nearest: Callable[[], Tensor] | None = None) -> Tensor:
+    """The factor Q of matrix = Q H, H symmetric positive semi-definite: the orthonormal matrix nearest to it.
+
+    Args:
+        matrix: (m, n) float64 with m >= n.
+        rank: the most its rank can be, where known (a sum over N tokens has rank N at most); what lies beyond is noise.
+        nearest: gives an (m, n) float64 matrix with orthonormal columns: where `matrix` is singular Q is not unique,
+            and the one nearest to this is taken. The first columns of the identity if None.
+
+    Returns:
+        (m, n) float64 with orthonormal columns.
+    """
+    m, n = matrix.shape
+    if n and (rank is None or rank >= n):
+        found = _iterate(matrix)
+        if found is not None:
+            return found
+    target = torch.eye(m, n, dtype=matrix.dtype, device=matrix.device) if nearest is None else nearest()
+    return _by_decomposition(matrix, n if rank is None else rank, target)
+
+
+def _iterate(matrix: Tensor) -> Tensor | None:
+    """Polar factor of a tall (m, n) float64 matrix of full rank; None where it is too near singular to converge."""
+    largest = _largest_singular_value(matrix)
+    if not 0 < largest < math.inf:
+        return None
+    x, low, lifted = matrix / largest, 0.0, 1.0
+    while lifted * SINGULAR < 1:
+        if 1 - low * low < POLISH_FROM:
+            return _polish(x.double())
+        gram = _gram(x)
+        resolved = low > 0
+        if not resolved:
+            low = min(_smallest_singular_value(gram), 1.0)
+            resolved = low > SMALLEST
+        a, b, c = _weights(max(low, SMALLEST))
+        # Early steps separate small singular values and need float64; once none is small, float32 loses nothing that
+        # the polish (in float64) does not restore, at half the time.
+        if resolved and c <= SINGLE_PRECISION_LIMIT and _float32_pays(x):
+            x, gram = x.float(), gram.float()
+        gram.mul_(c).diagonal().add_(1)
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if int(failed):
+            return None
+        x = torch.cholesky_solve(x.T, factor).T.mul_(a - b / c).add_(x, alpha=b / c)
+        # A smallest singular value that could be seen is followed in theory; one that could not is looked for again.
+        low = low * (a + b * low * low) / (1 + c * low * low) if resolved else 0.0
+        lifted *= a
+    return None
+
+
+def _float32_pays(x: Tensor) -> bool:
+    """Whether x (m, n) is large and float32 products are exact: a program may have asked an accelerator for TF32."""
+    exact = x.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
+    return exact and x.shape[1] >= SINGLE_PRECISION_FROM
+
+
+def _strips(n: int) -> Iterator[slice]:
+    """Columns in strips: wide enough for full speed, narrow enough to skip nearly half of a triangular product."""
+    width = max(256, -(-n // 8))
+    return (slice(start, min(start + width, n)) for start in range(0, n, width))
+
+
+def _gram(x: Tensor) -> Tensor:
+    """xᵀx of (m, n), for little more than half the products of `x.T @ x`: the other half is its mirror image."""
+    n = x.shape[1]
+    gram = x.new_empty(n, n)
+    for strip in _strips(n):
+        block = x[:, strip].T @ x[:, : strip.stop]
+        gram[strip, : strip.stop] = block
+        gram[: strip.start, strip] = block[:, : strip.start].T
+    return gram
+
+
+def _times_lower(left: Tensor, lower: Tensor) -> Tensor:
+    """`left` (m, n) times a lower triangular (n, n), its zeros skipped."""
+    parts = (left[:, strip.start :] @ lower[strip.start :, strip] for strip in _strips(lower.shape[0]))
+    return torch.cat(list(parts), 1)
+
+
+def _times_upper(left: Tensor, lower: Tensor) -> Tensor:
+    """`left` (m, n) times the transpose of a lower triangular (n, n), its zeros skipped."""
+    parts = (left[:, : strip.stop] @ lower[strip, : strip.stop].T for strip in _strips(lower.shape[0]))
+    return torch.cat(list(parts), 1)
+
+
+def _largest_singular_value(matrix: Tensor) -> float:
+    """Of (m, n), by power iteration; an estimate slightly too small is harmless to QDWH."""
+    vector = matrix.T @ matrix.sum(1)
+    for _ in range(6):
+        vector = matrix.T @ (matrix @ (vector / vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)))
+    return 1.02 * float(vector.norm().sqrt())
+
+
+def _smallest_singular_value(gram: Tensor) -> float:
+    """Of x, from xᵀx (n, n), by inverse iteration: a little below the truth, or 0 where the Gram is singular."""
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if int(failed):
+        return 0.0
+    # A fixed start that is no eigenvector of anything likely; several columns find clustered values sooner.
+    n = gram.shape[0]
+    grid = torch.arange(4 * n, dtype=gram.dtype, device=gram.device).reshape(n, 4)
+    block = torch.cos(1 + grid * grid / (1 + grid))
+    for _ in range(3):
+        block = torch.cholesky_solve(block / block.norm(dim=0), factor)
+    return 0.8 / math.sqrt(block.norm(dim=0).amax().item())
+
+
+def _weights(low: float) -> tuple[float, float, float]:
+    """a, b, c of the QDWH step x (a + b x²) / (1 + c x²), best for singular values in [`low`, 1] (eq. 3.5 there)."""
+    squared = low * low
+    d = (4 * (1 - squared) / (squared * squared)) ** (1 / 3)
+    a = math.sqrt(1 + d) + 0.5 * math.sqrt(8 - 4 * d + 8 * (2 - squared) / (squared * math.sqrt(1 + d)))
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
+
+
+def _polish(x: Tensor) -> Tensor | None:
+    """The orthonormal matrix near a nearly orthonormal x (m, n): Newton-Schulz of order three, in float64."""
+    root_n = math.sqrt(x.shape[1])
+    for _ in range(4):
+        defect = _gram(x)
+        defect.diagonal().sub_(1)
+        if not float(defect.norm()) < 0.5 * root_n:
+            return None
+        # (I + E)^-1/2 = I − E/2 + 3E²/8 − 5E³/16 …; the correction is small, so float32 is enough for its products.
+        small = defect.float() if _float32_pays(x) else defect
+        squared = small @ small
+        # ‖E³‖ ≤ ‖E²‖^1.5: what the truncated series leaves is known before it is applied.
+        left_over = 0.3125 * float(squared.norm()) ** 1.5
+        correction = x.to(small.dtype) @ squared.mul_(0.375).sub_(small, alpha=0.5)
+        x = x + correction
+        if left_over < ORTHOGONAL * root_n:
+            return x
+    return None
+
+
+def _by_decomposition(matrix: Tensor, rank: int, nearest: Tensor) -> Tensor:
+    """Polar factor of a tall (m, n) matrix by SVD, completed on its null space by the map nearest `nearest`."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=True)
+    used = min(rank, int((values > SINGULAR * values.amax()).sum())) if values.numel() else 0
+    known = left[:, :used] @ right[:used]
+    left, right = left[:, used:], right[used:]
+    u, _, v = torch.linalg.svd(left.T @ nearest @ right.T, full_matrices=False)
+    completed: Tensor = known + left @ u @ v @ right
+    return completed
+
+
+def procrustes(fit: Fit, weight_kept: Tensor) -> tuple[Tensor, float]:
+    """Q W_K for the orthogonal Q minimising Σ ‖y − Q W_K x‖², and tr S, the sum of singular values of C W_Kᵀ.
+
+    Args:
+        fit: with second moments.
+        weight_kept: W_K, (d_out, k) float64.
+
+    Returns:
+        Q W_K (d_out, k) float64, and tr S = tr(Qᵀ C W_Kᵀ).
+
+    Raises:
+        ValueError: `fit` has no second moments.
+    """
+    _, cross, _ = fit.second_moments()
+    d_out, k = weight_kept.shape
+    if k >= d_out:
+        target = cross @ weight_kept.T
+        q = polar(target, rank=fit.count)
+        return q @ weight_kept, float((q * target).sum())
+    # W_K = P Lᵀ with P orthonormal: Q W_K = (Q P) Lᵀ, and Q P is the polar factor of C L. P itself is seldom needed.
+    lower, basis = _triangle(weight_kept)
+    target = _times_lower(cross, lower)
+    turned = polar(target, rank=fit.count, nearest=basis)
+    return _times_upper(turned, lower), float((turned * target).sum())
+
+
+def _triangle(tall: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Lower triangular L (n, n) with tall = P Lᵀ, and what gives P (m, n) with orthonormal columns."""
+    factor, failed = torch.linalg.cholesky_ex(_gram(tall))
+    pivots = factor.diagonal()
+    # Cholesky of tallᵀ tall is many times faster than Householder's, and as good while `tall` is well conditioned.
+    if int(failed) == 0 and bool(pivots.amin() > 1e-3 * pivots.amax()):
+        return factor, lambda: torch.linalg.solve_triangular(factor.T, tall, upper=True, left=False)
+    basis, triangle = torch.linalg.qr(tall)
+    return triangle.T, lambda: basis
+
+
+def rotation(weight_kept: Tensor, fit: Fit) -> Fold:
+    """Q W_K, the rotation of the pruned output nearest the target (RCPU eq. 5-7).
+
+    Raises:
+        ValueError: `fit` has no second moments.
+    """
+    return Fold(procrustes(fit, weight_kept)[0])
+
+
+def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Fold:
+    """S Q W_K with s = tr S / tr(W_K G W_Kᵀ), the best scale for that rotation (RCPU eq. 8-9).
+
+    Raises:
+        ValueError: `fit` has no second moments.
+    """
+    gram, _, _ = fit.second_moments()
+    rotated, trace = procrustes(fit, weight_kept)
+    energy = float(((weight_kept @ gram) * weight_kept).sum())
+    scale = trace / energy if energy > 0 else 1.0
+    return Fold(rotated * scale, details={"scale": scale})
+
+
+def centred_rotation(weight_kept: Tensor, fit: Fit, *, scaled: bool = False) -> Fold:
+    """A rotation fitted on centred moments, and the bias that matches the means: μ_y − Ŵ μ_K (this project's own).
+
+    Args:
+        weight_kept: W_K, (d_out, k) float64.
+        fit: with second moments.
+        scaled: also fit the scale.
+
+    Raises:
+        ValueError: `fit` has no second moments.
+    """
+    fold = (scaled_rotation if scaled else rotation)(weight_kept, fit.centred())
+    return Fold(fold.weight, fit.target_mean - fold.weight @ fit.mean, fold.details)

@@ -1,0 +1,91 @@
+"""The whole path on the packaged model: calibrate, prune by three recipes at two ratios, verify, measure."""
+
+import time
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, token_stream
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.demo import corpus
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.transform.job import Job, LiveText
+from ckpt_prune.transform.prepare import measured
+from ckpt_prune.transform.prune import prune
+
+RECIPES = ("wanda-sp", "flap", "rcpu-scale")
+RATIOS = (0.2, 0.3)
+WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 64, 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the demo's table; seconds are those of pruning, statistics included."""
+
+    model: str
+    ratio: float
+    parameters: int
+    bytes: int
+    perplexity: float
+    container: str
+    seconds: float
+
+
+def model_folder() -> Path:
+    """The packaged model."""
+    return Path(str(resources.files("ckpt_prune.demo") / "model"))
+
+
+def run(out: Path, device: torch.device) -> list[Row]:
+    """Prune the packaged model into subfolders of `out` and measure every result.
+
+    Args:
+        out: an empty or new folder.
+        device: where the work is done.
+
+    Raises:
+        UserError: the folder is not empty, or a result does not verify.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty: choose another folder for the demo")
+    out.mkdir(parents=True, exist_ok=True)
+    folder = model_folder()
+    checkpoint = Checkpoint.open(folder)
+    tokenizer = load_tokenizer(folder)
+    calibration = calibration_windows(
+        token_stream(tokenizer, corpus.text(held_out=False)), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
+    )
+    # Held-out modules differ much in difficulty: windows from all over them, not the first few modules.
+    held_out = calibration_windows(
+        token_stream(tokenizer, corpus.text(held_out=True)), samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
+    )
+
+    def measure_perplexity(path: Path) -> float:
+        model = load_model(path, device=device)
+        return perplexity(model, evaluation_windows(held_out.flatten(), window=WINDOW)).perplexity
+
+    dense = Job(checkpoint, load_recipe("magnitude", ratio=0.0)).before
+    rows = [Row("dense", 0.0, dense.parameters, dense.bytes, measure_perplexity(folder), "llama", 0.0)]
+    for ratio in RATIOS:
+        for name in RECIPES:
+            start = time.monotonic()
+            live = LiveText(calibration, folds=1, compute_dtype=torch.float32)
+            job = Job(checkpoint, load_recipe(name, ratio=ratio), live=live, device=device)
+            target = out / f"{name}-{round(ratio * 100)}"
+            with measured(job, out, seed=0) as ready:
+                report = prune(ready, target)
+            seconds = time.monotonic() - start
+            failed = [check for check in verify(target, folder) if check.passed is False]
+            if failed:
+                raise UserError(f"{target} does not verify: {failed[0].name}: {failed[0].detail}")
+            after, container = report["after"], report["container"]["model_type"]
+            rows.append(
+                Row(name, ratio, after["parameters"], after["bytes"], measure_perplexity(target), container, seconds)
+            )
+    return rows

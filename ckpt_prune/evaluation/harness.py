@@ -1,0 +1,78 @@
+"""The bridge to lm-eval, EleutherAI's evaluation harness: an optional dependency, the `eval` extra."""
+
+import difflib
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.calibration.text import load_tokenizer
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import load_model
+
+
+def run_tasks(
+    folder: Path,
+    tasks: Sequence[str],
+    *,
+    device: torch.device | str,
+    batch_size: int = 8,
+    limit: int | None = None,
+    include_path: Path | None = None,
+) -> dict[str, Any]:
+    """Run lm-eval tasks on a checkpoint folder; the WHOLE model is loaded, as `load_model` does.
+
+    Args:
+        folder: A checkpoint folder with its tokenizer.
+        tasks: Names of lm-eval tasks or groups.
+        device: Where the model goes.
+        batch_size: Requests in one forward pass.
+        limit: Only the first so many examples of each task; None takes all.
+        include_path: A folder with task files (YAML) of one's own beside those of lm-eval.
+
+    Returns:
+        lm-eval's own tables, ready for JSON: `results` (task → metric → value), `versions` (task → version) and
+        `n-samples` (task → examples there are and examples used).
+
+    Raises:
+        UserError: lm-eval is not installed, a task is unknown, its data cannot be had, or the model does not load.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f"tasks need lm-eval ({error}): pip install 'ckpt-prune[eval]'") from error
+    if include_path is not None and not include_path.is_dir():
+        raise UserError(f"{include_path}: no such folder of task files")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of the preloaded model below, which is meant
+    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    check_tasks(tasks, manager.all_tasks)
+    # A loaded model rather than its path: one loader for every folder, ours with unequal widths included.
+    model = HFLM(pretrained=load_model(folder, device=device), tokenizer=load_tokenizer(folder), batch_size=batch_size)
+    try:
+        outcome = lm_eval.simple_evaluate(
+            model=model, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
+        )
+    except OSError as error:  # what `datasets` raises for a file, a data set or a Hub that is not there
+        reason = " ".join(str(error).split())
+        raise UserError(f"the data of {', '.join(tasks)} cannot be loaded: {reason[:300]}") from error
+    return {key: outcome[key] for key in ("results", "versions", "n-samples")}
+
+
+def check_tasks(tasks: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse task names that lm-eval does not know, with the nearest it does.
+
+    Raises:
+        UserError: No task is given, or one is unknown.
+    """
+    if not tasks:
+        raise UserError("no task given: name at least one, such as arc_easy")
+    names = list(known)
+    for task in tasks:
+        if task not in names:
+            near = difflib.get_close_matches(task, names, n=5)
+            hint = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
+            raise UserError(f"unknown task {task!r}: {hint}")

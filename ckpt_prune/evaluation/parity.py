@@ -1,0 +1,50 @@
+"""Parity: does a folder load whole into stock transformers, and do two models compute the same."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows, logits
+from ckpt_prune.evaluation.loading import LoadReport, stock_load
+
+
+def stock_load_report(folder: Path) -> LoadReport:
+    """Load a checkpoint folder, single-file or sharded, with stock transformers and say what did not fit.
+
+    The whole model is in memory while this runs, in the checkpoint's own dtype, on CPU.
+
+    Raises:
+        UserError: transformers cannot load the folder at all.
+    """
+    return stock_load(folder)[1]
+
+
+@torch.inference_mode()
+def logits_difference(
+    a: PreTrainedModel, b: PreTrainedModel, windows: Tensor, *, batch_size: int | None = None, what: str = "parity"
+) -> float:
+    """Largest absolute difference of the two models' logits over all positions of the windows, taken in float32.
+
+    NaN if either model's logits are. Both models are put in evaluation mode.
+
+    Args:
+        a: A causal language model.
+        b: Another, with a vocabulary of the same size; it may be on another device.
+        windows: int64 token ids, shape (windows, window).
+        batch_size: Windows in one forward pass; None takes as many as fit `default_batch_size`.
+        what: Said on the progress bar.
+
+    Raises:
+        UserError: The models' vocabularies differ in size, or a window does not fit a model.
+    """
+    check_same_vocabulary(a, b)
+    for model in (a, b):
+        check_windows(model, windows)
+        model.eval()
+    largest = torch.zeros((), device=a.device)
+    for batch in batches(a, windows, batch_size=batch_size, what=what):
+        ours, theirs = logits(a, batch), logits(b, batch).to(batch.device)
+        largest = torch.maximum(largest, (ours.float() - theirs.float()).abs().max())
+    return largest.item()

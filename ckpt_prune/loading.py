@@ -1,0 +1,51 @@
+"""Loading any output of this tool, without running code from its folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ckpt_prune import modeling_pruned
+from ckpt_prune.errors import UserError
+
+
+def load(
+    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
+) -> PreTrainedModel:
+    """Load a checkpoint that this tool wrote, a stock one or one with blocks of different widths.
+
+    The whole model is held in memory. Code in the folder is never run: a checkpoint with remote code is built by the
+    same implementation inside this package (`ckpt_prune.modeling_pruned`).
+
+    Args:
+        path: the folder.
+        device: where the model goes.
+        dtype: of the parameters; the checkpoint's own by default.
+
+    Raises:
+        UserError: the folder has no config, or its remote code is not this tool's.
+
+    Example:
+        >>> import ckpt_prune
+        >>> model = ckpt_prune.load("pruned")  # doctest: +SKIP
+    """
+    folder = Path(path)
+    try:
+        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} has no readable config.json") from error
+    if "auto_map" not in raw:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype or "auto")
+    else:
+        module, _, name = str(raw["auto_map"].get("AutoModelForCausalLM", "")).partition(".")
+        architecture = getattr(modeling_pruned, name, None)
+        if module != "modeling_pruned" or not isinstance(architecture, type):
+            raise UserError(f"{folder} asks for remote code that is not this tool's: it is not run")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = architecture.from_pretrained(  # type: ignore[attr-defined]
+            folder, config=config, local_files_only=True, dtype=dtype or "auto"
+        )
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded

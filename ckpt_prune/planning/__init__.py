@@ -1,0 +1,1 @@
+"""Recipes, selection, the plan file and predicted sizes."""

@@ -1,0 +1,101 @@
+"""The plan file: which units of which spaces stay, with scores and predicted errors."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import Cost
+from ckpt_prune.planning.recipe import Recipe
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SitePlan(_Record):
+    """One space of one block.
+
+    Attributes:
+        block, space, consumer: where; the consumer by its on-disk weight.
+        units: before.
+        kept: units that stay, ascending.
+        scores: of all units, six significant digits.
+        method: of compensation; none where nothing is dropped.
+        strength: λ in the recipe's units, where the method has one.
+        error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² at the consumer's output on the calibration
+            tokens, without and with compensation; None without a Gram.
+        j0, floor, rho2: CORP's diagnostics per token (METHODS section 1); None unless asked for.
+    """
+
+    block: int
+    space: SpaceName
+    consumer: str
+    units: int
+    kept: list[int]
+    scores: list[float]
+    method: str
+    strength: float | None = None
+    error_uncompensated: float | None = None
+    error_compensated: float | None = None
+    j0: float | None = None
+    floor: float | None = None
+    rho2: float | None = None
+
+
+class StatisticsReference(_Record):
+    """Which statistics a plan was made from."""
+
+    path: str
+    digest: str
+
+
+class Plan(_Record):
+    """Everything `prune` needs to apply the same decisions again, to the same model only."""
+
+    version: Literal[1] = 1
+    model: str
+    model_path: str
+    recipe: Recipe
+    recipe_digest: str
+    statistics: StatisticsReference | None
+    container: str
+    container_note: str | None
+    before: Cost
+    after: Cost
+    sites: list[SitePlan]
+
+    def to_json(self) -> str:
+        """Readable JSON: one line per list of numbers."""
+        data = self.model_dump(mode="json", by_alias=True)
+        sites = data.pop("sites")
+        head = json.dumps(data, indent=2).removesuffix("\n}")
+        lines = ",\n".join("    " + json.dumps(site) for site in sites)
+        return f'{head},\n  "sites": [\n{lines}\n  ]\n}}\n'
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the plan's JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        UserError: not there, not a plan, or changed by hand so that its recipe no longer agrees with its digest.
+    """
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        plan = Plan.model_validate(values)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, ValidationError) as error:
+        raise UserError(f"{path} is not a plan: plans are written by `ckpt-prune plan`") from error
+    if plan.recipe.digest != plan.recipe_digest:
+        raise UserError(f"{path}: the recipe inside does not match its digest: plan again instead of editing it")
+    return plan

@@ -1,0 +1,355 @@
+"""Recipes: the YAML a team shares. Unknown keys are refused, and every error names file, line and key."""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+
+from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.compensation.methods import METHODS
+from ckpt_prune.errors import UserError
+from ckpt_prune.scoring.scores import SCORES
+
+
+def _one_of(what: str, known: Iterable[str]) -> Any:
+    """A string that must be a key of a registry, with the registry's keys in errors and in the JSON Schema."""
+    names = list(known)
+
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        near = difflib.get_close_matches(value, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown {what} {value!r}: {hint}allowed here: {', '.join(names)}")
+
+    return Annotated[str, AfterValidator(check), WithJsonSchema({"type": "string", "enum": names})]
+
+
+if TYPE_CHECKING:
+    ScoreName = str
+    MethodName = str
+else:
+    ScoreName = _one_of("score", SCORES)
+    MethodName = _one_of("method", METHODS)
+Rounding = Literal["floor", "ceil", "nearest"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Compensation(_Strict):
+    """How the consumer of a space is rewritten after columns are dropped (METHODS section 1)."""
+
+    method: MethodName = Field("none", description="Closed form folded into the consumer.")
+    lam: float | None = Field(
+        None, alias="lambda", ge=0, description="Ridge strength, for ridge, affine and grail. Default 0.01."
+    )
+    lambda_units: Literal["relative", "absolute"] = Field(
+        "relative", description="relative: times the mean diagonal of the kept Gram; absolute: as it stands."
+    )
+    lambda_grid: list[float] | None = Field(None, min_length=2, description="Strengths to choose from.")
+    lambda_by: Literal["folds", "perplexity"] | None = Field(
+        None,
+        description="How the grid is searched. folds: per site by held-out error, in closed form; "
+        "perplexity: one value for the model by calibration perplexity (RCPU 7.1), which needs text.",
+    )
+
+    @classmethod
+    def nothing(cls) -> "Compensation":
+        """No compensation."""
+        return cls.model_validate({})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Compensation":
+        uses = METHODS[self.method].uses_lambda
+        given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
+        if given and not uses:
+            raise ValueError(f"method {self.method} has no lambda")
+        if (self.lambda_grid is None) != (self.lambda_by is None):
+            raise ValueError("lambda_grid and lambda_by go together")
+        if self.lambda_grid is not None and self.lam is not None:
+            raise ValueError("give lambda or lambda_grid, not both")
+        if self.lambda_grid is not None and min(self.lambda_grid) < 0:
+            raise ValueError("lambda_grid holds a negative strength")
+        return self
+
+    @property
+    def strength(self) -> float:
+        """λ where it is fixed."""
+        return 0.01 if self.lam is None else self.lam
+
+
+class SpaceRecipe(_Strict):
+    """What happens to one space."""
+
+    score: ScoreName = Field(description="Which units to keep: those with the highest score.")
+    ratio: float | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
+    rounding: Rounding | None = Field(
+        None, description="Of units x ratio to units dropped. Default: floor for heads, ceil for columns."
+    )
+    multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
+    compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")
+
+
+class Recipe(_Strict):
+    """A recipe: what to score with, how much to drop, how to compensate, and into which container."""
+
+    version: Literal[1] = Field(description="Version of the recipe format.")
+    name: str = Field(min_length=1, description="Name in tables and in the output's ckpt_prune.json.")
+    summary: str = Field("", description="One line for `recipe list`.")
+    source: str = Field("", description="Paper and equations.")
+    ratio: float = Field(0.2, ge=0, lt=1, description="Share of units to drop in every space.")
+    target: Literal["dense", "sequential"] = Field(
+        "dense",
+        description="dense: moments of the unpruned model; sequential: measured block by block on the pruned prefix "
+        "(needs text; given statistics instead, the dense cache is used).",
+    )
+    true_sequential: bool = Field(
+        False, description="Re-measure inside a block after each space, not once per block (sequential target only)."
+    )
+    allocation: Literal["uniform", "across-layers", "across-layers-and-spaces"] = Field(
+        "uniform", description="uniform: same ratio everywhere; the others are FLAP's AL-MM and AL-AM."
+    )
+    widths: Literal["uniform", "per_layer"] = Field(
+        "uniform", description="per_layer: blocks may differ in width; the output then carries remote code."
+    )
+    container: str = Field("auto", description="auto, a stock model_type to force, or remote.")
+    spaces: dict[SpaceName, SpaceRecipe] = Field(min_length=1, description="Spaces to prune; others stay whole.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        if self.allocation != "uniform" and self.widths == "uniform":
+            raise ValueError(
+                f"allocation {self.allocation} gives every block its own widths, which no stock model can load: "
+                "say widths: per_layer to accept remote code, or allocation: uniform"
+            )
+        if self.allocation != "uniform" and self.target == "sequential":
+            raise ValueError(f"allocation {self.allocation} compares all blocks before any is pruned: target: dense")
+        if self.true_sequential and self.target != "sequential":
+            raise ValueError("true_sequential needs target: sequential")
+        if len({s.compensation.lambda_by for s in self.spaces.values()} & {"perplexity", "folds"}) > 1:
+            raise ValueError("lambda_by must be the same in every space that has a grid")
+        grids = {
+            (tuple(s.compensation.lambda_grid), s.compensation.lambda_units)
+            for s in self.spaces.values()
+            if s.compensation.lambda_grid and s.compensation.lambda_by == "perplexity"
+        }
+        if len(grids) > 1:
+            raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
+        return self
+
+    def ratio_of(self, space: SpaceName) -> float:
+        """Share of units to drop in a space."""
+        own = self.spaces[space].ratio
+        return self.ratio if own is None else own
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the recipe's canonical JSON."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+
+    def canonical_json(self) -> str:
+        """The recipe with every default spelt out, keys sorted."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), sort_keys=True)
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether any score or compensation needs statistics."""
+        return any(SCORES[s.score].needs_moments or s.compensation.method != "none" for s in self.spaces.values())
+
+    def needs_gram(self, space: SpaceName) -> bool:
+        """Whether the space's compensation needs the Gram."""
+        return METHODS[self.spaces[space].compensation.method].needs_gram
+
+    @property
+    def perplexity_grid(self) -> list[float] | None:
+        """The λ grid to be searched by calibration perplexity, where there is one."""
+        for space in self.spaces.values():
+            if space.compensation.lambda_by == "perplexity":
+                return space.compensation.lambda_grid
+        return None
+
+    @property
+    def needs_folds(self) -> bool:
+        """Whether λ is to be chosen on held-out folds."""
+        return any(s.compensation.lambda_by == "folds" for s in self.spaces.values())
+
+    def with_strength(self, strength: float) -> "Recipe":
+        """The same recipe with λ fixed wherever it was to be chosen by perplexity."""
+        values = self.model_dump(by_alias=True)
+        for space in values["spaces"].values():
+            if space["compensation"]["lambda_by"] == "perplexity":
+                space["compensation"] |= {"lambda": strength, "lambda_grid": None, "lambda_by": None}
+        return Recipe.model_validate(values)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of the recipe format, for editors."""
+    return Recipe.model_json_schema(by_alias=True)
+
+
+# ---- finding and reading ---------------------------------------------------------------------------------------
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes are: inside the installed package, or at the root of a source checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of every shipped recipe, sorted by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+
+
+def find_recipe(reference: str) -> Path:
+    """A shipped recipe's name or a path to a file, as a path.
+
+    Raises:
+        UserError: neither; the nearest shipped name is suggested.
+    """
+    shipped = shipped_recipes()
+    if reference in shipped:
+        return shipped[reference]
+    path = Path(reference)
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(reference, shipped, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(f"no recipe {reference!r}: {hint}shipped are {', '.join(shipped)}; or give a path to a .yaml file")
+
+
+def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        reference: a shipped recipe's name or a path.
+        overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
+        ratio: replaces the recipe's ratio and every space's own.
+
+    Raises:
+        UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
+    """
+    path = find_recipe(reference)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
+    values, lines = parse_yaml(content, path)
+    if "spaces" not in values and "version" not in values:
+        raise UserError(f"{path} is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)")
+    for override in overrides:
+        _apply_override(values, override)
+    if ratio is not None:
+        values["ratio"] = ratio
+        for space in _mappings(values.get("spaces")):
+            space.pop("ratio", None)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(e, path, lines, values) for e in error.errors())) from error
+
+
+def _mappings(values: Any) -> list[dict[str, Any]]:
+    return [v for v in values.values() if isinstance(v, dict)] if isinstance(values, dict) else []
+
+
+def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    """A YAML mapping and the line (from 1) of each of its key paths.
+
+    Raises:
+        UserError: not YAML, not a mapping, or a key given twice.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+
+    def walk(node: yaml.Node, prefix: tuple[str, ...]) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            here = (*prefix, str(key.value))
+            line = key.start_mark.line + 1
+            if here in lines:
+                raise UserError(f"{path}, line {line}: {'.'.join(here)} is given twice")
+            lines[here] = line
+            walk(value, here)
+
+    try:
+        root = yaml.compose(content, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not YAML: {reason}") from error
+    if not isinstance(values, dict) or root is None:
+        raise UserError(f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)")
+    walk(root, ())
+    return values, lines
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override}: expected key=value, for example spaces.mlp.ratio=0.3")
+    try:
+        value = yaml.load(text, Loader=_NumberLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override}: {text!r} is not a YAML value") from error
+    *parents, last = key.split(".")
+    place = values
+    for depth, parent in enumerate(parents):
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise UserError(f"--set {override}: {'.'.join(parents[: depth + 1])} holds a value, not keys")
+    place[last] = value
+
+
+class _NumberLoader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as text; on a command line it is a number."""
+
+
+def _number_or_text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    text = loader.construct_scalar(node)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+_NumberLoader.add_constructor("tag:yaml.org,2002:str", _number_or_text)
+
+
+def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
+    """Keys allowed in the mapping that a location's last key stands in."""
+    model: type[BaseModel] = Recipe
+    if len(loc) >= 3 and loc[0] == "spaces":
+        model = Compensation if len(loc) >= 4 and loc[2] == "compensation" else SpaceRecipe
+    elif len(loc) == 2 and loc[0] == "spaces":
+        return list(SpaceName.__args__)  # type: ignore[attr-defined]
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int], values: dict[str, Any]) -> str:
+    loc = tuple(part for part in error["loc"] if part != "[key]")
+    keys = tuple(str(part) for part in loc)
+    line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)
+    where = f"{path}, line {line}" if line else str(path)
+    key = ".".join(keys)
+    if error["type"] in {"extra_forbidden", "literal_error"} and (
+        error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]"
+    ):
+        allowed = _allowed_keys(loc)
+        near = difflib.get_close_matches(keys[-1], allowed, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{where}: unknown key {key}: {hint}allowed here: {', '.join(allowed)}"
+    if error["type"] == "missing":
+        return f"{where}: {key} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}: {key + ': ' if key else ''}{message}"
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}"

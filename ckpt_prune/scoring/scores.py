@@ -1,0 +1,86 @@
+"""Scores of input columns of an output projection: higher = keep (METHODS section 2). Pure functions.
+
+Each takes the consumer's weight (d_out, d_in) and the moments of its input (width d_in) and returns (d_in,) float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.moments import Moments
+
+
+def column_norms(weight: Tensor) -> Tensor:
+    """‖W_:j‖₂, (d_in,) float64, accumulated in row chunks so that no float64 copy of the whole weight is made."""
+    squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for rows in torch.split(weight, 1024):
+        squares += rows.double().square().sum(0)
+    return squares.sqrt()
+
+
+def magnitude(weight: Tensor, moments: Moments | None) -> Tensor:
+    """‖W_:j‖₂; needs no moments."""
+    return column_norms(weight)
+
+
+def activation_energy(weight: Tensor, moments: Moments) -> Tensor:
+    """E[x_j²]."""
+    return moments.energy
+
+
+def active_probability(weight: Tensor, moments: Moments) -> Tensor:
+    """P(|x_j| > ε), ε = `moments.ACTIVE_THRESHOLD`."""
+    return moments.active / moments.count
+
+
+def variance(weight: Tensor, moments: Moments) -> Tensor:
+    """Var(x_j): VBP."""
+    return moments.variance
+
+
+def wanda_sp(weight: Tensor, moments: Moments) -> Tensor:
+    """‖W_:j‖₂ ‖X_j‖₂: Wanda-sp, the structured form of Wanda in the FLAP paper."""
+    return column_norms(weight) * moments.square.sqrt()
+
+
+def rcpu(weight: Tensor, moments: Moments) -> Tensor:
+    """‖W_:j‖ ‖X_j‖ Var(x_j): RCPU eq. 10."""
+    return wanda_sp(weight, moments) * moments.variance
+
+
+def rcpu_code(weight: Tensor, moments: Moments) -> Tensor:
+    """‖W_:j‖ E|x_j| Var(x_j): what RCPU's released code computes in place of eq. 10."""
+    return column_norms(weight) * (moments.absolute / moments.count) * moments.variance
+
+
+def flap(weight: Tensor, moments: Moments) -> Tensor:
+    """Var(x_j) ‖W_:j‖²: FLAP's WIFV."""
+    return moments.variance * column_norms(weight).square()
+
+
+def corp(weight: Tensor, moments: Moments) -> Tensor:
+    """E[x_j²] ‖W_:j‖₂: CORP's combined score."""
+    return moments.energy * column_norms(weight)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score by name: its function and whether it needs statistics."""
+
+    function: Callable[[Tensor, Moments], Tensor] | Callable[[Tensor, Moments | None], Tensor]
+    needs_moments: bool = True
+
+
+SCORES: dict[str, Score] = {
+    "magnitude": Score(magnitude, needs_moments=False),
+    "activation-energy": Score(activation_energy),
+    "active-probability": Score(active_probability),
+    "variance": Score(variance),
+    "wanda-sp": Score(wanda_sp),
+    "rcpu": Score(rcpu),
+    "rcpu-code": Score(rcpu_code),
+    "flap": Score(flap),
+    "corp": Score(corp),
+}

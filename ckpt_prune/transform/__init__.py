@@ -1,0 +1,1 @@
+"""The engine, its moment sources, containers and the writing of outputs."""

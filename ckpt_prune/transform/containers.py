@@ -1,0 +1,210 @@
+"""Containers: the `model_type` and config an output is stored under, so that transformers can load it (DESIGN).
+
+Stock first: the source's own type where its config can say the new shape, else a stock type that computes the same
+function, else, where widths differ per block or on request, the source's type with self-contained remote code.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from ckpt_prune import modeling_pruned
+from ckpt_prune.architectures.family import Family, SpaceName, load_family
+from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
+from ckpt_prune.errors import UserError
+
+REMOTE = "remote"
+REMOTE_MODULE = "modeling_pruned"
+
+Widths = Sequence[Mapping[SpaceName, int]]
+"""Units kept per block and space."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What an output is stored as.
+
+    Attributes:
+        model_type: its `model_type`.
+        config: its config.json.
+        remote_class: name of the class in `modeling_pruned` where stock transformers has none that fits.
+        biases: linear modules of a block that have a bias tensor in the output; those that gain none from a fold hold
+            zeros because the config key that opens the slot opens theirs too.
+        note: a line for the user where the container is not the source's own.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    remote_class: str | None = None
+    biases: frozenset[str] = field(default_factory=frozenset)
+    note: str | None = None
+
+    def skeleton(self) -> nn.Module:
+        """The container's model on the meta device."""
+        config = parse_config(self.config)
+        if self.remote_class is None:
+            return build_skeleton(config, load_family(self.model_type).architecture)
+        return remote_skeleton(config, self.remote_class)
+
+
+def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
+    """A model of `modeling_pruned` on the meta device."""
+    with torch.device("meta"):
+        model: nn.Module = getattr(modeling_pruned, remote_class)(config)
+    return model.eval()
+
+
+def space_keys(family: Family, config: PreTrainedConfig, units: Mapping[SpaceName, int]) -> dict[str, int]:
+    """Config keys and values that say how many units of each space there are."""
+    return {
+        key: count * family.per_unit(config, factors)
+        for space, count in units.items()
+        for key, factors in family.spaces[space].config.items()
+    }
+
+
+def _obstacle(
+    candidate: Family, source: Family, config: PreTrainedConfig, widths: Widths, biases: Set[str], *, remote: bool
+) -> str | None:
+    """Why a family cannot hold the output, or None."""
+    hidden = source.dimension(config, "hidden")
+    heads = {space_keys(source, config, w).get("num_attention_heads") for w in widths} - {None}
+    uneven = sorted(h for h in heads if h is not None and hidden % h)
+    if candidate.heads_divide_hidden and uneven:
+        return f"{candidate.model_type} refuses {uneven[0]} heads on a hidden size of {hidden}"
+    slotless = sorted(module for module in biases if module not in candidate.bias_slots)
+    if slotless and not remote:
+        return f"{candidate.model_type} has no slot for a bias on {', '.join(slotless)}"
+    if candidate is not source and source.uses_sliding_window(config):
+        return f"{candidate.model_type} is not offered for a model with sliding-window attention"
+    return None
+
+
+def _open_slots(candidate: Family, biases: Set[str]) -> tuple[dict[str, bool], frozenset[str]]:
+    """Config keys to turn on for these biases, and every module that then has one."""
+    keys = {slot for module, slot in candidate.bias_slots.items() if module in biases and isinstance(slot, str)}
+    opened = {module for module, slot in candidate.bias_slots.items() if slot is True or slot in keys}
+    return dict.fromkeys(keys, True), frozenset(opened | set(biases))
+
+
+_BASE_KEYS = frozenset({"dtype", "torch_dtype"})
+
+
+def _relabelled(candidate: Family, source: Family, config: PreTrainedConfig) -> dict[str, Any]:
+    """The source's config under another stock type: every shared key with its value, none left to a default."""
+    full = config.to_dict()
+    target = AutoConfig.for_model(candidate.model_type)
+    known = set(target.to_dict())
+    values = {key: value for key, value in full.items() if key in known | _BASE_KEYS}
+    values |= {"model_type": candidate.model_type, "architectures": [candidate.architecture]}
+    values["head_dim"] = source.dimension(config, "head_dim")
+    values["num_key_value_heads"] = source.dimension(config, "kv_heads")
+    for slot in set(candidate.bias_slots.values()):
+        if isinstance(slot, str):
+            values[slot] = False
+    if candidate.sliding_window:
+        values[candidate.sliding_window] = None
+    if "residual_dropout" in known:
+        values["residual_dropout"] = 0.0
+    values.pop("auto_map", None)
+    return values
+
+
+def choose_container(
+    family: Family,
+    raw_config: Mapping[str, Any],
+    widths: Widths,
+    biases: Set[str],
+    *,
+    requested: str = "auto",
+    per_layer: bool = False,
+) -> Container:
+    """Find the container for an output.
+
+    Args:
+        family: of the source.
+        raw_config: the source's config.json.
+        widths: units kept per block and space.
+        biases: linear modules of a block that need a bias: those the source has, and those compensation adds.
+        requested: auto, a model_type to force, or remote.
+        per_layer: whether the recipe accepts widths that differ per block, and with them remote code.
+
+    Raises:
+        UserError: nothing fits; the message says why each candidate does not, and what to do.
+    """
+    config = parse_config(dict(raw_config))
+    uneven = any(dict(w) != dict(widths[0]) for w in widths)
+    if uneven and not per_layer:
+        raise UserError(
+            "blocks would differ in width, which no stock model can load: say widths: per_layer in the recipe "
+            "to accept remote code"
+        )
+    if uneven and requested not in ("auto", REMOTE):
+        raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
+    remote = uneven or requested == REMOTE
+    names = [family.model_type, *family.stand_ins]
+    if requested not in ("auto", REMOTE):
+        if requested not in names:
+            raise UserError(
+                f"container {requested!r} cannot hold a {family.model_type}: {', '.join(names)} or remote can"
+            )
+        names = [requested]
+    candidates = [family if name == family.model_type else load_family(name) for name in names]
+    reasons: list[str] = []
+    # A stock type with all the slots is preferred even as the base of remote code; one without them comes last.
+    for lacking_slots in (False, True) if remote else (False,):
+        for candidate in candidates:
+            reason = _obstacle(candidate, family, config, widths, biases, remote=lacking_slots)
+            if reason is None:
+                return _build(candidate, family, raw_config, config, widths, biases, remote=remote, reasons=reasons)
+            if not lacking_slots:
+                reasons.append(reason)
+    raise UserError(
+        f"no stock container fits: {'; '.join(reasons)}. Choose a compensation without a bias, another ratio, "
+        "or container: remote for remote code"
+    )
+
+
+def _build(
+    candidate: Family,
+    family: Family,
+    raw_config: Mapping[str, Any],
+    config: PreTrainedConfig,
+    widths: Widths,
+    biases: Set[str],
+    *,
+    remote: bool,
+    reasons: list[str],
+) -> Container:
+    same = candidate.model_type == family.model_type
+    values = copy.deepcopy(dict(raw_config)) if same else _relabelled(candidate, family, config)
+    values |= space_keys(family, config, widths[0])
+    if "heads" in widths[0]:
+        values["head_dim"] = family.dimension(config, "head_dim")
+    switches, opened = _open_slots(candidate, biases)
+    values |= switches
+    note = None if same else f"stored as {candidate.model_type}: {'; '.join(reasons)}"
+    if not remote:
+        return Container(candidate.model_type, values, None, opened, note)
+    remote_class = f"Pruned{candidate.architecture}"
+    values["architectures"] = [remote_class]
+    values["auto_map"] = {"AutoModelForCausalLM": f"{REMOTE_MODULE}.{remote_class}"}
+    slotless = sorted(module for module in biases if module not in candidate.bias_slots)
+    if slotless:
+        values["ckpt_prune_biases"] = slotless
+    overrides = {}
+    first = space_keys(family, config, widths[0])
+    for index, units in enumerate(widths):
+        own = {k: v for k, v in space_keys(family, config, units).items() if v != first[k]}
+        if own:
+            overrides[str(index)] = own
+    if overrides:
+        values["per_layer_config"] = overrides
+    why = "blocks differ in width" if overrides else "on request"
+    note = f"stored as {candidate.model_type} with remote code ({why}): load with ckpt_prune.load or trust_remote_code"
+    return Container(candidate.model_type, values, remote_class, opened, note)

@@ -1,0 +1,104 @@
+"""Shapes before data: every output tensor's dtype and shape, checked against the container on the meta device."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.skeleton import build_skeleton, expected_shapes, parse_config, tied_names
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.transform.containers import Container, Widths
+
+Shape = tuple[torch.dtype, tuple[int, ...]]
+Layout = dict[str, dict[str, Shape]]
+"""File → tensor → dtype and shape."""
+
+
+def source_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """Name → dtype and shape of every tensor of a checkpoint."""
+    return {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+
+
+def check_source(checkpoint: Checkpoint, family: Family) -> None:
+    """Check every tensor's name and shape against the config, on the meta device.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
+    """
+    skeleton = build_skeleton(parse_config(checkpoint.config), family.architecture)
+    check_shapes(
+        {name: info.shape for name, info in checkpoint.tensors.items()},
+        expected_shapes(skeleton),
+        tied_names(skeleton),
+        f"{checkpoint.path}",
+    )
+    for name, info in checkpoint.tensors.items():
+        if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
+
+
+def check_shapes(
+    actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], tied: frozenset[str], where: str
+) -> None:
+    """Compare names and shapes with what a config asks for.
+
+    Args:
+        actual: name → shape on disk.
+        expected: name → shape in the model.
+        tied: names that may be absent.
+        where: begins every message.
+
+    Raises:
+        UserError: a tensor is missing, has no place, or has another shape.
+    """
+    # Frequencies that old transformers saved; the models compute them and ignore these.
+    names = {name for name in actual if not name.endswith("rotary_emb.inv_freq")}
+    missing = sorted(expected.keys() - names - tied)
+    unknown = sorted(names - expected.keys())
+    if missing:
+        raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")
+    if unknown:
+        raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
+    for name in sorted(names):
+        if tuple(actual[name]) != expected[name]:
+            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(expected[name])}")
+
+
+def plan_layout(checkpoint: Checkpoint, family: Family, widths: Widths, container: Container) -> Layout:
+    """The output's files: the source's shards and names, pruned shapes, added biases beside their weights.
+
+    Raises:
+        UserError: the result would not load under the container (a fault of this tool, caught before any byte).
+    """
+    config = parse_config(checkpoint.config)
+    shapes = source_shapes(checkpoint)
+    files = {name: info.file for name, info in checkpoint.tensors.items()}
+    for block, units in enumerate(widths):
+        for space, count in units.items():
+            description = family.spaces[space]
+            for module, factors in description.producers.items():
+                rows = count * family.per_unit(config, factors)
+                for name in (family.tensor(block, module), family.tensor(block, module, "bias")):
+                    if name in shapes:
+                        dtype, shape = shapes[name]
+                        shapes[name] = (dtype, (rows, *shape[1:]))
+            name = family.tensor(block, description.consumer)
+            dtype, shape = shapes[name]
+            shapes[name] = (dtype, (shape[0], count * family.unit_columns(config, space)))
+        for module in sorted(container.biases):
+            weight, bias = family.tensor(block, module), family.tensor(block, module, "bias")
+            if bias not in shapes:
+                shapes[bias] = (shapes[weight][0], (shapes[weight][1][0],))
+                files[bias] = files[weight]
+    skeleton = container.skeleton()
+    check_shapes(
+        {name: shape for name, (_, shape) in shapes.items()},
+        expected_shapes(skeleton),
+        tied_names(skeleton),
+        "the output",
+    )
+    layout: Layout = {file: {} for file in checkpoint.files}
+    for name in shapes:
+        layout[files[name]][name] = shapes[name]
+    return layout

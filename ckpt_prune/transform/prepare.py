@@ -1,0 +1,45 @@
+"""Statistics for a dense recipe that is given text: measured first, in a scratch folder beside the output."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_prune.calibration.measure import measure
+from ckpt_prune.transform.job import Job
+
+
+@contextmanager
+def measured(job: Job, beside: Path, *, seed: int) -> Iterator[Job]:
+    """The job with all the moments it needs.
+
+    A recipe that is sequential, needs no moments or has its statistics is passed on as it is; for a dense one, the
+    unpruned model is measured on the job's text, and the statistics live as long as the context.
+
+    Args:
+        job: a checked job.
+        beside: the folder that the scratch folder is made in.
+        seed: of the windows, for the record.
+    """
+    if job.live is None or job.statistics is not None or job.sequential or not job.recipe.needs_moments:
+        yield job
+        return
+    scratch = Path(tempfile.mkdtemp(prefix=".ckpt-prune-statistics-", dir=beside))
+    try:
+        gram = any(job.recipe.needs_gram(space) for space in job.recipe.spaces)
+        statistics = measure(
+            job.checkpoint,
+            job.family,
+            job.live.windows,
+            scratch / "statistics",
+            seed=seed,
+            folds=job.live.folds,
+            collect=("moments", "gram") if gram else ("moments",),
+            device=job.device,
+            compute_dtype=job.live.compute_dtype,
+        )
+        yield replace(job, statistics=statistics)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,176 @@
+"""Running a job: blocks through the engine into the writer, then config, report and model card."""
+
+import math
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ckpt_prune._version import __version__
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.progress import track
+from ckpt_prune.transform.card import model_card
+from ckpt_prune.transform.containers import REMOTE_MODULE
+from ckpt_prune.transform.job import Job
+from ckpt_prune.transform.sources import SequentialMoments
+
+REPORT = "ckpt_prune.json"
+_REST = "rest"
+
+
+@dataclass(frozen=True)
+class StrengthSearch:
+    """λ → calibration perplexity, and the λ chosen."""
+
+    chosen: float
+    perplexities: dict[float, float]
+
+
+def search_strength(job: Job) -> StrengthSearch:
+    """Choose λ by the perplexity of the pruned model on the calibration text (RCPU 7.1).
+
+    The model is pruned once per value, block by block, nothing is written; ties go to the larger value, which stays
+    nearer to the kept weights.
+    """
+    grid = job.recipe.perplexity_grid
+    assert grid is not None
+    found: dict[float, float] = {}
+    for strength in grid:
+        trial = replace(job, recipe=job.recipe.with_strength(strength))
+        pruner, source = trial.pruner(), trial.source()
+        stream = source.stream if isinstance(source, SequentialMoments) else trial.stream()
+        for block in track(range(trial.blocks), f"trying lambda {strength:g}", total=trial.blocks):
+            tensors, _ = pruner.block(block, trial.read_block(block), source)
+            if not isinstance(source, SequentialMoments):
+                stream.advance(block, tensors)
+        nll = stream.nll()
+        found[strength] = math.exp(nll) if nll < 700 else math.inf
+    chosen = min(found, key=lambda value: (found[value], -value))
+    return StrengthSearch(chosen, found)
+
+
+def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse a place for the output before any work is done.
+
+    Raises:
+        UserError: it is, contains or is inside the source, or may not be written (`checkpoint.staging`).
+    """
+    a, b = source.resolve(), out.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise UserError(f"output {out} overlaps the source {source}: choose a folder outside it")
+    if not resume:
+        Staging(out, job="", layout="", resume=False, overwrite=overwrite)
+
+
+def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+    """Prune a checkpoint into a folder that stock transformers loads.
+
+    Everything is checked first; the output is written to `OUT.partial` and renamed at the end.
+
+    Args:
+        job: what to do. A λ that is to be chosen by perplexity is searched here.
+        out: the folder to write.
+        resume: continue an interrupted run of the same job; the result is byte-identical to an uninterrupted one.
+        overwrite: replace an existing output, or start an interrupted one afresh.
+
+    Returns:
+        The report, as in the output's ckpt_prune.json.
+
+    Raises:
+        UserError: bad input; nothing is left behind.
+    """
+    check_output(job.checkpoint.path, out, resume=resume, overwrite=overwrite)
+    writer = CheckpointWriter(
+        out, job.layout, job=job.digest, sharded=job.checkpoint.sharded, resume=resume, overwrite=overwrite
+    )
+    if not writer.done:
+        job.checkpoint.check_finite()
+    with writer:
+        search = None
+        if job.recipe.perplexity_grid and job.plan is None:
+            note = writer.notes.get("search")
+            if note is None:
+                search = search_strength(job)
+                writer.commit(
+                    "search", note={"chosen": search.chosen, "perplexities": list(search.perplexities.items())}
+                )
+            else:
+                search = StrengthSearch(note["chosen"], dict(note["perplexities"]))
+        run = job if search is None else replace(job, recipe=job.recipe.with_strength(search.chosen))
+        sites = _write_blocks(run, writer)
+        _write_rest(run, writer)
+        report = _report(run, sites, search)
+        report["files"] = sha256_files(writer.folder, run.layout)
+        writer.write_json("config.json", run.container.config)
+        if run.container.remote_class is not None:
+            source = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
+            writer.write_text(f"{REMOTE_MODULE}.py", source.read_text(encoding="utf-8"))
+        for path in run.checkpoint.side_files():
+            writer.copy(path)
+        writer.write_json(REPORT, report)
+        writer.write_text("README.md", model_card(report))
+        writer.finish()
+    return report
+
+
+def _write_blocks(job: Job, writer: CheckpointWriter) -> list[SitePlan]:
+    pruner, source = job.pruner(), job.source()
+    sites: list[SitePlan] = []
+    for block in track(range(job.blocks), "pruning", total=job.blocks):
+        unit = f"block {block}"
+        prefix = job.family.block.format(block=block)
+        planned = [name for tensors in job.layout.values() for name in tensors if name.startswith(prefix)]
+        if unit in writer.done:
+            sites += [SitePlan.model_validate(site) for site in writer.notes[unit]]
+            source.advance(block, writer.read(planned))
+            continue
+        tensors, plans = pruner.block(block, job.read_block(block), source)
+        for name in planned:
+            writer.write(name, tensors[name])
+        writer.commit(unit, note=[plan.model_dump(mode="json") for plan in plans])
+        sites += plans
+    return sites
+
+
+def _write_rest(job: Job, writer: CheckpointWriter) -> None:
+    if _REST in writer.done:
+        return
+    prefixes = tuple(job.family.block.format(block=block) for block in range(job.blocks))
+    for tensors in job.layout.values():
+        for name in tensors:
+            if not name.startswith(prefixes):
+                writer.write(name, job.checkpoint.read([name])[name])
+    writer.commit(_REST)
+
+
+def _report(job: Job, sites: list[SitePlan], search: StrengthSearch | None) -> dict[str, Any]:
+    container = job.container
+    return {
+        "version": 1,
+        "ckpt_prune": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "source": {"name": job.checkpoint.path.resolve().name, "fingerprint": job.checkpoint.fingerprint},
+        "recipe": job.recipe.model_dump(mode="json", by_alias=True),
+        "recipe_digest": job.recipe.digest,
+        "calibration": job.provenance(),
+        "plan": job.plan.digest if job.plan else None,
+        "lambda_search": None
+        if search is None
+        else {"chosen": search.chosen, "perplexity": {f"{k:g}": v for k, v in search.perplexities.items()}},
+        "container": {
+            "model_type": container.model_type,
+            "remote_code": container.remote_class is not None,
+            "note": container.note,
+        },
+        "before": job.before.model_dump(),
+        "after": job.after.model_dump(),
+        "sites": [site.model_dump(mode="json", exclude={"scores"}) for site in sites],
+    }

@@ -1,0 +1,187 @@
+import hashlib
+import logging
+
+import pytest
+import torch
+
+from ckpt_prune.calibration.text import (
+    calibration_windows,
+    evaluation_windows,
+    load_tokenizer,
+    read_text,
+    text_fingerprint,
+    token_stream,
+)
+from ckpt_prune.errors import UserError
+from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
+
+
+def refusal(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestReadText:
+    def test_files_are_joined_by_a_blank_line(self, tmp_path):
+        (tmp_path / "a.txt").write_text("één\n", encoding="utf-8")
+        (tmp_path / "b.txt").write_text("two", encoding="utf-8")
+        assert read_text([tmp_path / "a.txt", tmp_path / "b.txt"]) == "één\n\n\ntwo"
+
+    def test_jsonl_gives_the_text_fields(self, tmp_path):
+        file = tmp_path / "a.jsonl"
+        file.write_text('{"text": "one\u2028", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
+        (tmp_path / "b.txt").write_text("three")
+        assert read_text([file, tmp_path / "b.txt"]) == "one\u2028\n\ntwo\n\nthree"
+
+    def test_refusals(self, tmp_path):
+        assert refusal(read_text, []) == "no text file given: name at least one UTF-8 .txt or .jsonl file"
+        missing, empty, binary, latin = (tmp_path / name for name in ("missing", "empty", "binary", "latin"))
+        empty.write_text(" \n")
+        binary.write_bytes(b"ab\0cd")
+        latin.write_bytes(b"abc\xe9")
+        assert refusal(read_text, [missing]) == f"{missing}: no such text file"
+        assert refusal(read_text, [tmp_path]) == f"{tmp_path}: no such text file"
+        assert refusal(read_text, [empty]) == f"{empty}: the file holds no text"
+        assert (
+            refusal(read_text, [binary])
+            == f"{binary}: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file"
+        )
+        assert refusal(read_text, [latin]) == f"{latin}: not UTF-8 text (byte 3); give a UTF-8 .txt or .jsonl file"
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ('{"text": ', "not valid JSON: Expecting value"),
+            ('{"body": "x"}', 'no string under "text"; each line must be {"text": "…"}'),
+            ('{"text": 3}', 'no string under "text"; each line must be {"text": "…"}'),
+            ('"text"', 'no string under "text"; each line must be {"text": "…"}'),
+        ],
+    )
+    def test_bad_json_lines_are_named(self, tmp_path, line, said):
+        file = tmp_path / "a.jsonl"
+        file.write_text('{"text": "fine"}\n' + line + "\n")
+        assert refusal(read_text, [file]) == f"{file}, line 2: {said}"
+
+
+class TestLoadTokenizer:
+    def test_what_was_saved_is_loaded_and_still_adds_its_bos(self, tmp_path):
+        tiny_tokenizer("<s> $A").save_pretrained(tmp_path)
+        tokenizer = load_tokenizer(tmp_path)
+        assert token_stream(tokenizer, "ab").tolist() == [BOS, 3, 4]
+
+    def test_none_there(self, tmp_path):
+        assert refusal(load_tokenizer, tmp_path) == (
+            f"{tmp_path}: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
+            "copy the model's tokenizer files into the folder"
+        )
+
+    def test_damaged(self, tmp_path):
+        (tmp_path / "tokenizer.json").write_text("{")
+        assert refusal(load_tokenizer, tmp_path).startswith(f"{tmp_path}: the tokenizer does not load: ")
+
+
+class TestTokenStream:
+    @pytest.mark.parametrize(
+        ("template", "text", "bos", "begins_with_bos"),
+        [
+            ("<s> $A", "ab", "auto", True),
+            ("<s> $A </s>", "ab", "auto", True),
+            ("<s> $A", "ab", "never", False),
+            (None, "ab", "auto", False),
+            ("$A </s>", "ab", "auto", False),
+            (None, "ab", "always", True),
+        ],
+    )
+    def test_one_bos_before_the_stream_if_wanted(self, template, text, bos, begins_with_bos):
+        stream = token_stream(tiny_tokenizer(template), text, bos)
+        assert stream.tolist() == [BOS] * begins_with_bos + [3, 4]
+        assert stream.dtype == torch.int64
+
+    @pytest.mark.parametrize("bos", ["auto", "always", "never"])
+    def test_a_bos_written_in_the_text_is_read_and_not_doubled(self, bos):
+        assert token_stream(tiny_tokenizer("<s> $A"), "<s>a<s>b</s>", bos).tolist() == [BOS, 3, BOS, 4, EOS]
+
+    def test_tokenizer_without_bos(self):
+        tokenizer = tiny_tokenizer(bos=None)
+        assert token_stream(tokenizer, "a").tolist() == [3]
+        assert refusal(token_stream, tokenizer, "a", "always") == (
+            "this tokenizer has no beginning-of-sequence token; use bos=auto or bos=never"
+        )
+
+    def test_longer_than_the_context_without_a_warning(self):
+        records = []
+        handler = logging.Handler()
+        handler.emit = records.append
+        logger = logging.getLogger("transformers")
+        logger.addHandler(handler)
+        try:
+            assert len(token_stream(tiny_tokenizer("<s> $A"), "a" * 100)) == 101
+            assert records == []
+            tiny_tokenizer()("a" * 100)
+            assert len(records) == 1, "the control: the plain call does warn"
+        finally:
+            logger.removeHandler(handler)
+
+
+class TestWindows:
+    STREAM = torch.arange(1000)
+
+    def test_calibration_windows_are_whole_disjoint_windows_in_stream_order(self):
+        windows = calibration_windows(self.STREAM, samples=20, window=30, seed=1)
+        starts = windows[:, 0]
+        assert windows.shape == (20, 30)
+        assert torch.equal(windows, starts[:, None] + torch.arange(30))
+        assert (starts % 30 == 0).all()
+        assert (starts.diff() >= 30).all()
+        assert windows.max() < 990, "the tail of ten tokens is dropped"
+
+    def test_the_seed_decides(self):
+        first, again, other = (calibration_windows(self.STREAM, samples=5, window=30, seed=seed) for seed in (3, 3, 4))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_all_windows_when_all_are_asked_for(self):
+        windows = calibration_windows(self.STREAM, samples=33, window=30, seed=0)
+        assert torch.equal(windows, evaluation_windows(self.STREAM, window=30))
+
+    def test_evaluation_windows_from_the_start(self):
+        assert evaluation_windows(self.STREAM, window=300).shape == (3, 300)
+        assert torch.equal(evaluation_windows(self.STREAM, window=300, limit=1), torch.arange(300)[None])
+        assert evaluation_windows(self.STREAM, window=300, limit=9).shape == (3, 300)
+
+    @pytest.mark.parametrize(
+        "cut",
+        [lambda s: evaluation_windows(s, window=8), lambda s: calibration_windows(s, samples=1, window=8, seed=0)],
+    )
+    def test_too_short_for_one_window(self, cut):
+        assert refusal(cut, torch.arange(7)) == (
+            "the text is too short for one window: it has 7 tokens, a window takes 8; "
+            "give more text or a smaller window"
+        )
+
+    def test_too_few_windows(self):
+        assert refusal(calibration_windows, torch.arange(31), samples=5, window=10, seed=0) == (
+            "the text holds 3 windows of 10 tokens, 5 are asked for; give more text, or at most 3 samples"
+        )
+
+    def test_senseless_numbers(self):
+        assert refusal(evaluation_windows, self.STREAM, window=1) == "window must be at least 2 tokens, not 1"
+        assert (
+            refusal(evaluation_windows, self.STREAM, window=9, limit=0)
+            == "the limit of windows must be at least 1, not 0"
+        )
+        assert (
+            refusal(calibration_windows, self.STREAM, samples=0, window=9, seed=0)
+            == "samples must be at least 1, not 0"
+        )
+
+
+def test_fingerprint_is_of_ids_and_shape():
+    windows = torch.arange(6).view(2, 3)
+    ids = b"".join(i.to_bytes(8, "little") for i in range(6))
+    assert text_fingerprint(windows) == hashlib.sha256(b"[2, 3]" + ids).hexdigest()
+    assert text_fingerprint(windows.t().contiguous().t()) == text_fingerprint(windows)
+    assert text_fingerprint(windows.view(3, 2)) != text_fingerprint(windows)
+    assert text_fingerprint(windows + 1) != text_fingerprint(windows)

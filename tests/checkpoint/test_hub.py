@@ -1,0 +1,135 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.errors import UserError
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def http(kind: type[errors.HfHubHTTPError]) -> Exception:
+    # The HTTP library beneath the Hub client differs between its versions; the error only looks at these two.
+    return kind("first line\nsecond line", response=SimpleNamespace(headers={}, request=None))  # type: ignore[arg-type]
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/folder", "/no/such/folder does not exist; give an existing folder or a Hub id such as org/name"),
+        ("./org/name", "./org/name does not exist; give an existing folder or a Hub id such as org/name"),
+        ("../name", "../name does not exist; give an existing folder or a Hub id such as org/name"),
+        ("~/name", "~/name does not exist; give an existing folder or a Hub id such as org/name"),
+        ("org/name/", "org/name/ does not exist; give an existing folder or a Hub id such as org/name"),
+        ("", " does not exist; give an existing folder or a Hub id such as org/name"),
+    ],
+)
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse(monkeypatch, AssertionError("asked the Hub"))
+    with pytest.raises(UserError) as error:
+        resolve(model)
+    assert str(error.value) == message
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config.json is a file; give the folder that holds config.json$"):
+        resolve(str(tmp_path / "config.json"))
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder, which has no revision 'main'; leave the revision out"):
+        resolve(str(tmp_path), revision="main")
+
+
+def test_only_data_files_of_the_top_level_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, object] = {}
+
+    def snapshot_download(model: str, **options: object) -> str:
+        asked.update(options, model=model)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve("org/name", revision="v1") == tmp_path
+    assert (asked["model"], asked["revision"]) == ("org/name", "v1")
+    published = [
+        "config.json", "model.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "README.md",
+        "pytorch_model.bin", "model.pt", "modeling.py", "consolidated.safetensors", "original/params.json", "model.h5",
+    ]  # fmt: skip
+    fetched = huggingface_hub.utils.filter_repo_objects(
+        published,
+        allow_patterns=asked["allow_patterns"],  # type: ignore[arg-type]
+        ignore_patterns=asked["ignore_patterns"],  # type: ignore[arg-type]
+    )
+    assert list(fetched) == published[:6]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            http(errors.GatedRepoError),
+            "org/m is gated; ask for access at https://huggingface.co/org/m and run `hf auth login`",
+        ),
+        (
+            http(errors.RepositoryNotFoundError),
+            "org/m is neither a folder nor a Hub repository you can read; "
+            "check the name, or run `hf auth login` if it is private",
+        ),
+        (
+            http(errors.RevisionNotFoundError),
+            "org/m has no revision 'v9' on the Hub; give a branch, tag or commit that exists",
+        ),
+        (
+            errors.LocalEntryNotFoundError("no\nnet"),
+            "org/m is neither a folder nor in the Hub cache, and the Hub cannot be reached; "
+            "give a folder, or run `hf download org/m` while connected",
+        ),
+        (OSError("disk\nfull"), "cannot download org/m from the Hub (disk); try again, or give a folder"),
+        (TimeoutError(), "cannot download org/m from the Hub (TimeoutError); try again, or give a folder"),
+    ],
+)
+def test_every_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    refuse(monkeypatch, error)
+    with pytest.raises(UserError) as raised:
+        resolve("org/m", revision="v9")
+    assert str(raised.value) == message
+
+
+def test_offline_and_not_cached(tmp_path: Path) -> None:
+    """In a process of its own: the Hub client reads the variable when it is imported."""
+    code = (
+        "import socket\n"
+        "def refuse(*_): raise AssertionError('network')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from ckpt_prune.checkpoint.hub import resolve\n"
+        "from ckpt_prune.errors import UserError\n"
+        "try: resolve('org/never-cached')\n"
+        "except UserError as error: print(error)"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout == (
+        "org/never-cached is neither a folder nor in the Hub cache, and HF_HUB_OFFLINE is set; "
+        "give a folder, or run `hf download org/never-cached` while connected\n"
+    )

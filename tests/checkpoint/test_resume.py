@@ -1,0 +1,169 @@
+"""Going on after a stop: the files must come out byte for byte as from one run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_prune.checkpoint.staging import JOURNAL
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
+
+from .folders import as_bytes
+from .test_writing import contents, layout_of, leave_unfinished, refusal, two_files, write_all
+
+# Writes four blocks into two shards. Argument 2: where to die by SIGKILL, "BLOCK before|inside|after", or "never".
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+
+out, stop, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "resume"
+
+def die(where):
+    if where == stop:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+blocks = range(4)
+shape = (64, 33)
+layout = {f"model-{n}.safetensors": {} for n in range(2)}
+for block in blocks:
+    for part in "ab":
+        layout[f"model-{block // 2}.safetensors"][f"{block}.{part}"] = (torch.bfloat16, shape)
+with CheckpointWriter(out, layout, job="job", sharded=True, resume=resume) as writer:
+    writer.write_text(f"note-{resume}.txt" if stop != "never" else "note.txt", "side file")
+    for block in blocks:
+        if str(block) in writer.done:
+            print("skipped", block)
+            continue
+        previous = writer.read([f"{block - 1}.b"])[f"{block - 1}.b"] if block else torch.ones(shape).bfloat16()
+        generator = torch.Generator().manual_seed(block)
+        writer.write(f"{block}.a", previous + torch.randn(shape, generator=generator).bfloat16())
+        die(f"{block} inside")
+        writer.write(f"{block}.b", torch.randn(shape, generator=generator).bfloat16())
+        die(f"{block} before")
+        writer.commit(str(block))
+        die(f"{block} after")
+    writer.write_json("config.json", {"model_type": "llama"})
+    die("end before")
+    writer.finish()
+"""
+
+
+def run(out: Path, stop: str, resume: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, str(out), stop, "resume" if resume else "start"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_killed_runs_resume_to_identical_bytes(tmp_path: Path) -> None:
+    assert run(tmp_path / "whole", "never").returncode == 0
+    expected = contents(tmp_path / "whole")
+    out = tmp_path / "out"
+    for number, (stop, skipped) in enumerate([("1 inside", 0), ("2 before", 1), ("end before", 2)]):
+        done = run(out, stop, resume=number > 0)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert done.stdout.split("\n")[:-1] == [f"skipped {block}" for block in range(skipped)]
+        assert not out.exists()
+    done = run(out, "never", resume=True)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_torn_bytes_of_an_uncommitted_unit_are_written_anew(tmp_path: Path) -> None:
+    files = two_files()
+    write_all(tmp_path / "whole", files)
+    leave_unfinished(tmp_path / "out", files, commit=False)
+    torn = tmp_path / "out.partial" / next(iter(files))
+    data = bytearray(torn.read_bytes())
+    data[-20:] = b"\xaa" * 20
+    torn.write_bytes(data)
+    write_all(tmp_path / "out", files, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_resume_keeps_done_units_and_their_bytes(tmp_path: Path) -> None:
+    files = two_files()
+    leave_unfinished(tmp_path / "out", files)
+    first = next(iter(files))
+    with CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
+        assert writer.done == {first}
+        found = writer.read(files[first])
+        assert [as_bytes(tensor) for tensor in found.values()] == [as_bytes(tensor) for tensor in files[first].values()]
+        with pytest.raises(ValueError, match="is already written"):
+            writer.write("model.embed.weight", torch.ones(7, 5))
+        assert not (tmp_path / "out.partial" / "stray.txt").exists()
+
+
+def test_resume_without_anything_to_resume_just_starts(tmp_path: Path) -> None:
+    write_all(tmp_path / "out", two_files(), resume=True)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_killed_before_the_journal_or_while_files_are_made(tmp_path: Path) -> None:
+    files = two_files()
+    write_all(tmp_path / "whole", files)
+    (tmp_path / "out.partial").mkdir()
+    write_all(tmp_path / "out", files, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+    leave_unfinished(tmp_path / "again", files)
+    (tmp_path / "again.partial" / list(files)[1]).write_bytes(b"half a header")
+    with CheckpointWriter(tmp_path / "again", layout_of(files), job="job", sharded=True, resume=True) as writer:
+        for name, tensor in list(files.values())[1].items():
+            writer.write(name, tensor)
+        writer.write_text("config.json", (tmp_path / "whole" / "config.json").read_text())
+        writer.finish()
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+
+def test_resuming_a_run_begun_with_overwrite_replaces_the_old_output(tmp_path: Path) -> None:
+    files = two_files()
+    write_all(tmp_path / "whole", files)
+    out = tmp_path / "out"
+    write_all(out, {"model.safetensors": {"w": torch.ones(1)}})
+    leave_unfinished(out, files, commit=False, overwrite=True)
+    write_all(out, files, resume=True)
+    assert contents(out) == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+class TestRefusals:
+    def test_another_job(self, tmp_path: Path) -> None:
+        leave_unfinished(tmp_path / "out", two_files(), job="another")
+        assert refusal(tmp_path / "out", two_files(), resume=True) == (
+            f"{tmp_path / 'out'}.partial was begun by a different job; "
+            "--resume needs the same one, --overwrite starts afresh"
+        )
+
+    def test_another_layout(self, tmp_path: Path) -> None:
+        leave_unfinished(tmp_path / "out", two_files())
+        files = two_files()
+        files["model-00002-of-00002.safetensors"]["new"] = torch.ones(1)
+        assert refusal(tmp_path / "out", files, resume=True) == (
+            f"{tmp_path / 'out'}.partial was begun with other tensors or shapes; --overwrite starts afresh"
+        )
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"version": 1, "job": "job"})])
+    def test_a_journal_that_cannot_be_read(self, tmp_path: Path, text: str) -> None:
+        leave_unfinished(tmp_path / "out", two_files())
+        (tmp_path / "out.partial" / JOURNAL).write_text(text)
+        assert refusal(tmp_path / "out", two_files(), resume=True) == (
+            f"{tmp_path / 'out'}.partial has no readable journal to resume from; --overwrite starts afresh"
+        )
+        write_all(tmp_path / "out", two_files(), overwrite=True)
+
+    def test_a_staged_file_that_was_changed(self, tmp_path: Path) -> None:
+        leave_unfinished(tmp_path / "out", two_files())
+        path = tmp_path / "out.partial" / next(iter(two_files()))
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(UserError) as error:
+            write_all(tmp_path / "out", two_files(), resume=True)
+        assert str(error.value) == f"{path} was changed since it was written; --overwrite starts afresh"
+        assert path.exists()

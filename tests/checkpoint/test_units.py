@@ -1,0 +1,25 @@
+import pytest
+
+from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (13_476_839_424, "12.6 GiB"),
+        (485 * 2**20, "485 MiB"),
+    ],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1.00K"), (999_999, "1.00M"), (6_738_415_616, "6.74B")]
+)
+def test_human_count(count: int, text: str) -> None:
+    assert human_count(count) == text

@@ -1,0 +1,80 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import closed_forms
+
+from ckpt_prune.compensation.diagnostics import diagnose
+from ckpt_prune.compensation.fit import error
+from ckpt_prune.compensation.methods import METHODS
+
+from .sites import SHAPES, WIDE, Site, make_site
+
+
+def oracle(site: Site) -> tuple[float, float, float]:
+    arrays = (site.weight, site.tokens, site.kept, site.dropped)
+    return closed_forms.schur_floor(*(t.numpy() for t in arrays))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_the_schur_complement(shape):
+    site = make_site(*shape)
+    found = diagnose(site.weight, site.moments, site.kept)
+    assert (found.uncompensated, found.floor, found.rho2) == pytest.approx(oracle(site), rel=1e-8)
+    assert 0 < found.rho2 < 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_the_floor_is_where_affine_ends(seed):
+    site = make_site(4, 9, 6, 60, seed)
+    found, fit = diagnose(site.weight, site.moments, site.kept), site.fit
+    assert error(METHODS["none"].fit(site.weight_kept, fit, 0), fit) / fit.count == pytest.approx(found.uncompensated)
+    errors = [error(METHODS["affine"].fit(site.weight_kept, fit, s), fit) / fit.count for s in (1e3, 1.0, 1e-9)]
+    assert errors[0] >= errors[1] >= found.floor * (1 - 1e-9)
+    assert errors[2] == pytest.approx(found.floor, rel=1e-6)
+
+
+def test_nothing_dropped():
+    site = make_site(6, 8, 8, 50)
+    found = diagnose(site.weight, site.moments, site.kept)
+    assert (found.uncompensated, found.floor, found.rho2) == (0.0, 0.0, 1.0)
+
+
+def test_everything_dropped():
+    site = make_site(6, 8, 0, 50)
+    found = diagnose(site.weight, site.moments, site.kept)
+    mean_energy = float(site.targets.square().sum(1).mean())
+    assert found.uncompensated == pytest.approx(mean_energy)
+    assert found.rho2 == 0.0
+    assert found.floor == pytest.approx(float(site.targets.var(0, correction=0).sum()))
+
+
+def test_copies_of_kept_inputs_cost_nothing_even_when_singular():
+    site = make_site(6, 8, 8, 50)
+    doubled = Site(torch.cat([site.weight, site.weight], 1), site.tokens.repeat(1, 2), torch.arange(10))
+    found = diagnose(doubled.weight, doubled.moments, doubled.kept)
+    assert found.uncompensated > 1
+    assert found.floor < 1e-8 * found.uncompensated
+    assert found.rho2 == pytest.approx(1.0)
+
+
+def test_few_tokens():
+    site = make_site(6, 16, 11, 8)
+    found = diagnose(site.weight, site.moments, site.kept)
+    assert found.floor < 1e-8 * found.uncompensated
+
+
+def test_a_float32_gram_is_enough():
+    site = make_site(*WIDE)
+    rounded = dataclasses.replace(site.moments, gram=site.moments.gram.float())
+    exact, found = (diagnose(site.weight, moments, site.kept) for moments in (site.moments, rounded))
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(exact), rel=1e-4)
+
+
+def test_without_a_gram():
+    site = make_site(*WIDE)
+    with pytest.raises(ValueError, match="second moments"):
+        diagnose(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)

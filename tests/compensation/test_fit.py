@@ -1,0 +1,92 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import closed_forms
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.compensation import fit as fit_module
+from ckpt_prune.compensation.fit import Fit, Fold, error, from_moments
+
+from .sites import SHAPES, WIDE, fit_of, make_site
+
+
+def assert_same(a: Fit, b: Fit, rtol: float = 1e-10) -> None:
+    assert a.count == b.count
+    for name in ("sum", "target_sum", "gram", "cross"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=rtol, atol=rtol * 1e3)
+    assert a.target_energy == pytest.approx(b.target_energy, rel=rtol)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 1024])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_from_moments_equals_activations(shape, chunk, monkeypatch):
+    monkeypatch.setattr(fit_module, "CHUNK", chunk)
+    site = make_site(*shape)
+    assert_same(site.fit, fit_of(site.inputs, site.targets))
+
+
+def test_from_accumulated_moments_and_a_half_precision_weight():
+    site = make_site(*WIDE)
+    site = dataclasses.replace(site, weight=site.weight.bfloat16().double())
+    moments = Moments.zeros(16, gram=True)
+    for part in site.tokens.split(64):
+        moments = moments.accumulate(part)
+    fit = from_moments(site.weight.bfloat16(), moments, site.kept)
+    assert fit.cross.dtype == fit.gram.dtype == torch.float64
+    assert_same(fit, fit_of(site.inputs, site.targets), rtol=1e-5)
+
+
+def test_without_a_gram_only_vectors_are_known():
+    site = make_site(*WIDE)
+    fit = from_moments(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
+    assert (fit.gram, fit.cross, fit.target_energy) == (None, None, None)
+    torch.testing.assert_close(fit.target_mean, site.targets.mean(0))
+    torch.testing.assert_close(fit.mean, site.inputs.mean(0))
+    assert (fit + site.fit).gram is None
+    with pytest.raises(ValueError, match="second moments"):
+        fit.centred()
+    with pytest.raises(ValueError, match="second moments"):
+        error(Fold(site.weight_kept), fit)
+
+
+def test_sums_add_and_subtract():
+    site = make_site(*WIDE)
+    x, y = site.inputs, site.targets
+    first, second = fit_of(x[:70], y[:70]), fit_of(x[70:], y[70:])
+    assert_same(first + second, fit_of(x, y))
+    assert_same(site.fit - second, first)
+
+
+def test_centred_equals_centred_activations():
+    site = make_site(*WIDE)
+    x, y = site.inputs - site.inputs.mean(0), site.targets - site.targets.mean(0)
+    assert_same(site.fit.centred(), fit_of(x, y))
+
+
+def test_shifted_equals_shifted_activations():
+    site = make_site(*WIDE)
+    origin, target_origin = torch.arange(11.0).double(), torch.arange(6.0).double()
+    assert_same(site.fit.shifted(origin, target_origin), fit_of(site.inputs - origin, site.targets - target_origin))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), k=st.integers(1, 9), with_bias=st.booleans())
+def test_error_equals_the_measured_one(seed, k, with_bias):
+    site = make_site(5, 9, k, 30, seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    weight = torch.randn(5, k, generator=g, dtype=torch.float64)
+    bias = torch.randn(5, generator=g, dtype=torch.float64) if with_bias else None
+    measured = closed_forms.residual(
+        site.inputs.numpy(), site.targets.numpy(), (weight.numpy(), 0 if bias is None else bias.numpy())
+    )
+    assert error(Fold(weight, bias), site.fit) == pytest.approx(measured, rel=1e-9)
+
+
+def test_error_is_never_negative():
+    site = make_site(5, 9, 9, 30)
+    for seed in range(20):
+        noise = 1e-9 * torch.randn(5, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        assert 0 <= error(Fold(site.weight_kept + noise), site.fit) < 1e-6

@@ -1,0 +1,180 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import closed_forms
+
+from ckpt_prune.compensation.fit import error, from_moments
+from ckpt_prune.compensation.methods import METHODS, absolute_lambda
+
+from .sites import SHAPES, TALL, WIDE, make_site
+
+LAMBDA = 3.7
+WITH_LAMBDA = ("ridge", "affine", "grail")
+
+
+def close(actual: torch.Tensor, expected: np.ndarray, rtol: float = 1e-8) -> None:
+    expected = torch.from_numpy(np.ascontiguousarray(expected))
+    assert (actual - expected).norm() <= rtol * expected.norm()
+
+
+def test_the_names():
+    assert list(METHODS) == [
+        "none",
+        "bias",
+        "rotation",
+        "rotation-scale",
+        "centred-rotation",
+        "least-squares",
+        "ridge",
+        "affine",
+        "grail",
+    ]
+    assert all(method.name == name for name, method in METHODS.items())
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_its_oracle(name, shape):
+    method, site = METHODS[name], make_site(*shape)
+    fold = method.fit(site.weight_kept, site.fit, LAMBDA)
+    arguments = [t.numpy() for t in (site.weight_kept, site.inputs, site.targets)]
+    oracle = getattr(closed_forms, name.replace("-", "_"))
+    weight, bias = oracle(*arguments, *([LAMBDA] if method.uses_lambda else []))
+    close(fold.weight, weight)
+    assert (fold.bias is not None) == method.adds_bias
+    if fold.bias is not None:
+        close(fold.bias, bias)
+    assert error(fold, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], (weight, bias)), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_needs_a_gram_exactly_if_it_says_so(name):
+    site, method = make_site(*WIDE), METHODS[name]
+    fit = from_moments(site.weight, dataclasses.replace(site.moments, gram=None), site.kept)
+    if method.needs_gram:
+        with pytest.raises(ValueError, match="second moments"):
+            method.fit(site.weight_kept, fit, 1.0)
+    else:
+        expected = method.fit(site.weight_kept, site.fit, 1.0)
+        actual = method.fit(site.weight_kept, fit, 1.0)
+        assert torch.equal(actual.weight, expected.weight)
+        if method.adds_bias:
+            torch.testing.assert_close(actual.bias, expected.bias)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_uses_lambda_exactly_if_it_says_so(name):
+    site, method = make_site(*WIDE), METHODS[name]
+    small, large = (method.fit(site.weight_kept, site.fit, value).weight for value in (1.0, 1000.0))
+    assert torch.equal(small, large) != method.uses_lambda
+    assert (method.shrinks_to is not None) == method.uses_lambda
+
+
+@pytest.mark.parametrize("tokens", [200, 4], ids=["full rank", "few tokens"])
+@pytest.mark.parametrize("shape", [(12, 10, 10), (6, 16, 16), (8, 8, 8)])
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_dropped_changes_nothing(name, shape, tokens):
+    if name == "grail":
+        pytest.skip("shrinks to zero by construction")
+    if name == "least-squares" and tokens < 8:
+        pytest.skip("a pseudo-inverse forgets what the tokens do not show")
+    site = make_site(*shape, tokens)
+    fold = METHODS[name].fit(site.weight_kept, site.fit, LAMBDA)
+    close(fold.weight, site.weight.numpy())
+    if fold.bias is not None:
+        assert fold.bias.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+def test_affine_is_corp_as_printed(shape):
+    site = make_site(*shape)
+    weight, bias = closed_forms.corp(
+        site.weight.numpy(), site.tokens.numpy(), site.kept.numpy(), site.dropped.numpy(), LAMBDA
+    )
+    fold = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA * site.fit.count)
+    close(fold.weight, weight)
+    close(fold.bias, bias)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16), strength=st.floats(1e-3, 1e4))
+def test_affine_is_ridge_on_centred_moments(seed, strength):
+    site = make_site(4, 7, 5, 40, seed)
+    affine = METHODS["affine"].fit(site.weight_kept, site.fit, strength)
+    ridge = METHODS["ridge"].fit(site.weight_kept, site.fit.centred(), strength)
+    torch.testing.assert_close(affine.weight, ridge.weight)
+    torch.testing.assert_close(affine.bias, (site.targets - site.inputs @ affine.weight.T).mean(0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_limits_of_lambda(seed):
+    site = make_site(4, 7, 5, 40, seed)
+    gram = float(site.fit.gram.norm())
+    kept = site.weight_kept.numpy()
+    close(METHODS["ridge"].fit(site.weight_kept, site.fit, 1e9 * gram).weight, kept, 1e-7)
+    close(METHODS["affine"].fit(site.weight_kept, site.fit, 1e9 * gram).weight, kept, 1e-7)
+    grail = METHODS["grail"].fit(site.weight_kept, site.fit, 1e9 * gram).weight
+    assert grail.norm() < 1e-7 * site.weight_kept.norm()
+    least = closed_forms.least_squares(np.eye(5), site.inputs.numpy(), site.targets.numpy())[0]
+    for name in ("ridge", "grail"):
+        close(METHODS[name].fit(site.weight_kept, site.fit, 0.0).weight, least, 1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16), tokens=st.integers(2, 30))
+def test_order_of_calibration_errors(seed, tokens):
+    """Each method minimises the error over a set that holds the simpler one's answer."""
+    site = make_site(4, 9, 7, tokens, seed)
+    fit = site.fit
+    errors = {name: error(method.fit(site.weight_kept, fit, 1e-6), fit) for name, method in METHODS.items()}
+    slack = 1e-7 * fit.target_energy
+    assert errors["bias"] <= errors["none"] + slack
+    assert errors["rotation"] <= errors["none"] + slack
+    assert errors["rotation-scale"] <= errors["rotation"] + slack
+    assert errors["least-squares"] <= errors["rotation-scale"] + slack
+    assert errors["centred-rotation"] <= errors["bias"] + slack
+    assert errors["affine"] <= errors["ridge"] + slack
+    assert errors["affine"] <= errors["centred-rotation"] + slack
+
+
+@pytest.mark.parametrize("name", WITH_LAMBDA)
+def test_singular_gram_without_lambda_reaches_the_least_error(name):
+    """Fewer tokens than inputs: the fit is exact, and what the tokens do not show stays as the method leaves it."""
+    site = make_site(6, 16, 11, 5)
+    fold = METHODS[name].fit(site.weight_kept, site.fit, 0.0)
+    assert error(fold, site.fit) < 1e-9 * site.fit.target_energy
+    start = torch.zeros_like(site.weight_kept) if name == "grail" else site.weight_kept
+    inputs = site.inputs - site.inputs.mean(0) if name == "affine" else site.inputs
+    unseen = torch.linalg.svd(inputs)[2][4 if name == "affine" else 5 :].T
+    torch.testing.assert_close(fold.weight @ unseen, start @ unseen, rtol=1e-6, atol=1e-8)
+
+
+def test_affine_matches_the_mean_output():
+    site = make_site(*WIDE)
+    fold = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA)
+    torch.testing.assert_close(fold.weight @ site.inputs.mean(0) + fold.bias, site.targets.mean(0))
+
+
+def test_details():
+    site = make_site(*WIDE)
+    assert METHODS["ridge"].fit(site.weight_kept, site.fit, LAMBDA).details == {"lambda": LAMBDA}
+    scaled, plain = (METHODS[n].fit(site.weight_kept, site.fit, 0.0) for n in ("rotation-scale", "rotation"))
+    torch.testing.assert_close(scaled.weight, plain.weight * scaled.details["scale"])
+    assert not plain.details
+
+
+def test_absolute_lambda():
+    fit = make_site(*WIDE).fit
+    assert absolute_lambda(0.5, "absolute", fit) == 0.5
+    assert absolute_lambda(0.5, "relative", fit) == pytest.approx(0.5 * float(fit.gram.trace()) / 11)
+    assert absolute_lambda(0.5, "absolute", dataclasses.replace(fit, gram=None)) == 0.5
+    with pytest.raises(ValueError, match="second moments"):
+        absolute_lambda(0.5, "relative", dataclasses.replace(fit, gram=None))
+    for value in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="zero or more"):
+            absolute_lambda(value, "absolute", fit)

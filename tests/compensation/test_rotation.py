@@ -1,0 +1,186 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import closed_forms
+
+from ckpt_prune.compensation import rotation as module
+from ckpt_prune.compensation.fit import error
+from ckpt_prune.compensation.rotation import centred_rotation, polar, procrustes, rotation, scaled_rotation
+
+from .sites import SHAPES, make_site
+
+
+def with_singular_values(values: torch.Tensor, m: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """An (m, n) matrix with these singular values, and its polar factor."""
+    g = torch.Generator().manual_seed(seed)
+    n = values.numel()
+    u = torch.linalg.qr(torch.randn(m, n, generator=g, dtype=torch.float64))[0]
+    v = torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64))[0]
+    return (u * values) @ v.T, u @ v.T
+
+
+def orthonormality(q: torch.Tensor) -> float:
+    return float((q.T @ q - torch.eye(q.shape[1], dtype=q.dtype)).norm())
+
+
+@pytest.fixture
+def no_decomposition(monkeypatch):
+    """Only the iteration may answer."""
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("fell back to the singular value decomposition")
+
+    monkeypatch.setattr(module, "_by_decomposition", refuse)
+
+
+@pytest.mark.usefixtures("no_decomposition")
+@pytest.mark.parametrize("single_from", [1, 10**9], ids=["late steps in float32", "float64 only"])
+@pytest.mark.parametrize("m", [40, 55])
+@pytest.mark.parametrize("condition", [1.0, 30.0, 1e3, 1e5, 1e7, 1e9])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_polar_by_iteration(m, condition, size, single_from, monkeypatch):
+    monkeypatch.setattr(module, "SINGLE_PRECISION_FROM", single_from)
+    values = torch.logspace(0, -float(np.log10(condition)), 40, dtype=torch.float64)
+    matrix, expected = with_singular_values(size * values, m)
+    q = polar(matrix)
+    assert orthonormality(q) < 1e-7
+    tolerance = 1e-5 if single_from == 1 else 1e-6 if condition > 1e6 else 1e-8
+    assert (q - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.usefixtures("no_decomposition")
+def test_polar_at_a_size_where_float32_pays():
+    values = torch.logspace(0, -5, module.SINGLE_PRECISION_FROM, dtype=torch.float64)
+    matrix, expected = with_singular_values(values, 300)
+    q = polar(matrix)
+    assert orthonormality(q) < 1e-6
+    assert 1e-12 < (q - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.usefixtures("no_decomposition")
+def test_polar_of_outliers_and_of_clusters():
+    values = torch.cat([torch.tensor([1e4, 3e2]), torch.ones(30), torch.full((6,), 1e-2)]).double()
+    matrix, expected = with_singular_values(values, 38)
+    assert (polar(matrix) - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("n", [3, 256, 300, 700])
+def test_products_that_skip_half(n):
+    g = torch.Generator().manual_seed(n)
+    x, square = (torch.randn(rows, n, generator=g, dtype=torch.float64) for rows in (5, n))
+    torch.testing.assert_close(module._gram(x), x.T @ x)
+    lower = square.tril()
+    torch.testing.assert_close(module._times_lower(x, lower), x @ lower)
+    torch.testing.assert_close(module._times_upper(x, lower), x @ lower.T)
+
+
+@pytest.mark.parametrize("m", [9, 12])
+def test_polar_of_zero_is_the_identity(m):
+    torch.testing.assert_close(polar(torch.zeros(m, 9, dtype=torch.float64)), torch.eye(m, 9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-17])
+@pytest.mark.parametrize("m", [9, 12])
+def test_polar_of_a_singular_matrix_is_the_nearest_completion(m, noise):
+    values = torch.cat([torch.linspace(3, 1, 5), torch.full((4,), noise)]).double()
+    matrix, _ = with_singular_values(values, m)
+    nearest = with_singular_values(torch.ones(9).double(), m, seed=7)[1]
+    q = polar(matrix, nearest=lambda: nearest)
+    assert orthonormality(q) < 1e-8
+    u, s, vt = torch.linalg.svd(matrix)
+    assert (q @ vt[:5].T - u[:, :5]).norm() < 1e-8
+    assert float((q * matrix).sum()) == pytest.approx(float(s.sum()))
+    # No other completion is nearer: turning the free part at random only moves it away.
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        turn = torch.linalg.qr(torch.randn(m - 5, m - 5, generator=g, dtype=torch.float64))[0]
+        free = u[:, 5:] @ turn[:, :4] @ vt[5:]
+        other = u[:, :5] @ vt[:5] + free
+        assert (q - nearest).norm() <= (other - nearest).norm()
+
+
+def test_directions_beyond_the_known_rank_are_noise():
+    """A float32 Gram of 5 tokens has rank 5 plus rounding: the rounding must not choose a rotation."""
+    values = torch.cat([torch.linspace(3, 1, 5), torch.full((4,), 1e-6)]).double()
+    matrix, _ = with_singular_values(values, 9)
+    clean, _ = with_singular_values(values.where(values > 1e-3, 0.0), 9)
+    torch.testing.assert_close(polar(matrix, rank=5), polar(clean), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [200, 3], ids=["full rank", "few tokens"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_rotation_is_orthogonal(shape, tokens):
+    """Ŵ = Q W_K with QᵀQ = I exactly when ŴᵀŴ = W_KᵀW_K."""
+    site = make_site(*shape[:3], tokens)
+    weight = rotation(site.weight_kept, site.fit).weight
+    gram = site.weight_kept.T @ site.weight_kept
+    assert (weight.T @ weight - gram).norm() < 1e-7 * gram.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_few_tokens_reach_the_least_error_and_turn_the_weights_least(shape):
+    site = make_site(*shape[:3], 3)
+    ours = rotation(site.weight_kept, site.fit)
+    arguments = [t.numpy() for t in (site.weight_kept, site.inputs, site.targets)]
+    paper = closed_forms.rotation(*arguments)
+    assert error(ours, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], paper), rel=1e-7)
+    moved = (ours.weight - site.weight_kept).norm()
+    assert moved < 0.9 * (torch.from_numpy(paper[0]) - site.weight_kept).norm()
+
+
+def test_rank_deficient_kept_weights():
+    site = make_site(12, 10, 7, 200)
+    weight = site.weight.clone()
+    weight[:, site.kept[2]] = weight[:, site.kept[4]]
+    weight[:, site.kept[5]] = 0
+    fit = type(site)(weight, site.tokens, site.kept).fit
+    kept = weight[:, site.kept]
+    ours = rotation(kept, fit).weight
+    paper = closed_forms.rotation(kept.numpy(), site.inputs.numpy(), (site.tokens @ weight.T).numpy())[0]
+    assert (ours - torch.from_numpy(paper)).norm() < 1e-7 * kept.norm()
+
+
+def test_trace_is_the_sum_of_singular_values():
+    for shape in SHAPES.values():
+        site = make_site(*shape)
+        _, trace = procrustes(site.fit, site.weight_kept)
+        expected = torch.linalg.svdvals(site.targets.T @ site.inputs @ site.weight_kept.T).sum()
+        assert trace == pytest.approx(float(expected), rel=1e-8)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**16), scale=st.floats(0.1, 10), k=st.integers(1, 8))
+def test_recovers_a_rotation_and_a_scale(seed, scale, k):
+    """Targets that are a turned and scaled pruned output: the answer is known."""
+    site = make_site(6, 8, k, 60, seed)
+    g = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=g, dtype=torch.float64))[0]
+    target = scale * site.inputs @ site.weight_kept.T @ turn.T
+    fit = type(site.fit)(
+        60,
+        site.inputs.sum(0),
+        target.sum(0),
+        site.fit.gram,
+        target.T @ site.inputs,
+        float(target.square().sum()),
+    )
+    fold = scaled_rotation(site.weight_kept, fit)
+    assert fold.details["scale"] == pytest.approx(scale, rel=1e-6)
+    assert (fold.weight - scale * turn @ site.weight_kept).norm() < 1e-4 * scale * site.weight_kept.norm()
+
+
+def test_centred_rotation_with_a_scale_lowers_the_error():
+    site = make_site(6, 16, 8, 200)
+    plain, scaled = (centred_rotation(site.weight_kept, site.fit, scaled=s) for s in (False, True))
+    assert error(scaled, site.fit) < error(plain, site.fit)
+    for fold in (plain, scaled):
+        torch.testing.assert_close(fold.weight @ site.inputs.mean(0) + fold.bias, site.targets.mean(0))
+
+
+def test_a_dead_projection_is_left_alone():
+    site = make_site(6, 16, 8, 50)
+    dead = type(site)(site.weight, torch.zeros_like(site.tokens), site.kept)
+    for form in (rotation, scaled_rotation, centred_rotation):
+        torch.testing.assert_close(form(site.weight_kept, dead.fit).weight, site.weight_kept)

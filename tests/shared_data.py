@@ -1,0 +1,16 @@
+"""Where the real models and texts for tests lie: `shared/data` beside the checkout, not part of the project."""
+
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def shared_data(*names: str) -> list[Path]:
+    """Paths below shared/data; skips the calling test if one of them is not on this machine."""
+    paths = [FOLDER / name for name in names]
+    for path in paths:
+        if not path.exists():
+            pytest.skip(f"real-data test: {path} is not on this machine")
+    return paths
