@@ -122,7 +122,7 @@ class HiddenStream:
         handles = []
         for space, wanted in gram.items():
             consumer = block.get_submodule(self.factory.family.spaces[space].consumer)
-            width = int(consumer.weight.shape[1])  # type: ignore[union-attr]
+            width = int(consumer.weight.shape[1])  # type: ignore[index]
             found[space] = [Moments.zeros(width, gram=wanted, device=self.factory.device) for _ in range(self.folds)]
 
             def accumulate(_module: nn.Module, args: tuple[Tensor, ...], space: SpaceName = space) -> None:

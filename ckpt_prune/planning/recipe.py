@@ -111,7 +111,9 @@ class Recipe(_Strict):
         "(needs text; given statistics instead, the dense cache is used).",
     )
     true_sequential: bool = Field(
-        False, description="Re-measure inside a block after each space, not once per block (sequential target only)."
+        True,
+        description="With target: sequential, measure again inside a block after each space (RCPU's Algorithm 1); "
+        "false: once per block, as the released code of Wanda and RCPU does.",
     )
     allocation: Literal["uniform", "across-layers", "across-layers-and-spaces"] = Field(
         "uniform", description="uniform: same ratio everywhere; the others are FLAP's AL-MM and AL-AM."
@@ -131,8 +133,6 @@ class Recipe(_Strict):
             )
         if self.allocation != "uniform" and self.target == "sequential":
             raise ValueError(f"allocation {self.allocation} compares all blocks before any is pruned: target: dense")
-        if self.true_sequential and self.target != "sequential":
-            raise ValueError("true_sequential needs target: sequential")
         if len({s.compensation.lambda_by for s in self.spaces.values()} & {"perplexity", "folds"}) > 1:
             raise ValueError("lambda_by must be the same in every space that has a grid")
         grids = {

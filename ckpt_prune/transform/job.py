@@ -276,7 +276,7 @@ class Job:
         if self.live is not None:
             samples, window = self.live.windows.shape
             return {
-                "target": "true-sequential" if self.recipe.true_sequential else self.recipe.target,
+                "target": "sequential" if self.recipe.true_sequential else "sequential, once per block",
                 "text": text_fingerprint(self.live.windows),
                 "samples": samples,
                 "window": window,

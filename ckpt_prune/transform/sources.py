@@ -65,7 +65,7 @@ class SequentialMoments:
     Args:
         stream: hidden states, at the input of the first block.
         gram: for each space, whether its compensation needs the Gram.
-        true_sequential: measure again after each space of a block.
+        true_sequential: measure again after each space of a block, so that every site sees its own pruned prefix.
     """
 
     def __init__(self, stream: HiddenStream, gram: Mapping[SpaceName, bool], *, true_sequential: bool) -> None:

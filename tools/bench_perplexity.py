@@ -1,0 +1,180 @@
+"""Perplexity of every recipe at several ratios, dense cache and sequential, on the models in ../shared/data.
+
+    python tools/bench_perplexity.py --out perplexity.jsonl [--models NAME ...] [--recipes NAME ...]
+
+Each line of the output is one measurement; a run goes on where the last one stopped, and ends by printing the table.
+Figures depend on model, text, window and samples: all are in every line.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.measure import measure
+from ckpt_prune.calibration.text import (
+    calibration_windows,
+    evaluation_windows,
+    load_tokenizer,
+    read_text,
+    token_stream,
+)
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.demo import corpus
+from ckpt_prune.demo.run import model_folder
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
+from ckpt_prune.transform.job import Job, LiveText
+from ckpt_prune.transform.prune import prune
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its texts."""
+
+    name: str
+    window: int
+    folder: Path
+    calibration: str
+    evaluation: str
+
+
+def subjects() -> dict[str, Subject]:
+    def shared(name: str, window: int, calibration: str, evaluation: str) -> Subject:
+        return Subject(name, window, SHARED / name, f"{SHARED}/{calibration}", f"{SHARED}/{evaluation}")
+
+    found = [
+        Subject("embedded", 256, model_folder(), "", ""),
+        shared("llama-pystdlib-3m", 256, "text-pystdlib/calib.txt", "text-pystdlib/eval.txt"),
+        shared("llama-pycode-16m", 256, "text-pycode/calib.txt", "text-pycode/eval.txt"),
+        shared("llama-stories260k", 512, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
+        shared("llama-stories-char-1m", 256, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
+    ]
+    return {subject.name: subject for subject in found}
+
+
+def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> tuple[Tensor, Tensor]:
+    tokenizer = load_tokenizer(subject.folder)
+    if subject.calibration:
+        texts = [read_text([Path(subject.calibration)]), read_text([Path(subject.evaluation)])]
+    else:
+        texts = [corpus.text(held_out=False), corpus.text(held_out=True)]
+    calibration, held_out = (token_stream(tokenizer, text, bos="never") for text in texts)
+    chosen = calibration_windows(calibration, samples=samples, window=subject.window, seed=0, choose=choose)
+    if subject.calibration:
+        return chosen, evaluation_windows(held_out, window=subject.window, limit=evaluated)
+    # As in the demo: held-out modules differ much in difficulty.
+    return chosen, calibration_windows(held_out, samples=evaluated, window=subject.window, seed=0)
+
+
+def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> None:
+    calibration, held_out = windows_of(subject, args.samples, args.windows, args.choose)
+    checkpoint = Checkpoint.open(subject.folder)
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as scratch:
+        statistics = None
+        cells = [("dense", 0.0, "-")]
+        cells += [(r, ratio, t) for r in args.recipes for ratio in args.ratios for t in ("dense cache", "sequential")]
+        for recipe_name, ratio, target in cells:
+            settings = [recipe_name, f"{ratio:g}", target, args.samples, args.windows, args.choose]
+            key = " | ".join(map(str, [subject.name, *settings]))
+            if key in done:
+                continue
+            recipe = load_recipe("magnitude" if recipe_name == "dense" else recipe_name, ratio=ratio)
+            live = LiveText(calibration, folds=4 if recipe.needs_folds else 1, compute_dtype=torch.float32)
+            if target == "sequential" and recipe.target != "sequential":
+                continue
+            start = time.monotonic()
+            out = Path(scratch) / "out"
+            note = {}
+            if recipe_name == "dense":
+                out = subject.folder
+            else:
+                job = Job(checkpoint, recipe, live=live, device=device)
+                if target == "dense cache" and recipe.needs_moments:
+                    if recipe.perplexity_grid:
+                        job = Job(checkpoint, recipe.model_copy(update={"target": "dense"}), live=live, device=device)
+                    if statistics is None:
+                        statistics = measure(
+                            checkpoint,
+                            job.family,
+                            calibration,
+                            Path(scratch) / "statistics",
+                            seed=0,
+                            folds=4,
+                            collect=("moments", "gram"),
+                            device=device,
+                            compute_dtype=torch.float32,
+                        )
+                    job = Job(checkpoint, job.recipe, statistics, job.live, device)
+                    if recipe.target == "sequential" and not recipe.perplexity_grid:
+                        job = Job(checkpoint, recipe, statistics, None, device)
+                report = prune(job, out, overwrite=True)
+                note = {
+                    "parameters": report["after"]["parameters"],
+                    "container": report["container"]["model_type"],
+                    "kept": {s["space"]: f"{len(s['kept'])}/{s['units']}" for s in report["sites"]},
+                    "lambda": (report["lambda_search"] or {}).get("chosen"),
+                }
+            seconds = time.monotonic() - start
+            score = perplexity(load_model(out, device=device), held_out)
+            line = {
+                "key": key,
+                "model": subject.name,
+                "recipe": recipe_name,
+                "ratio": ratio,
+                "target": target,
+                "perplexity": score.perplexity,
+                "window": subject.window,
+                "tokens": score.tokens,
+                "samples": args.samples,
+                "choose": args.choose,
+                "seconds": round(seconds, 2),
+                **note,
+            }
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{key}: {score.perplexity:.3f} ({seconds:.1f} s)", flush=True)
+
+
+def print_table(lines: list[dict[str, object]]) -> None:
+    """Markdown: a row for each model, recipe and target, a column for each ratio."""
+    ratios = sorted({float(str(line["ratio"])) for line in lines if line["recipe"] != "dense"})
+    cells = {(x["model"], x["recipe"], x["target"], x["ratio"]): x["perplexity"] for x in lines}
+    print("| model | recipe | target | " + " | ".join(f"{r:.0%}" for r in ratios) + " |")
+    print("|---|---|---|" + "---|" * len(ratios))
+    seen = list(dict.fromkeys((x["model"], x["recipe"], x["target"]) for x in lines))
+    for model, recipe, target in seen:
+        values = [cells.get((model, recipe, target, 0.0 if recipe == "dense" else r)) for r in ratios]
+        shown = ["-" if v is None else f"{v:.3f}" for v in values]
+        print(f"| {model} | {recipe} | {target} | " + " | ".join(shown) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines file; measurements in it are not repeated")
+    parser.add_argument("--models", nargs="+", default=list(subjects()))
+    parser.add_argument("--recipes", nargs="+", default=list(shipped_recipes()))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3])
+    parser.add_argument("--samples", type=int, default=64, help="calibration windows")
+    parser.add_argument("--windows", type=int, default=64, help="held-out windows")
+    parser.add_argument("--choose", choices=["random", "first"], default="random")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    lines = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
+    for name in args.models:
+        run_subject(subjects()[name], args, {line["key"] for line in lines})
+    lines = [json.loads(x) for x in args.out.read_text().splitlines()]
+    print_table([line for line in lines if line["model"] in args.models and line["choose"] == args.choose])
+
+
+if __name__ == "__main__":
+    main()
