@@ -21,7 +21,7 @@ from ckpt_prune.compensation.rotation import procrustes
 
 
 def correlated_fit(d_out: int, d_in: int, kept_share: float, device: str, seed: int = 0) -> tuple[Fit, Tensor]:
-    """Moments of 4 d_in correlated tokens and the kept weights, made cheaply: a random basis by blocks of 256."""
+    """Moments of 4 d_in correlated tokens and the kept weights."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -27,9 +27,10 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
     # Rounding lets some singular matrices through the factorisation: their last pivots give them away.
     if int(failed) == 0 and bool(pivots.amin() > RELATIVE_CUTOFF * pivots.amax()):
         solution: Tensor = torch.cholesky_solve(right.T, factor).T
-        return solution
-    values, vectors = torch.linalg.eigh(matrix)
-    return ((right @ vectors) * reciprocals(values)) @ vectors.T
+    else:
+        values, vectors = torch.linalg.eigh(matrix)
+        solution = ((right @ vectors) * reciprocals(values)) @ vectors.T
+    return solution
 
 
 def reciprocals(values: Tensor) -> Tensor:

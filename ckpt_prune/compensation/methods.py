@@ -55,7 +55,7 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("none", "keep the surviving weights as they are", "no compensation", False, False, False, _none),
-        Method("bias", "restore the mean output", "FLAP eq. 5; VBP", False, False, True, _bias),
+        Method("bias", "restore the mean output", "FLAP; VBP", False, False, True, _bias),
         Method("rotation", "rotate the output", "RCPU eq. 5-7", True, False, False, _plain(rot.rotation)),
         Method(
             "rotation-scale",
