@@ -20,6 +20,8 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
     Raises:
         UserError: no such folder or repository, no access, no network, or offline and not in the cache.
     """
+    if not model:  # Path("") would be the current folder
+        raise UserError("the model's name is empty; give an existing folder or a Hub id such as org/name")
     path = Path(model)
     if path.is_dir():
         if revision is not None:

@@ -226,7 +226,7 @@ class CheckpointWriter:
 
     def _side_file(self, name: str) -> Path:
         self._check_active()
-        if Path(name).name != name or name.startswith(".") or name in self._headers:
+        if not name or Path(name).name != name or name.startswith(".") or name in self._headers:
             raise ValueError(f"{name!r} cannot be a side file")
         return self._staging.path / name
 

@@ -36,7 +36,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
         ("../name", "../name does not exist; give an existing folder or a Hub id such as org/name"),
         ("~/name", "~/name does not exist; give an existing folder or a Hub id such as org/name"),
         ("org/name/", "org/name/ does not exist; give an existing folder or a Hub id such as org/name"),
-        ("", " does not exist; give an existing folder or a Hub id such as org/name"),
+        ("", "the model's name is empty; give an existing folder or a Hub id such as org/name"),
     ],
 )
 def test_what_looks_like_a_path_is_not_asked_of_the_hub(

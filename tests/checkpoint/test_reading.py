@@ -136,7 +136,7 @@ class TestRefusals:
         "file",
         [
             "../x.safetensors",
-            "/etc/x.safetensors",
+            "/x.safetensors",
             "sub/x.safetensors",
             "..\\x.safetensors",
             "..",
@@ -164,7 +164,8 @@ class TestRefusals:
         weight_map = json.loads(index.read_text())["weight_map"]
         write_index(sharded, weight_map | {"ghost": FIRST})
         assert message_of(sharded) == (
-            f"{sharded / FIRST} lacks tensor 'ghost', which model.safetensors.index.json puts there; download both again"
+            f"{sharded / FIRST} lacks tensor 'ghost', which model.safetensors.index.json puts there; "
+            "download both again"
         )
         write_index(sharded, weight_map | {"ghost": FIRST, "spook": FIRST})
         assert "lacks tensor 'ghost' and 1 more, which" in message_of(sharded)
@@ -228,8 +229,8 @@ class TestRead:
 def test_side_files(single: Path) -> None:
     carried = ["LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model"]
     left = [
-        "README.md", "ckpt_prune.json", ".gitattributes", "a.bin", "b.pt", "c.pth", "d.ckpt", "e.msgpack", "f.h5", "g.onnx",
-        "h.gguf", "modeling.py", "other.safetensors", "pytorch_model.bin.index.json", "J.BIN",
+        "README.md", "ckpt_prune.json", ".gitattributes", "a.bin", "b.pt", "c.pth", "d.ckpt", "e.msgpack", "f.h5",
+        "g.onnx",        "h.gguf", "modeling.py", "other.safetensors", "pytorch_model.bin.index.json", "J.BIN",
     ]  # fmt: skip
     for name in carried + left:
         (single / name).write_text("x")
@@ -250,7 +251,7 @@ class TestCheckFinite:
         monkeypatch.setattr(shard, "_CHUNK_BYTES", 32)
         bad = torch.ones(5, 9)
         bad[0, 0], bad[4, 8], bad[2, 3] = float("nan"), float("inf"), -float("inf")
-        tensors = {"a": torch.ones(2).to(dtype), "b": bad.to(dtype), "c": bad.to(dtype)}
+        tensors = {"a": torch.ones(2).to(dtype), "b": bad.to(dtype, copy=True), "c": bad.to(dtype, copy=True)}
         folder = save_single(tmp_path / "bad", tensors)
         with pytest.raises(UserError) as error:
             Checkpoint.open(folder).check_finite()
