@@ -42,6 +42,7 @@ class PrunedMixin:
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(layer_config(config, 0))  # type: ignore[call-arg]
         model: Any = self
+        shared = model.model.config
         layers = model.model.layers
         biases = getattr(config, "ckpt_prune_biases", None) or []
         for index in range(len(layers)):
@@ -50,7 +51,12 @@ class PrunedMixin:
                 linear = layer.get_submodule(path)
                 if linear.bias is None:
                     linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+            # Attention looks up its implementation when it runs: masks and blocks must read it from the same config.
+            for module in layer.modules():
+                if hasattr(module, "config"):
+                    module.config = shared
             layers[index] = layer
+        config._attn_implementation = shared._attn_implementation
         model.config = config
         model.post_init()
 

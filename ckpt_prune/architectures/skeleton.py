@@ -39,6 +39,11 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
+def is_stored_frequency(name: str) -> bool:
+    """Whether a tensor holds rotary frequencies: old transformers saved them, models compute and ignore them."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
 def tied_names(model: nn.Module) -> frozenset[str]:
     """Names that share another tensor and so may be absent on disk."""
     if not model.config.tie_word_embeddings:  # type: ignore[union-attr]

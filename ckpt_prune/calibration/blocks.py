@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.skeleton import build_skeleton
+from ckpt_prune.architectures.skeleton import build_skeleton, is_stored_frequency
 
 
 class BlockFactory:
@@ -33,13 +33,15 @@ class BlockFactory:
         Widths are read off the consumers' columns, biases are there where a bias tensor is.
         """
         prefix = self.family.block.format(block=index)
-        local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        local = {name.removeprefix(prefix): t for name, t in tensors.items() if not is_stored_frequency(name)}
         layer_config = copy.copy(self.config)
         for space, description in self.family.spaces.items():
             columns = local[f"{description.consumer}.weight"].shape[1]
             units = columns // self.family.unit_columns(self.config, space)
             for key, factors in description.config.items():
                 setattr(layer_config, key, units * self.family.per_unit(self.config, factors))
+        # Where the config leaves it out, it would be derived from the head count, which may have changed.
+        layer_config.head_dim = self.family.dimension(self.config, "head_dim")
         with torch.device("meta"):
             module: nn.Module = type(self._layers[index])(layer_config, index)
         self.fill(module, local)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
@@ -102,10 +103,9 @@ def write_block(folder: Path, block: int, moments: dict[str, tuple[Moments, ...]
             tensors |= {f"{prefix}{name}": getattr(m, name).contiguous() for name in _VECTORS}
             if m.gram is not None:
                 tensors[f"{prefix}gram"] = pack_symmetric(m.gram)
-    path = folder / block_file(block)
-    save_file(tensors, path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    name = block_file(block)
+    save_file(tensors, folder / name)
+    return sha256_files(folder, [name])[name]
 
 
 class Statistics:
@@ -135,7 +135,7 @@ class Statistics:
         """Moments of one block: consumer's on-disk weight → one for each fold.
 
         Raises:
-            UserError: the file is damaged, or a tensor holds NaN or Inf; the message names it.
+            UserError: the file changed since it was written, or a tensor holds NaN or Inf; the message names it.
         """
         path = self.folder / block_file(block)
         found: dict[str, tuple[Moments, ...]] = {}
@@ -161,6 +161,9 @@ class Statistics:
                     found[consumer] = tuple(folds)
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): measure again") from error
+        # Last, so that damage that can be named is named.
+        if sha256_files(self.folder, [path.name])[path.name] != self.index.files[path.name]:
+            raise UserError(f"{path} is not the file that was measured (its digest differs): measure again")
         return found
 
     def _consumers(self, block: int) -> Iterator[tuple[str, int]]:

@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.skeleton import is_stored_frequency
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -16,7 +17,7 @@ class Cost(BaseModel):
     """Size of one model.
 
     Attributes:
-        parameters: a tied head counted once.
+        parameters: a tied head counted once, stored rotary frequencies not at all.
         bytes: of its tensors on disk.
         flops: of one forward pass over `tokens` tokens, without a cache: two per multiply-add of every matrix product,
             attention scores unmasked, as `torch.utils.flop_counter` counts.
@@ -42,7 +43,8 @@ def cost_of(family: Family, config: Any, shapes: Shapes) -> Cost:
     tokens = min(2048, int(config.max_position_embeddings))
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
     tied = bool(config.tie_word_embeddings)
-    parameters = sum(prod(shape) for name, (_, shape) in shapes.items() if not (tied and name == head))
+    counted = [name for name in shapes if not (tied and name == head) and not is_stored_frequency(name)]
+    parameters = sum(prod(shapes[name][1]) for name in counted)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     multiplied = sum(prod(shape) for name, (_, shape) in shapes.items() if len(shape) == 2 and name != embedding)
     if head not in shapes:

@@ -206,7 +206,7 @@ def recipes_folder() -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of every shipped recipe, sorted by name."""
-    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def find_recipe(reference: str) -> Path:

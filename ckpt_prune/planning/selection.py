@@ -16,7 +16,7 @@ _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_
 def units_kept(units: int, ratio: float, rounding: Rounding, multiple_of: int = 1) -> int:
     """Units that stay when a share `ratio` of `units` goes.
 
-    The product is taken in decimal, so that 0.7 of 10 is 7 and not a hair more, which `ceil` would turn into 8.
+    The product is taken in decimal, so that 0.07 of 100 is 7 and not a hair more, which `ceil` would turn into 8.
     The kept width is rounded up to a multiple of `multiple_of`, never past `units`.
 
     Raises:

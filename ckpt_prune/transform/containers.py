@@ -77,6 +77,8 @@ def _obstacle(
     uneven = sorted(h for h in heads if h is not None and hidden % h)
     if candidate.heads_divide_hidden and uneven:
         return f"{candidate.model_type} refuses {uneven[0]} heads on a hidden size of {hidden}"
+    if candidate.heads_divide_hidden and len(heads) > 1:
+        return f"{candidate.model_type} refuses head counts that differ per block"
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless and not remote:
         return f"{candidate.model_type} has no slot for a bias on {', '.join(slotless)}"

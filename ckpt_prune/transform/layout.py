@@ -5,7 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.skeleton import build_skeleton, expected_shapes, parse_config, tied_names
+from ckpt_prune.architectures.skeleton import (
+    build_skeleton,
+    expected_shapes,
+    is_stored_frequency,
+    parse_config,
+    tied_names,
+)
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.transform.containers import Container, Widths
@@ -52,8 +58,7 @@ def check_shapes(
     Raises:
         UserError: a tensor is missing, has no place, or has another shape.
     """
-    # Frequencies that old transformers saved; the models compute them and ignore these.
-    names = {name for name in actual if not name.endswith("rotary_emb.inv_freq")}
+    names = {name for name in actual if not is_stored_frequency(name)}
     missing = sorted(expected.keys() - names - tied)
     unknown = sorted(names - expected.keys())
     if missing:

@@ -1,0 +1,115 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckpt_prune.architectures.family import load_family
+from ckpt_prune.architectures.hypothetical import checkpoint_of_config
+from ckpt_prune.architectures.skeleton import build_skeleton, expected_shapes, parse_config
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.transform.job import Job
+from ckpt_prune.transform.layout import source_shapes
+from ckpt_prune.transform.prune import prune
+from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, one_group, recipe, stock
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def llama_7b_parameters(heads: int, columns: int) -> int:
+    """Embedding, head and last norm; per block q, k, v, o, gate, up, down and two norms."""
+    block = 4 * 4096 * heads * 128 + 3 * 4096 * columns + 2 * 4096
+    return 2 * 32000 * 4096 + 4096 + 32 * block
+
+
+@pytest.mark.parametrize(
+    ("ratio", "billions", "heads", "columns"),
+    [(0.0, "6.738", 32, 11008), (0.1, "6.104", 29, 9907), (0.2, "5.470", 26, 8806), (0.3, "4.836", 23, 7705)],
+)
+def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, columns):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    job = Job(checkpoint_of_config(tmp_path), load_recipe("magnitude", ratio=ratio))
+    expected = llama_7b_parameters(heads, columns)
+    assert f"{expected / 1e9:.3f}" == billions
+    assert job.before.parameters == llama_7b_parameters(32, 11008)
+    assert job.after.parameters == expected
+    assert job.after.bytes == 2 * expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "method"),
+    # qwen3 has no slot for a bias on down_proj.
+    [(v, m) for v in VARIANTS for m in ("none", "bias") if m == "none" or not v.startswith("qwen3")],
+)
+def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, variant, method):
+    """Attention is eager, so that the counter sees its two products."""
+    folder = make(tmp_path / "dense", variant, dtype=torch.bfloat16)
+    if method == "bias":
+        job = job_on(folder, recipe("bias", heads=one_group(variant)), calibrate(folder, tmp_path / "statistics"))
+    else:
+        job = job_on(folder, recipe("none", "magnitude", heads=one_group(variant)))
+    prune(job, tmp_path / "out")
+    for path, cost in ((folder, job.before), (tmp_path / "out", job.after)):
+        model = stock(path, attn_implementation="eager")
+        assert cost.parameters == model.num_parameters()
+        assert cost.bytes == 2 * model.num_parameters()
+        assert cost.tokens == CONTEXT
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            model(input_ids=torch.zeros(1, CONTEXT, dtype=torch.int64), use_cache=False)
+        assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
+
+
+def rotary_flops(counter: FlopCounterMode) -> int:
+    """The angles, positions times frequencies, are a matrix product to the counter."""
+    return sum(
+        flops
+        for path, by_op in counter.get_flop_counts().items()
+        if path.endswith("rotary_emb")
+        for flops in by_op.values()
+    )
+
+
+def test_tokens_are_the_context_but_no_more_than_2048():
+    family = load_family("llama")
+    for context, tokens in ((512, 512), (2048, 2048), (131072, 2048)):
+        config = LLAMA_7B | {"max_position_embeddings": context, "num_hidden_layers": 1}
+        assert cost_of(family, parse_config(config), shapes_of(config)).tokens == tokens
+
+
+def shapes_of(config):
+    skeleton = build_skeleton(parse_config(config), "LlamaForCausalLM")
+    return {name: (torch.bfloat16, shape) for name, shape in expected_shapes(skeleton).items()}
+
+
+def test_a_tied_head_on_disk_counts_once_in_parameters_and_twice_in_bytes():
+    """Some published checkpoints store both."""
+    config = LLAMA_7B | {"tie_word_embeddings": True, "num_hidden_layers": 1}
+    shapes = shapes_of(config)
+    assert "lm_head.weight" in shapes
+    both = cost_of(load_family("llama"), parse_config(config), shapes)
+    one = cost_of(
+        load_family("llama"), parse_config(config), {n: s for n, s in shapes.items() if n != "lm_head.weight"}
+    )
+    assert both.parameters == one.parameters
+    assert both.flops == one.flops
+    assert both.bytes - one.bytes == 2 * 32000 * 4096
+
+
+def test_source_shapes_are_those_on_disk(tmp_path):
+    folder = make(tmp_path / "m", "qwen3", dtype=torch.float16)
+    on_disk = {n: (t.dtype, tuple(t.shape)) for n, t in load_file(folder / "model.safetensors").items()}
+    assert source_shapes(Checkpoint.open(folder)) == on_disk

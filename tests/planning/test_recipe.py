@@ -1,0 +1,296 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe, json_schema, load_recipe, shipped_recipes
+
+SHIPPED = {
+    "flap": ("flap", "bias", "dense"),
+    "flap-global": ("flap", "bias", "dense"),
+    "grail": ("wanda-sp", "grail", "sequential"),
+    "magnitude": ("magnitude", "none", "dense"),
+    "rcpu": ("rcpu", "rotation", "sequential"),
+    "rcpu-scale": ("rcpu", "rotation-scale", "sequential"),
+    "rcpu-v1-least-squares": ("rcpu", "least-squares", "sequential"),
+    "ridge": ("rcpu", "ridge", "sequential"),
+    "vbp": ("variance", "bias", "dense"),
+    "wanda-sp": ("wanda-sp", "none", "sequential"),
+}
+"""The published methods: score, compensation, target."""
+
+GOOD = """\
+version: 1
+name: mine
+ratio: 0.3
+spaces:
+  heads:
+    score: rcpu
+  mlp:
+    score: wanda-sp
+    compensation:
+      method: ridge
+      lambda: 0.1
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path, *args) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(str(path), *args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_are_the_published_methods(name):
+    loaded = load_recipe(name)
+    assert loaded.name == name
+    assert loaded.summary
+    assert loaded.source
+    for space in loaded.spaces.values():
+        assert (space.score, space.compensation.method, loaded.target) == SHIPPED[name]
+    assert set(loaded.spaces) == ({"mlp"} if name == "vbp" else {"heads", "mlp"})
+
+
+def test_every_shipped_recipe_loads():
+    assert set(shipped_recipes()) >= set(SHIPPED)
+    for name in shipped_recipes():
+        assert load_recipe(name).name == name
+    assert load_recipe("ridge-perplexity").perplexity_grid == [10.0**e for e in range(-6, 7)]
+    assert load_recipe("ridge-perplexity").spaces["mlp"].compensation.lambda_units == "absolute"
+    assert load_recipe("ridge-folds").needs_folds
+    assert load_recipe("flap-global").widths == "per_layer"
+
+
+def test_what_a_recipe_needs():
+    needs = {name: (load_recipe(name).needs_moments, load_recipe(name).needs_gram("mlp")) for name in SHIPPED}
+    assert needs["magnitude"] == (False, False)
+    assert {n for n, (moments, _) in needs.items() if not moments} == {"magnitude"}
+    assert {n for n, (_, gram) in needs.items() if not gram} == {"magnitude", "wanda-sp", "flap", "flap-global", "vbp"}
+
+
+def test_a_recipe_says_what_it_says(tmp_path):
+    loaded = load_recipe(str(write(tmp_path, GOOD)))
+    assert (loaded.ratio, loaded.ratio_of("heads"), loaded.target, loaded.container) == (0.3, 0.3, "dense", "auto")
+    assert loaded.spaces["heads"].compensation.method == "none"
+    assert (loaded.spaces["mlp"].compensation.method, loaded.spaces["mlp"].compensation.strength) == ("ridge", 0.1)
+
+
+KEYS = "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces"
+SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
+COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
+        ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
+        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: heads, mlp"),
+        (
+            "    compensation:",
+            "    compensate:",
+            9,
+            f"unknown key spaces.mlp.compensate: did you mean 'compensation'? allowed here: {SPACE_KEYS}",
+        ),
+        (
+            "lambda:",
+            "lamda:",
+            11,
+            f"unknown key spaces.mlp.compensation.lamda: did you mean 'lambda'? allowed here: {COMPENSATION_KEYS}",
+        ),
+        (
+            "ratio: 0.3",
+            "ratio: much",
+            3,
+            "ratio: input should be a valid number, unable to parse string as a number, got 'much'",
+        ),
+        ("ratio: 0.3", "ratio: 1", 3, "ratio: input should be less than 1, got 1"),
+        ("ratio: 0.3", "ratio: -0.1", 3, "ratio: input should be greater than or equal to 0, got -0.1"),
+        ("version: 1", "version: 2", 1, "version: input should be 1, got 2"),
+        (
+            "score: wanda-sp",
+            "score: wanda",
+            8,
+            "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
+            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp",
+        ),
+        ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
+        (
+            "lambda: 0.1",
+            "lambda_grid: [0.1, 1.0]",
+            9,
+            "spaces.mlp.compensation: lambda_grid and lambda_by go together",
+        ),
+        ("    score: rcpu", "    ratio: 0.1", 5, "spaces.heads.score is missing"),
+    ],
+)
+def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, message):
+    assert GOOD.count(old) == 1
+    path = write(tmp_path, GOOD.replace(old, new))
+    assert refusal(path) == f"{path}, line {line}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            "allocation: across-layers\n",
+            "allocation across-layers gives every block its own widths, which no stock model can load: "
+            "say widths: per_layer to accept remote code, or allocation: uniform",
+        ),
+        (
+            "allocation: across-layers\nwidths: per_layer\ntarget: sequential\n",
+            "allocation across-layers compares all blocks before any is pruned: target: dense",
+        ),
+    ],
+)
+def test_contradictions_are_named(tmp_path, extra, message):
+    path = write(tmp_path, GOOD + extra)
+    assert refusal(path) == f"{path}: {message}"
+
+
+def test_every_mistake_is_in_the_one_line(tmp_path):
+    path = write(tmp_path, GOOD.replace("ratio: 0.3", "ratio: 3").replace("score: rcpu", "score: rcp"))
+    first, second = refusal(path).split("; ")
+    assert first == f"{path}, line 3: ratio: input should be less than 1, got 3"
+    assert second.startswith(f"{path}, line 6: spaces.heads.score: unknown score 'rcp': did you mean 'rcpu'?")
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    path = write(tmp_path, GOOD + "ratio: 0.5\n")
+    assert refusal(path) == f"{path}, line 12: ratio is given twice"
+    path = write(tmp_path, GOOD.replace("      lambda: 0.1", "      lambda: 0.1\n      lambda: 0.2"))
+    assert refusal(path) == f"{path}, line 12: spaces.mlp.compensation.lambda is given twice"
+
+
+def test_bad_yaml(tmp_path):
+    path = write(tmp_path, GOOD + "  : [\n")
+    assert refusal(path).startswith(f"{path} is not YAML: ")
+    assert "line 12" in refusal(path)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n- 2\n", "just text\n"])
+def test_not_a_mapping(tmp_path, text):
+    path = write(tmp_path, text)
+    assert refusal(path) == f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"
+
+
+def test_the_wrong_file(tmp_path):
+    path = write(tmp_path, "model_type: llama\nhidden_size: 16\n")
+    assert refusal(path) == f"{path} is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)"
+    path.write_bytes(b"\xff\xfe\x00binary")
+    assert refusal(path) == f"{path} cannot be read as text: a recipe is a YAML file"
+
+
+def test_code_in_yaml_is_not_run(tmp_path):
+    path = write(tmp_path, GOOD.replace("name: mine", "name: !!python/object/apply:os.getcwd []"))
+    assert refusal(path).startswith(f"{path} is not YAML: could not determine a constructor")
+
+
+def test_an_unknown_name():
+    message = refusal("rcup")
+    assert message.startswith("no recipe 'rcup': did you mean 'rcpu'? shipped are flap, flap-global, grail, ")
+    assert message.endswith("; or give a path to a .yaml file")
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("1E+2", 100.0), ("0.5", 0.5), ("2", 2.0), (".5", 0.5), ("1.e-2", 0.01)]
+)
+def test_numbers_on_the_command_line(text, value):
+    loaded = load_recipe("ridge", (f"spaces.mlp.compensation.lambda={text}",))
+    assert loaded.spaces["mlp"].compensation.strength == value
+    assert loaded.spaces["heads"].compensation.strength == 0.01
+
+
+def test_overrides_of_every_kind():
+    loaded = load_recipe(
+        "rcpu",
+        (
+            "target=dense",
+            "name=other",
+            "spaces.mlp.multiple_of=8",
+            "spaces.heads.compensation={method: grail, lambda: 1e-2}",
+        ),
+    )
+    assert (loaded.target, loaded.name, loaded.spaces["mlp"].multiple_of) == ("dense", "other", 8)
+    assert (loaded.spaces["heads"].compensation.method, loaded.spaces["heads"].compensation.lam) == ("grail", 0.01)
+    grid = load_recipe("ridge-folds", tuple(f"spaces.{s}.compensation.lambda_grid=[1e-3, 1]" for s in ("heads", "mlp")))
+    assert grid.spaces["mlp"].compensation.lambda_grid == [1e-3, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ratio", "--set ratio: expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("=1", "--set =1: expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("ratio=[", "--set ratio=[: '[' is not a YAML value"),
+        ("ratio.x=1", "--set ratio.x=1: ratio holds a value, not keys"),
+    ],
+)
+def test_bad_overrides(tmp_path, override, message):
+    assert refusal(write(tmp_path, GOOD), (override,)) == message
+
+
+def test_an_override_with_an_unknown_key_is_refused():
+    message = refusal("rcpu", ("spaces.mlp.ration=0.5",))
+    assert message.endswith(f"unknown key spaces.mlp.ration: did you mean 'ratio'? allowed here: {SPACE_KEYS}")
+
+
+def test_the_ratio_option_replaces_every_ratio(tmp_path):
+    path = write(tmp_path, GOOD.replace("    score: rcpu", "    score: rcpu\n    ratio: 0.9"))
+    loaded = load_recipe(str(path), (), 0.4)
+    assert [loaded.ratio_of("heads"), loaded.ratio_of("mlp")] == [0.4, 0.4]
+    assert "ratio: input should be less than 1" in refusal(path, (), 1.0)
+
+
+# ---- identity --------------------------------------------------------------------------------------------------
+
+
+def test_the_digest_is_of_the_meaning_not_of_the_text(tmp_path):
+    same = "spaces: {mlp: {compensation: {lambda: 1.0e-1, method: ridge}, score: wanda-sp}, heads: {score: rcpu}}\n"
+    rewritten = write(tmp_path, "# a comment\nname: mine\nratio: 0.30\nversion: 1\n" + same)
+    first = load_recipe(str(rewritten)).digest
+    assert first == load_recipe(str(write(tmp_path, GOOD))).digest
+    assert first != load_recipe(str(write(tmp_path, GOOD.replace("0.1", "0.2")))).digest
+
+
+def test_canonical_json_reads_back():
+    for name in shipped_recipes():
+        loaded = load_recipe(name)
+        assert Recipe.model_validate_json(loaded.canonical_json()) == loaded
+
+
+def test_a_chosen_strength_takes_the_grids_place():
+    fixed = load_recipe("ridge-perplexity").with_strength(10.0)
+    assert fixed.perplexity_grid is None
+    assert {s.compensation.strength for s in fixed.spaces.values()} == {10.0}
+    assert {s.compensation.lambda_units for s in fixed.spaces.values()} == {"absolute"}
+
+
+def test_the_schema_accepts_shipped_recipes_and_refuses_mistakes():
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json_schema()
+    for path in shipped_recipes().values():
+        jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema)
+    for old, new in (("ratio:", "raito:"), ("ratio: 0.3", "ratio: 1"), ("score: rcpu", "score: nothing")):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(yaml.safe_load(GOOD.replace(old, new)), schema)
+
+
+def test_the_schema_names_every_score_and_method():
+    definitions = json_schema()["$defs"]
+    assert "rcpu" in definitions["SpaceRecipe"]["properties"]["score"]["enum"]
+    assert "rotation-scale" in definitions["Compensation"]["properties"]["method"]["enum"]
+    assert definitions["Compensation"]["additionalProperties"] is False
+    assert "lambda" in definitions["Compensation"]["properties"]

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.scoring.scores import SCORES, column_norms
+from tests.oracles import scores as oracle
+
+
+def tokens(seed: int, count: int, width: int) -> np.ndarray:
+    """Columns of many sizes and means, some entries exactly zero, one column always zero, one constant."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, width)) * np.exp(rng.normal(size=width)) + rng.normal(size=width)
+    x[rng.random(x.shape) < 0.3] = 0
+    x[:, 0] = 0
+    x[:, 1] = 2.5
+    return x
+
+
+def moments_of(x: np.ndarray) -> Moments:
+    return Moments.zeros(x.shape[1], gram=False).accumulate(torch.from_numpy(x))
+
+
+def test_the_oracle_knows_every_score():
+    assert set(oracle.SCORES) == set(SCORES)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), d_out=st.integers(1, 9), width=st.integers(2, 12), count=st.integers(1, 40))
+def test_scores_are_those_of_the_papers(name, seed, d_out, width, count):
+    x = tokens(seed, count, width)
+    weight = np.random.default_rng(seed).normal(size=(d_out, width)).astype(np.float32)
+    found = SCORES[name].function(torch.from_numpy(weight), moments_of(x))
+    assert found.shape == (width,)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found, oracle.SCORES[name](weight.astype(np.float64), x), rtol=1e-8, atol=1e-10)
+
+
+def test_only_magnitude_needs_no_moments():
+    assert {name for name, score in SCORES.items() if not score.needs_moments} == {"magnitude"}
+    weight = torch.tensor([[3.0, 0.0], [4.0, 1.0]])
+    assert SCORES["magnitude"].function(weight, None).tolist() == [5.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["variance", "rcpu", "rcpu-code", "flap"])
+def test_a_constant_input_is_worth_nothing_to_variance(name):
+    """Though far from zero, where differences of large sums could turn out negative."""
+    x = torch.full((1000, 1), 1e4 / 3)
+    found = SCORES[name].function(torch.ones(2, 1), Moments.zeros(1, gram=False).accumulate(x))
+    assert 0 <= found.item() < 1e-3
+
+
+@pytest.mark.parametrize("rows", [1, 1024, 1025, 2500])
+def test_column_norms_of_any_number_of_rows(rows):
+    weight = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    expected = np.linalg.norm(weight.astype(np.float64), axis=0)
+    np.testing.assert_allclose(column_norms(torch.from_numpy(weight)), expected, rtol=1e-12)
+
+
+def test_half_precision_weights_are_widened_before_they_are_squared():
+    assert column_norms(torch.full((2, 1), 3e4, dtype=torch.float16)).item() == pytest.approx(30000 * 2**0.5)

@@ -1,0 +1,209 @@
+"""Every family, pruned from statistics and loaded with stock transformers, against pruning a whole model in memory."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_prune
+from ckpt_prune.errors import UserError
+from ckpt_prune.transform.prune import prune
+from tests.families import (
+    BLOCKS,
+    VARIANTS,
+    calibrate,
+    contents,
+    job_on,
+    logits,
+    make,
+    one_group,
+    recipe,
+    stock,
+    windows,
+)
+
+from .oracle import BIASED, STRENGTH, STRENGTHLESS, WITH_STRENGTH, prune_whole
+
+STORED_AS = {
+    # variant: model_type without added biases, with them
+    "llama": ("mistral", "seed_oss"),
+    "llama-gqa-tied": ("llama", "llama"),
+    "llama-biases": ("llama", "llama"),
+    "mistral": ("mistral", "seed_oss"),
+    "mistral-mha": ("mistral", "seed_oss"),
+    "qwen2": ("qwen2", "seed_oss"),
+    "qwen2-mha": ("qwen2", "seed_oss"),
+    "qwen3": ("qwen3", "remote"),
+    "qwen3-biases-mha": ("qwen3", "remote"),
+    "seed_oss": ("seed_oss", "seed_oss"),
+    "seed_oss-biases-mha": ("seed_oss", "seed_oss"),
+}
+MLP_KEPT = 16  # of 22 at 25 %: ceil(5.5) = 6 go
+
+
+def pruned_recipe(variant, method, **top):
+    lam = STRENGTH if method in WITH_STRENGTH else None
+    return recipe(method, heads=one_group(variant), mlp=0.25, lam=lam, **top)
+
+
+@pytest.mark.parametrize("method", [*STRENGTHLESS, *WITH_STRENGTH])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_folds_made_from_activations(sources, variant, method, tmp_path):
+    expected_type = STORED_AS[variant][method in BIASED]
+    container = "remote" if expected_type == "remote" else "auto"
+    wanted = pruned_recipe(variant, method, container=container)
+    report = prune(job_on(sources.folder(variant), wanted, sources.statistics(variant)), tmp_path / "out")
+
+    keep = {"heads": VARIANTS[variant].kv_heads - 1, "mlp": MLP_KEPT}
+    whole, kept = prune_whole(sources.folder(variant), windows(), keep, method=method, score="rcpu")
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == kept
+    if expected_type == "remote":
+        model = ckpt_prune.load(tmp_path / "out")
+    else:
+        model = stock(tmp_path / "out")
+        assert model.config.model_type == expected_type
+    ids = windows(3, 20, seed=9)
+    torch.testing.assert_close(logits(model, ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", sorted(BIASED))
+def test_a_bias_that_qwen3_cannot_store_is_refused(sources, method):
+    job = job_on(sources.folder("qwen3"), pruned_recipe("qwen3", method), sources.statistics("qwen3"))
+    with pytest.raises(UserError) as caught:
+        prune(job, sources.root / "never")
+    assert str(caught.value) == (
+        "no stock container fits: qwen3 has no slot for a bias on mlp.down_proj. Choose a compensation without a "
+        "bias, another ratio, or container: remote for remote code"
+    )
+    assert not (sources.root / "never").exists()
+    assert not (sources.root / "never.partial").exists()
+
+
+def test_a_bias_of_attention_alone_fits_qwen3(sources, tmp_path):
+    wanted = recipe("bias", heads=0.5, mlp=None)
+    prune(job_on(sources.folder("qwen3"), wanted, sources.statistics("qwen3")), tmp_path / "out")
+    config = stock(tmp_path / "out").config
+    assert (config.model_type, config.attention_bias, config.num_key_value_heads) == ("qwen3", True, 1)
+
+
+@pytest.mark.parametrize("shard", [None, "8KB"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "seed_oss-biases-mha"])
+def test_names_dtypes_and_untouched_rows_stay(sources, variant, dtype, shard, tmp_path):
+    folder = sources.folder(variant, dtype, shard)
+    report = prune(job_on(folder, recipe("none", "magnitude", heads=one_group(variant))), tmp_path / "out")
+    files = sorted(path.name for path in folder.glob("*.safetensors*"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors*")) == files
+    assert (len(files) > 2) == (shard is not None)
+    group = 4 // VARIANTS[variant].kv_heads
+    head_dim = VARIANTS[variant].config.get("head_dim", 4)
+    for file in files[: len(files) - (shard is not None)]:
+        before, after = load_file(folder / file), load_file(tmp_path / "out" / file)
+        assert list(before) == list(after)
+        for name, tensor in before.items():
+            assert after[name].dtype == dtype
+            block = int(name.split(".")[2]) if "layers" in name else None
+            units = {s["space"]: torch.tensor(s["kept"]) for s in report["sites"] if s["block"] == block}
+            if "k_proj" in name or "v_proj" in name:
+                tensor = tensor.unflatten(0, (-1, head_dim))[units["heads"]].flatten(0, 1)
+            elif "q_proj" in name:
+                tensor = tensor.unflatten(0, (-1, group * head_dim))[units["heads"]].flatten(0, 1)
+            elif "o_proj.weight" in name:
+                tensor = tensor.unflatten(1, (-1, group * head_dim))[:, units["heads"]].flatten(1)
+            elif "gate_proj" in name or "up_proj" in name:
+                tensor = tensor[units["mlp"]]
+            elif "down_proj.weight" in name:
+                tensor = tensor[:, units["mlp"]]
+            assert torch.equal(after[name], tensor), name
+    assert stock(tmp_path / "out").dtype == dtype
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_dropped_is_the_source_byte_for_byte(sources, variant, tmp_path):
+    folder = sources.folder(variant, torch.bfloat16, "8KB")
+    prune(job_on(folder, recipe("none", "magnitude", heads=0, mlp=0)), tmp_path / "out")
+    before, after = contents(folder), contents(tmp_path / "out")
+    weights = [name for name in before if name.endswith(".safetensors")]
+    assert len(weights) > 1
+    assert [name for name in after if name.endswith(".safetensors")] == weights
+    assert all(before[name] == after[name] for name in [*weights, "tokenizer.json", "tokenizer_config.json"])
+    map_before, map_after = (
+        json.loads(files["model.safetensors.index.json"])["weight_map"] for files in (before, after)
+    )
+    assert map_before == map_after
+
+
+@pytest.mark.parametrize(
+    ("spaces", "same"),
+    [
+        ({"heads": 0.25, "mlp": None}, "mlp"),
+        ({"heads": None, "mlp": 0.25}, "self_attn"),
+        ({"heads": 0.5, "mlp": 0.25}, ""),
+    ],
+    ids=["o only", "down only", "both"],
+)
+def test_spaces_can_be_chosen(sources, spaces, same, tmp_path):
+    folder = sources.folder("llama")
+    prune(job_on(folder, recipe("rotation", **spaces), sources.statistics("llama")), tmp_path / "out")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    config = stock(tmp_path / "out").config
+    heads = {None: 4, 0.25: 3, 0.5: 2}[spaces["heads"]]
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, heads, 4)
+    assert config.intermediate_size == (22 if spaces["mlp"] is None else MLP_KEPT)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    touched = {"self_attn", "mlp"} - {same}
+    assert changed == {
+        f"model.layers.{block}.{part}.{module}_proj.weight"
+        for block in range(BLOCKS)
+        for part in touched
+        for module in {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}[part]
+    }
+
+
+def test_a_tied_head_that_is_stored_all_the_same_stays(sources, tmp_path):
+    folder = make(tmp_path / "dense", "qwen2")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    wanted, ids = recipe("ridge", heads=0.5, target="sequential"), windows(2, 10)
+    prune(job_on(folder, wanted, live=windows()), tmp_path / "stored")
+    prune(job_on(sources.folder("qwen2"), wanted, live=windows()), tmp_path / "tied")
+    assert "lm_head.weight" in load_file(tmp_path / "stored" / "model.safetensors")
+    assert torch.equal(logits(stock(tmp_path / "stored"), ids), logits(stock(tmp_path / "tied"), ids))
+
+
+def test_frequencies_that_old_checkpoints_store_are_carried_and_ignored(sources, tmp_path):
+    """As the first LLaMA conversions have them, one vector for each block."""
+    folder = make(tmp_path / "dense", "llama")
+    stored = {
+        f"model.layers.{block}.self_attn.rotary_emb.inv_freq": torch.tensor([1.0, 0.01]) for block in range(BLOCKS)
+    }
+    save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors", {"format": "pt"})
+    wanted = recipe("ridge", target="sequential")
+    old = job_on(folder, wanted, live=windows())
+    prune(old, tmp_path / "old")
+    prune(job_on(sources.folder("llama"), wanted, live=windows()), tmp_path / "new")
+    ids = windows(2, 10)
+    assert torch.equal(logits(stock(tmp_path / "old"), ids), logits(stock(tmp_path / "new"), ids))
+    assert stored.keys() <= load_file(tmp_path / "old" / "model.safetensors").keys()
+    assert old.after.parameters == stock(tmp_path / "old").num_parameters()
+    assert calibrate(folder, tmp_path / "statistics").index.blocks == BLOCKS
+
+
+def test_a_fold_that_overflows_half_precision_is_refused(sources, tmp_path):
+    """Values of v near 200 through weights near 2e4: each fits float16, the mean of what is dropped does not."""
+    folder = make(tmp_path / "dense", "llama-biases", dtype=torch.float16)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.bias"].fill_(200)
+    weights["model.layers.1.self_attn.o_proj.weight"].fill_(2e4)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    statistics = calibrate(folder, tmp_path / "statistics")
+    with pytest.raises(UserError) as caught:
+        prune(job_on(folder, recipe("bias", heads=0.5, mlp=None), statistics), tmp_path / "out")
+    assert str(caught.value) == (
+        "model.layers.1.self_attn.o_proj.bias: the folded tensor does not fit its dtype torch.float16: "
+        "use a gentler recipe"
+    )
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()

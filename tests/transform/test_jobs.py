@@ -1,0 +1,280 @@
+"""Resuming, plans, and the choice of lambda."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.plan import read_plan
+from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.job import make_plan
+from ckpt_prune.transform.prepare import measured
+from ckpt_prune.transform.prune import prune, search_strength
+from tests.families import BLOCKS, calibrate, contents, job_on, make, recipe, stock, windows
+from tests.oracles import closed_forms, perplexity
+from tests.oracles.streams import inputs_of
+
+from .oracle import CONSUMERS, columns_of, per_unit
+
+GRID = [0.01, 1.0, 100.0]
+BY_PERPLEXITY = {"lambda_by": "perplexity", "lambda_grid": GRID}
+BY_FOLDS = {"lambda_by": "folds", "lambda_grid": GRID}
+
+
+def kill_at(monkeypatch, call: int) -> None:
+    """Ctrl-C while the engine is at work on its `call`-th block, from 0."""
+    original, calls = Pruner.block, []
+
+    def dying(self, *args):
+        calls.append(None)
+        if len(calls) > call:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Pruner, "block", dying)
+
+
+JOBS = {
+    "statistics": lambda s: job_on(s.folder("llama", shard="8KB"), recipe("affine", lam=0.1), s.statistics("llama")),
+    "text": lambda s: job_on(
+        s.folder("qwen2"), recipe("ridge", heads=0.5, lam=0.1, target="sequential"), live=windows()
+    ),
+    "true sequential": lambda s: job_on(
+        s.folder("llama"), recipe("rotation", target="sequential", true_sequential=True), live=windows(), folds=2
+    ),
+    "uneven": lambda s: job_on(s.folder("llama"), load_recipe("flap-global", ratio=0.4), s.statistics("llama")),
+    "search": lambda s: job_on(
+        s.folder("llama"), recipe("ridge", target="sequential", search=BY_PERPLEXITY), live=windows()
+    ),
+}
+SEARCH_CALLS = {"search": BLOCKS * len(GRID)}
+
+
+@pytest.mark.parametrize("blocks", range(BLOCKS))
+@pytest.mark.parametrize("name", JOBS)
+def test_a_resumed_run_is_byte_identical(sources, tmp_path, name, blocks, monkeypatch):
+    prune(JOBS[name](sources), tmp_path / "through")
+    with monkeypatch.context() as patch:
+        kill_at(patch, SEARCH_CALLS.get(name, 0) + blocks)
+        with pytest.raises(KeyboardInterrupt):
+            prune(JOBS[name](sources), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").is_dir()
+    with monkeypatch.context() as patch:
+        done = []
+        original = Pruner.block
+        patch.setattr(Pruner, "block", lambda self, block, *rest: done.append(block) or original(self, block, *rest))
+        prune(JOBS[name](sources), tmp_path / "out", resume=True)
+    assert done == list(range(blocks, BLOCKS))
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("written", [1, 20, 37])
+def test_a_run_killed_between_two_tensors_is_resumed(sources, tmp_path, written, monkeypatch):
+    """In the first block, in the second, and after the 36 tensors of all three."""
+    prune(JOBS["text"](sources), tmp_path / "through")
+    with monkeypatch.context() as patch:
+        original, calls = CheckpointWriter.write, []
+
+        def dying(self, name, tensor):
+            if len(calls) == written:
+                raise KeyboardInterrupt
+            calls.append(name)
+            original(self, name, tensor)
+
+        patch.setattr(CheckpointWriter, "write", dying)
+        with pytest.raises(KeyboardInterrupt):
+            prune(JOBS["text"](sources), tmp_path / "out")
+    prune(JOBS["text"](sources), tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def test_another_job_does_not_resume(sources, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            prune(JOBS["statistics"](sources), tmp_path / "out")
+    gentler = replace(JOBS["statistics"](sources), recipe=recipe("affine", lam=0.2))
+    with pytest.raises(UserError, match="was begun by a different job"):
+        prune(gentler, tmp_path / "out", resume=True)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------
+
+PLANNED = {
+    "one strength": recipe("ridge", lam=0.1),
+    "folds": recipe("affine", search=BY_FOLDS),
+    "uneven": load_recipe("flap-global", ratio=0.4),
+    "bias": load_recipe("flap"),
+    "nothing": recipe("ridge", heads=0, mlp=0),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_prunes_as_its_recipe_does(sources, tmp_path, name):
+    job = job_on(sources.folder("llama"), PLANNED[name], sources.statistics("llama", folds=2))
+    (tmp_path / "plan.json").write_text(make_plan(job).to_json(), encoding="utf-8")
+    plan = read_plan(tmp_path / "plan.json")
+    prune(job, tmp_path / "direct")
+    planned = prune(
+        job_on(sources.folder("llama"), plan.recipe, sources.statistics("llama", folds=2), plan=plan),
+        tmp_path / "planned",
+    )
+    direct, from_plan = contents(tmp_path / "direct"), contents(tmp_path / "planned")
+    assert set(direct) == set(from_plan)
+    assert {name for name in direct if direct[name] != from_plan[name]} == {"ckpt_prune.json"}
+    assert planned["plan"] == plan.digest
+    reports = [json.loads(files["ckpt_prune.json"]) | {"plan": None} for files in (direct, from_plan)]
+    assert reports[0] == reports[1]
+
+
+def test_a_plan_says_what_pruning_then_reports(sources, tmp_path):
+    job = job_on(sources.folder("llama"), PLANNED["one strength"], sources.statistics("llama"))
+    plan = make_plan(job).model_dump(mode="json")
+    report = prune(job, tmp_path / "out")
+    for planned in plan["sites"]:
+        assert len(planned.pop("scores")) == planned["units"]
+    assert plan["sites"] == report["sites"]
+    assert (plan["before"], plan["after"]) == (report["before"], report["after"])
+    assert plan["container"] == report["container"]["model_type"] == "mistral"
+    assert plan["after"]["parameters"] == stock(tmp_path / "out").num_parameters()
+
+
+def test_a_plan_for_another_model_is_refused(sources, tmp_path):
+    plan = make_plan(job_on(sources.folder("llama"), PLANNED["one strength"], sources.statistics("llama")))
+    other = make(tmp_path / "other", "llama-biases")
+    with pytest.raises(UserError) as caught:
+        job_on(other, Recipe.model_validate(plan.recipe.model_dump(by_alias=True)), plan=plan, live=windows())
+    assert str(caught.value) == (f"the plan was made for another model ({sources.folder('llama')}), not {other}")
+
+
+def test_a_plan_edited_by_hand_is_refused(sources, tmp_path):
+    plan = make_plan(job_on(sources.folder("llama"), PLANNED["one strength"], sources.statistics("llama")))
+    text = plan.to_json()
+    (tmp_path / "plan.json").write_text(text.replace('"lambda": 0.1', '"lambda": 0.2'), encoding="utf-8")
+    with pytest.raises(UserError, match="the recipe inside does not match its digest: plan again instead of editing"):
+        read_plan(tmp_path / "plan.json")
+    for broken in ("", "[]", text[:-5], text.replace('"version": 1', '"version": 2', 1)):
+        (tmp_path / "plan.json").write_text(broken, encoding="utf-8")
+        with pytest.raises(UserError, match="is not a plan: plans are written by `ckpt-prune plan`"):
+            read_plan(tmp_path / "plan.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_plan(tmp_path / "absent.json")
+
+
+def test_a_sequential_job_on_text_has_no_plan(sources):
+    job = job_on(sources.folder("llama"), recipe("ridge", target="sequential"), live=windows())
+    with pytest.raises(UserError, match="a plan is made from statistics: calibrate first"):
+        make_plan(job)
+
+
+# ---- the strength ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["sequential", "dense"])
+def test_the_strength_of_least_perplexity_is_chosen(sources, tmp_path, target):
+    """Against one run for each strength, evaluated as a whole model by the textbook."""
+    folder, ids = sources.folder("qwen3"), windows(3, 16)
+    search = recipe("ridge", heads=0.5, mlp=0.5, target=target, search=BY_PERPLEXITY)
+
+    def run(wanted, out):
+        with measured(job_on(folder, wanted, live=ids), tmp_path, seed=0) as job:
+            return prune(job, out)
+
+    report = run(search, tmp_path / "searched")
+    expected = {}
+    for strength in GRID:
+        run(recipe("ridge", heads=0.5, mlp=0.5, target=target, lam=strength), tmp_path / str(strength))
+        expected[strength] = perplexity.perplexity(stock(tmp_path / str(strength)), ids)
+    assert len({f"{p:.3f}" for p in expected.values()}) == len(GRID)
+    best = min(expected, key=expected.get)
+    assert report["lambda_search"]["chosen"] == best
+    assert report["lambda_search"]["perplexity"] == pytest.approx({f"{k:g}": p for k, p in expected.items()}, rel=1e-4)
+    name = "model.safetensors"
+    assert (tmp_path / "searched" / name).read_bytes() == (tmp_path / str(best) / name).read_bytes()
+    assert not list(tmp_path.glob(".ckpt-prune-statistics-*"))
+
+
+def test_the_strength_of_least_held_out_error_is_chosen(sources, tmp_path):
+    """Fit on one half, score on the other, in both directions, from activations."""
+    wanted = recipe("ridge", heads=0.5, mlp=0.5, search=BY_FOLDS)
+    report = prune(job_on(sources.folder("qwen3"), wanted, sources.statistics("qwen3", folds=2)), tmp_path / "out")
+    model = stock(sources.folder("qwen3"))
+    chosen = set()
+    for site in report["sites"]:
+        path = f"model.layers.{site['block']}.{CONSUMERS[site['space']]}"
+        halves = [inputs_of(model, [path], half)[path] for half in (windows()[:4], windows()[4:])]
+        kept = columns_of(site["kept"], per_unit(model, site["space"]))
+        W = model.get_submodule(path).weight.detach().double().numpy()
+        errors = {}
+        for value in GRID:
+            errors[value] = 0.0
+            for train, held_out in (halves, halves[::-1]):
+                X = train[:, kept]
+                strength = value * float((X**2).sum(0).mean())
+                answer = closed_forms.ridge(W[:, kept], X, train @ W.T, strength)
+                errors[value] += closed_forms.residual(held_out[:, kept], held_out @ W.T, answer)
+        assert site["strength"] == min(errors, key=errors.get)
+        chosen.add(site["strength"])
+    assert report["lambda_search"] is None
+    assert chosen <= set(GRID)
+
+
+def test_ties_and_overflows_go_to_the_larger_strength(sources, monkeypatch):
+    job = job_on(sources.folder("llama"), recipe("ridge", target="sequential", search=BY_PERPLEXITY), live=windows())
+    for values, chosen in (([2.0, 1.0, 1.0], 100.0), ([1.0, 2.0, 3.0], 0.01), ([1e9, 1e9, 1e9], 100.0)):
+        answers = iter(values)
+        monkeypatch.setattr(HiddenStream, "nll", lambda self, answers=answers: next(answers))
+        found = search_strength(job)
+        assert found.chosen == chosen
+        assert list(found.perplexities.values()) == [math.exp(v) if v < 700 else math.inf for v in values]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "how", "message"),
+    [
+        (recipe("ridge"), {}, "recipe test needs statistics: give --statistics, or --text to measure them"),
+        (recipe("ridge", search=BY_PERPLEXITY), {"folds": 2}, "lambda_by: perplexity needs text to measure it on"),
+        (recipe("ridge", search=BY_FOLDS), {"folds": 1}, "lambda_by: folds needs at least two folds"),
+    ],
+    ids=["no moments", "no text", "one fold"],
+)
+def test_a_job_that_lacks_something_is_refused(sources, wanted, how, message):
+    statistics = sources.statistics("llama", **how) if how else None
+    with pytest.raises(UserError) as caught:
+        job_on(sources.folder("llama"), wanted, statistics)
+    assert str(caught.value).startswith(message)
+
+
+def test_grams_that_were_not_collected_are_missed_at_once(sources, tmp_path):
+    statistics = calibrate(sources.folder("llama"), tmp_path / "statistics", collect=("moments",))
+    with pytest.raises(UserError) as caught:
+        job_on(sources.folder("llama"), recipe("rotation"), statistics)
+    assert str(caught.value) == (
+        f"compensation rotation needs Grams, and {statistics.folder} has none: calibrate with --collect moments,gram"
+    )
+    prune(job_on(sources.folder("llama"), load_recipe("flap"), statistics), tmp_path / "out")
+
+
+def test_nothing_is_left_of_a_refused_job(sources, tmp_path):
+    folder = make(tmp_path / "dense", "llama")
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-4:] = torch.tensor([float("nan")]).numpy().tobytes()
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match="has 1 NaN or Inf among"):
+        prune(job_on(folder, recipe("none", "magnitude")), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+def test_an_output_over_the_source_is_refused(sources):
+    folder = sources.folder("llama")
+    for out in (folder, folder / "inside", folder.parent):
+        with pytest.raises(UserError, match="overlaps the source"):
+            prune(job_on(folder, recipe("none", "magnitude")), out)

@@ -1,0 +1,132 @@
+"""Outputs that carry their own code: the same model here, in our loader, and where this package is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_prune
+from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.transform.prune import prune
+from tests.families import BLOCKS, calibrate, job_on, logits, make, recipe, stock, windows
+from tests.oracles.streams import inputs_of
+
+from .oracle import CONSUMERS, columns_of, per_unit
+
+ELSEWHERE = """
+import sys, torch
+sys.modules["ckpt_prune"] = None  # whoever imports it fails
+from transformers import AutoModelForCausalLM
+ids = torch.load(sys.argv[1])
+for folder in sys.argv[2:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    with torch.inference_mode():
+        found = {"logits": model.eval()(input_ids=ids, use_cache=False).logits}
+    found["text"] = model.generate(ids[:1, :6], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    torch.save(found, folder + ".pt")
+"""
+UNEVEN = ["llama-gqa-tied", "qwen3-biases-mha", "seed_oss"]
+NAMES = ["qwen3", *UNEVEN]
+PROMPT = 6
+
+
+@pytest.fixture(scope="module")
+def remote(sources, tmp_path_factory) -> dict[str, Path]:
+    """Every kind of remote-code output: a folder by name, its logits elsewhere beside it in NAME.pt."""
+    root = tmp_path_factory.mktemp("remote")
+    on_qwen3 = recipe("bias", heads=0.5, container="remote")
+    prune(job_on(sources.folder("qwen3"), on_qwen3, sources.statistics("qwen3")), root / "qwen3")
+    for variant in UNEVEN:
+        uneven = load_recipe("flap-global", ratio=0.4)
+        prune(job_on(sources.folder(variant), uneven, sources.statistics(variant)), root / variant)
+    torch.save(windows(3, 20, seed=9), root / "ids")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(root / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ELSEWHERE, str(root / "ids"), *(str(root / name) for name in NAMES)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: root / name for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_logits_with_and_without_this_package(remote, name):
+    here = logits(ckpt_prune.load(remote[name]), windows(3, 20, seed=9))
+    torch.testing.assert_close(torch.load(f"{remote[name]}.pt")["logits"], here, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generating_with_the_cache_equals_generating_without(remote, name):
+    model = ckpt_prune.load(remote[name])
+    ids = windows(3, 20, seed=9)[:1, :PROMPT]
+    cached = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(torch.load(f"{remote[name]}.pt")["text"], cached)
+    for _ in range(6):
+        following = logits(model, ids)[:, -1].argmax(-1)
+        ids = torch.cat([ids, following[:, None]], 1)
+    assert torch.equal(cached, ids)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_attention_implementation_can_be_chosen(remote, implementation):
+    model = ckpt_prune.load(remote["seed_oss"])
+    ids = windows(3, 20, seed=9)
+    expected = logits(model, ids)
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_global_flap_keeps_other_widths_in_every_block(sources, remote):
+    """Against the dense model with the dropped columns zeroed and FLAP's bias from activations."""
+    folder = remote["llama-gqa-tied"]
+    config = json.loads((folder / "config.json").read_text())
+    report = json.loads((folder / "ckpt_prune.json").read_text())
+    widths = {(s["block"], s["space"]): len(s["kept"]) for s in report["sites"]}
+    assert len({widths[block, "mlp"] for block in range(BLOCKS)}) > 1
+    for block in range(BLOCKS):
+        own = config | config["per_layer_config"].get(str(block), {})
+        heads = widths[block, "heads"]
+        assert (own["num_key_value_heads"], own["num_attention_heads"]) == (heads, 2 * heads)
+        assert own["intermediate_size"] == widths[block, "mlp"]
+
+    whole = stock(sources.folder("llama-gqa-tied"))
+    paths = {(s["block"], s["space"]): f"model.layers.{s['block']}.{CONSUMERS[s['space']]}" for s in report["sites"]}
+    inputs = inputs_of(whole, paths.values(), windows())
+    for site in report["sites"]:
+        consumer = whole.get_submodule(paths[site["block"], site["space"]])
+        kept = columns_of(site["kept"], per_unit(whole, site["space"]))
+        dropped = [j for j in range(consumer.in_features) if j not in kept]
+        mean = torch.from_numpy(inputs[paths[site["block"], site["space"]]].mean(0)).float()
+        with torch.no_grad():
+            consumer.bias = torch.nn.Parameter(consumer.weight[:, dropped] @ mean[dropped])
+            consumer.weight[:, dropped] = 0
+    ids = windows(3, 20, seed=9)
+    torch.testing.assert_close(logits(ckpt_prune.load(folder), ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_uneven_widths_are_not_mistaken_for_a_stock_model(remote):
+    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
+        stock(remote["seed_oss"], trust_remote_code=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_kept(tmp_path, dtype):
+    folder = make(tmp_path / "dense", "mistral", dtype=dtype)
+    statistics = calibrate(folder, tmp_path / "statistics", collect=("moments",))
+    prune(job_on(folder, load_recipe("flap-global", ratio=0.4), statistics), tmp_path / "out")
+    model = ckpt_prune.load(tmp_path / "out")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    wide = ckpt_prune.load(tmp_path / "out", dtype=torch.float32)
+    assert wide.dtype == torch.float32

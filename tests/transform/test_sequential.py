@@ -1,0 +1,177 @@
+"""Moments of live streams against hooks on whole models, whose earlier blocks are pruned already."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, MistralForCausalLM, PreTrainedModel
+
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration import streams
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.measure import block_names
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.sources import SequentialMoments
+from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, recipe, stock, windows
+from tests.oracles import perplexity
+from tests.oracles.streams import inputs_of
+
+from .oracle import CONSUMERS
+
+
+def assert_moments_of(moments: Moments, tokens: np.ndarray) -> None:
+    assert moments.count == len(tokens)
+    expected = {
+        "sum": tokens.sum(0),
+        "square": (tokens**2).sum(0),
+        "absolute": np.abs(tokens).sum(0),
+        "active": (np.abs(tokens) > 1e-6).sum(0),
+        "gram": tokens.T @ tokens,
+    }
+    for name, value in expected.items():
+        found = getattr(moments, name).numpy()
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+def consumer_path(block: int, space: str) -> str:
+    return f"model.layers.{block}.{CONSUMERS[space]}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dense_statistics_are_those_of_the_whole_model(sources, variant):
+    """Eight windows in folds of 2, 3 and 3."""
+    statistics = sources.statistics(variant, folds=3)
+    ids = windows()
+    model = stock(sources.folder(variant))
+    for fold, (start, stop) in enumerate([(0, 2), (2, 5), (5, 8)]):
+        inputs = inputs_of(model, [consumer_path(b, s) for b in range(BLOCKS) for s in CONSUMERS], ids[start:stop])
+        for block in range(BLOCKS):
+            found = statistics.block(block)
+            for space in CONSUMERS:
+                path = consumer_path(block, space)
+                assert_moments_of(found[f"{path}.weight"][fold], inputs[path])
+
+
+def test_folds_sum_to_the_whole(sources):
+    folded, whole = sources.statistics("qwen2", folds=3), sources.statistics("qwen2")
+    for block in range(BLOCKS):
+        for consumer, folds in folded.block(block).items():
+            assert len(folds) == 3
+            summed, at_once = total(folds), whole.block(block)[consumer][0]
+            assert summed.count == at_once.count == 8 * 24
+            for name in ("sum", "square", "absolute", "active", "gram"):
+                torch.testing.assert_close(getattr(summed, name), getattr(at_once, name), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [24, 60, 4096])
+def test_batches_change_nothing(sources, monkeypatch, tokens):
+    """Batches of 1, of 2 with a remainder in odd folds, of a whole fold."""
+    monkeypatch.setattr(streams, "TOKENS_PER_BATCH", tokens)
+    stream = stream_on(sources.folder("mistral"), folds=3)
+    paths = [consumer_path(0, space) for space in CONSUMERS]
+    inputs = inputs_of(stock(sources.folder("mistral")), paths, windows()[2:5])
+    found = stream.observe(0, stream.block_tensors(0), dict.fromkeys(CONSUMERS, True))
+    for space, path in zip(CONSUMERS, paths, strict=True):
+        assert_moments_of(found[space][1], inputs[path])
+
+
+class Stream(HiddenStream):
+    """A stream that can read its own checkpoint's blocks."""
+
+    def block_tensors(self, block: int) -> dict[str, torch.Tensor]:
+        return self._read(block_names(self.checkpoint, self.factory.family, block))
+
+
+def stream_on(folder, *, folds: int = 1, ids=None) -> Stream:
+    checkpoint = Checkpoint.open(folder)
+    config = parse_config(checkpoint.config)
+    family = next(v.family for v in VARIANTS.values() if v.model_type == config.model_type)
+    factory = BlockFactory(family, config, device=torch.device("cpu"), dtype=torch.float32)
+    stream = Stream(factory, checkpoint.read, windows() if ids is None else ids, folds=folds)
+    stream.checkpoint = checkpoint
+    return stream
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nll_is_that_of_the_whole_model(sources, variant):
+    ids = windows(2, 10, seed=3)
+    stream = stream_on(sources.folder(variant), ids=ids)
+    for block in range(BLOCKS):
+        stream.advance(block, stream.block_tensors(block))
+    expected = perplexity.perplexity(stock(sources.folder(variant)), ids)
+    assert math.exp(stream.nll()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("window", [3, 24])
+def test_a_sliding_window_is_seen_by_the_stream(tmp_path, window):
+    """A window of 3 changes what block 0 sees at 10 tokens; one of 24 does not."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mistral", **SIZES, sliding_window=window)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    ids = windows(4, 10)
+    found = stream_on(tmp_path, ids=ids)
+    moments = found.observe(0, found.block_tensors(0), {"heads": True})["heads"][0]
+    path = consumer_path(0, "heads")
+    assert_moments_of(moments, inputs_of(stock(tmp_path), [path], ids)[path])
+    full = stock(tmp_path, sliding_window=None)
+    unlimited = inputs_of(full, [path], ids)[path].sum(0)
+    assert np.allclose(moments.sum.numpy(), unlimited, rtol=1e-4, atol=1e-4) == (window == 24)
+
+
+def mixed(pruned: PreTrainedModel, dense: PreTrainedModel, block: int, *, attention_pruned: bool) -> PreTrainedModel:
+    """Blocks before `block` pruned, it and those after dense; its attention pruned already on request."""
+    for index in range(block, BLOCKS):
+        pruned.model.layers[index] = dense.model.layers[index]
+    if attention_pruned:
+        pruned.model.layers[block].self_attn = stock(pruned.name_or_path).model.layers[block].self_attn
+    return pruned
+
+
+@pytest.mark.parametrize("true_sequential", [False, True], ids=["per block", "true sequential"])
+@pytest.mark.parametrize("variant", ["llama", "llama-gqa-tied", "qwen2", "seed_oss-biases-mha"])
+def test_sequential_moments_are_of_the_pruned_prefix(sources, variant, true_sequential, tmp_path, monkeypatch):
+    seen = {}
+    original = SequentialMoments.moments
+
+    def recording(self, block, tensors, spaces):
+        found = original(self, block, tensors, spaces)
+        seen.update({(block, space): folds[0] for space, folds in found.items()})
+        return found
+
+    monkeypatch.setattr(SequentialMoments, "moments", recording)
+    folder, ids = sources.folder(variant), windows()
+    wanted = recipe("ridge", heads=one_group(variant), lam=0.1, target="sequential", true_sequential=true_sequential)
+    prune(job_on(folder, wanted, live=ids), tmp_path / "out")
+    assert set(seen) == {(block, space) for block in range(BLOCKS) for space in CONSUMERS}
+    for (block, space), moments in seen.items():
+        whole = mixed(
+            stock(tmp_path / "out"), stock(folder), block, attention_pruned=true_sequential and space == "mlp"
+        )
+        path = consumer_path(block, space)
+        assert_moments_of(moments, inputs_of(whole, [path], ids)[path])
+
+
+def test_sequential_is_not_the_dense_cache(sources, tmp_path):
+    """What the two targets measure differs from the second block on."""
+    folder, ids = sources.folder("llama"), windows()
+    reports = [
+        prune(job_on(folder, recipe("ridge", target="sequential"), **how), tmp_path / name)
+        for name, how in {"text": {"live": ids}, "cache": {"statistics": sources.statistics("llama")}}.items()
+    ]
+    first, second = ([s["error_compensated"] for s in report["sites"]] for report in reports)
+    assert first[0] == pytest.approx(second[0], rel=1e-6)
+    assert first[2:] != pytest.approx(second[2:], rel=1e-2)
+    assert [r["calibration"]["target"] for r in reports] == ["sequential", "dense"]
+
+
+def test_half_precision_checkpoints_are_measured_in_the_compute_dtype(sources, tmp_path):
+    folder = sources.folder("llama", torch.bfloat16)
+    statistics = calibrate(folder, tmp_path / "statistics")
+    path = consumer_path(BLOCKS - 1, "mlp")
+    inputs = inputs_of(stock(folder, dtype=torch.float32), [path], windows())
+    assert_moments_of(statistics.block(BLOCKS - 1)[f"{path}.weight"][0], inputs[path])
+    assert (statistics.index.dtype, statistics.index.compute_dtype) == ("bfloat16", "float32")
