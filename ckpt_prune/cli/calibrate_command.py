@@ -46,7 +46,7 @@ def command(model: str, collect: str, out: Path, overwrite: bool, device: str, a
     from ckpt_prune.calibration.measure import measure
     from ckpt_prune.checkpoint.reading import Checkpoint
     from ckpt_prune.checkpoint.units import human_bytes
-    from ckpt_prune.cli.setup import chosen_windows, resolve_device
+    from ckpt_prune.cli.setup import chosen_windows, refuse_overlap, resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.layout import check_source
 
@@ -60,10 +60,13 @@ def command(model: str, collect: str, out: Path, overwrite: bool, device: str, a
     checkpoint = Checkpoint.open(model)
     family = family_of(checkpoint.config)
     check_source(checkpoint, family)
+    refuse_overlap(checkpoint, out)
+    windows = chosen_windows(checkpoint, calibration)
+    checkpoint.check_finite()
     statistics = measure(
         checkpoint,
         family,
-        chosen_windows(checkpoint, calibration),
+        windows,
         out,
         seed=calibration.seed,
         folds=calibration.folds or 1,

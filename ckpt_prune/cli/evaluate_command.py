@@ -55,9 +55,11 @@ def command(
 
     evaluation = EvaluationOptions(**options)
     target = resolve_device(device)
+    if tasks is None and include_path is not None:
+        raise UserError("--include-path goes with --tasks")
     if tasks is not None:
-        if evaluation.text or against is not None:
-            raise UserError("--tasks does not go with --text or --against")
+        if evaluation.text or evaluation.window is not None or against is not None:
+            raise UserError("--tasks does not go with --text, --window or --against")
         from ckpt_prune.evaluation.harness import run_tasks
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -84,6 +86,9 @@ def _perplexity(folder: Path, reference: Path | None, options: EvaluationOptions
     from ckpt_prune.evaluation.perplexity import compare, perplexity
 
     assert options.window is not None
+    for path in (folder, reference):
+        if path is not None and not (path / "config.json").is_file():
+            raise UserError(f"{path} has no config.json; give a checkpoint folder as published on the Hub")
     if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
         raise UserError(f"{folder} and {reference} have different tokenizers: their perplexities cannot be compared")
     stream = token_stream(load_tokenizer(folder), read_text(options.text), bos=options.bos)

@@ -10,6 +10,8 @@ import click
 from pydantic import BaseModel, Field
 from pydantic_core import PydanticUndefined
 
+from ckpt_prune.errors import UserError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,7 +23,7 @@ class CalibrationOptions(BaseModel):
     window: int | None = Field(
         None, ge=2, description="Tokens per window. [default: the model's context length, at most 2048]"
     )
-    seed: int = Field(0, description="Of the random choice of windows.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Of the random choice of windows.")
     choose: Literal["random", "first"] = Field(
         "random",
         description="random: windows from all over the text; first: from its start, as several papers' code does.",
@@ -72,12 +74,13 @@ def _click_arguments(field: Any) -> dict[str, Any]:
     default = None if field.default is PydanticUndefined else field.default
     arguments: dict[str, Any] = {"default": default, "show_default": default not in (None, ())}
     minimum = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
+    maximum = next((m.le for m in field.metadata if hasattr(m, "le")), None)
     if origin is tuple:
         return arguments | {"type": _click_type(get_args(annotation)[0]), "multiple": True}
     if origin is Literal:
         return arguments | {"type": click.Choice(get_args(annotation))}
     if annotation is int and minimum is not None:
-        return arguments | {"type": click.IntRange(min=minimum)}
+        return arguments | {"type": click.IntRange(min=minimum, max=maximum)}
     return arguments | {"type": _click_type(annotation)}
 
 
@@ -91,9 +94,19 @@ device_option = click.option(
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 recipe_option = click.option("--recipe", metavar="R", help="Name of a shipped recipe, or a recipe file.")
+
+
+def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    # `not` catches NaN as well.
+    if value is not None and not 0 <= value < 1:
+        raise UserError(f"--ratio {value:g}: a ratio is in [0, 1)")
+    return value
+
+
 ratio_option = click.option(
     "--ratio",
     type=float,
+    callback=_ratio,
     help="Share of units to drop in every space, in place of the recipe's.",
 )
 set_option = click.option(

@@ -1,5 +1,6 @@
 """`ckpt-prune plan`."""
 
+import tempfile
 from pathlib import Path
 
 import click
@@ -47,25 +48,33 @@ def command(
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
     from ckpt_prune.checkpoint.reading import Checkpoint
-    from ckpt_prune.cli.setup import build_job, cost_rows, resolve_device
+    from ckpt_prune.cli.setup import build_job, cost_rows, refuse_overlap, resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import load_recipe
     from ckpt_prune.transform.job import make_plan
 
     if recipe is None:
         raise UserError("plan needs --recipe: a shipped recipe's name (`ckpt-prune recipe list`) or a file")
-    if out is not None and out.exists() and not overwrite:
-        raise UserError(f"{out} exists: choose another name or say --overwrite")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")
+    if out is not None:
+        _check_place(out, overwrite)
     target = resolve_device(device)
     loaded = load_recipe(recipe, overrides, ratio)
+    if loaded.perplexity_grid:
+        raise UserError(
+            f"recipe {loaded.name} chooses lambda by perplexity, on text and while pruning: "
+            "use `ckpt-prune prune --text`, or lambda_by: folds"
+        )
+    if loaded.needs_moments and statistics is None:
+        raise UserError(
+            f"recipe {loaded.name} needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
+        )
     job = build_job(Checkpoint.open(model), loaded, statistics=statistics, device=target, diagnostics=True)
+    if out is not None:
+        refuse_overlap(job.checkpoint, out)
+    job.checkpoint.check_finite()
     plan = make_plan(job)
     if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(plan.to_json(), encoding="utf-8")
-        partial.replace(out)
+        _write(out, plan.to_json())
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return
@@ -93,3 +102,27 @@ def command(
         click.echo(f"\n{plan.container_note}")
     if out is not None:
         click.echo(f"\nplan written to {out}")
+
+
+def _check_place(out: Path, overwrite: bool) -> None:
+    """Refuse a place for the plan before any work; --overwrite replaces a plan and nothing else."""
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.planning.plan import read_plan
+
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists: choose another name or say --overwrite")
+    if out.exists():
+        try:
+            read_plan(out)
+        except UserError as error:
+            raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"{out.absolute().parent} does not exist")
+
+
+def _write(out: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    with tempfile.TemporaryDirectory(prefix=".ckpt-prune-plan-", dir=out.absolute().parent) as scratch:
+        whole = Path(scratch) / "plan.json"
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(out)

@@ -61,17 +61,19 @@ def command(
       ckpt-prune prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
+    from ckpt_prune.architectures.family import family_of
     from ckpt_prune.checkpoint.reading import Checkpoint
     from ckpt_prune.cli.setup import build_job, cost_rows, live_text, resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured
     from ckpt_prune.transform.prune import check_output, prune
 
     calibration = CalibrationOptions(**options)
     if (recipe is None) == (plan_file is None):
-        raise UserError("prune needs either --recipe or --plan")
+        raise UserError("prune needs one of --recipe and --plan")
     if calibration.text and statistics is not None:
         raise UserError("give --statistics or --text, not both")
     if plan_file is not None and (calibration.text or ratio is not None or overrides):
@@ -83,11 +85,21 @@ def command(
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
     if plan is not None and plan.statistics is not None:
         statistics = statistics or Path(plan.statistics.path)
+    # Before the text: tokenising it takes time, and a broken config would be blamed on the tokenizer.
+    check_source(checkpoint, family_of(checkpoint.config))
     live = live_text(checkpoint, loaded, calibration) if calibration.text and loaded.needs_moments else None
     job = build_job(checkpoint, loaded, statistics=statistics, live=live, device=target, plan=plan)
+    if dry_run and live is not None and loaded.allocation != "uniform":
+        raise UserError(
+            f"allocation {loaded.allocation} has no widths before the model is measured: "
+            "for a dry run, calibrate and give --statistics"
+        )
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {job.statistics.folder}: plan again")
+    if dry_run or (live is not None and not job.sequential):
+        # Measuring comes before prune's own scan: refuse here what would otherwise pass for an overflow.
+        checkpoint.check_finite()
     messages = []
     if loaded.target == "sequential" and job.statistics is not None:
         messages.append(f"recipe {loaded.name} is sequential; with --statistics its dense-cache variant is used")

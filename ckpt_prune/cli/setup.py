@@ -34,6 +34,17 @@ def resolve_device(text: str) -> torch.device:
     return torch.device(text)
 
 
+def refuse_overlap(checkpoint: Checkpoint, out: Path) -> None:
+    """Refuse an output that is, contains or is inside the checkpoint.
+
+    Raises:
+        UserError: it does.
+    """
+    source, target = checkpoint.path.resolve(), out.resolve()
+    if source == target or source in target.parents or target in source.parents:
+        raise UserError(f"output {out} overlaps the source {checkpoint.path}: choose a place outside it")
+
+
 def default_window(checkpoint: Checkpoint) -> int:
     """The model's context length, at most 2048."""
     return min(2048, int(checkpoint.config.get("max_position_embeddings", 2048)))

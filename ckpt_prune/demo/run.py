@@ -50,20 +50,28 @@ def run(out: Path, device: torch.device) -> list[Row]:
         device: where the work is done.
 
     Raises:
-        UserError: the folder is not empty, or a result does not verify.
+        UserError: the folder cannot be used, Python came without its sources, or a result does not verify.
     """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is not a folder: choose another one for the demo")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder for the demo")
-    out.mkdir(parents=True, exist_ok=True)
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"{out.absolute().parent} does not exist")
+    try:
+        calibration_text, held_out_text = corpus.text(held_out=False), corpus.text(held_out=True)
+    except FileNotFoundError as error:
+        raise UserError(str(error)) from error
+    out.mkdir(exist_ok=True)
     folder = model_folder()
     checkpoint = Checkpoint.open(folder)
     tokenizer = load_tokenizer(folder)
     calibration = calibration_windows(
-        token_stream(tokenizer, corpus.text(held_out=False)), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
+        token_stream(tokenizer, calibration_text), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
     )
     # Held-out modules differ much in difficulty: windows from all over them, not the first few modules.
     held_out = calibration_windows(
-        token_stream(tokenizer, corpus.text(held_out=True)), samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
+        token_stream(tokenizer, held_out_text), samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
     )
 
     def measure_perplexity(path: Path) -> float:

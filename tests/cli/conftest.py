@@ -1,0 +1,40 @@
+"""A tiny model on disk, its text and its statistics, made once; tests copy what they break."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, ok
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dog", "ran", "far", "away"]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    rng = random.Random(0)
+    (folder / "calib.txt").write_text(" ".join(rng.choice(WORDS) for _ in range(400)))
+    with quiet_transformers():
+        model = tiny_llama(max_position_embeddings=32)
+        model.save_pretrained(folder / "dense")
+        model.save_pretrained(folder / "sharded", max_shard_size="10KB")
+    for name in ("dense", "sharded"):
+        tiny_tokenizer("<s> $A").save_pretrained(folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        ok("calibrate", "dense", *TEXT, "-o", "stats")
+        ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "pruned")
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with `dense`, `calib.txt`, `stats` and `pruned` of its own."""
+    here = tmp_path / "here"
+    shutil.copytree(made, here)
+    monkeypatch.chdir(here)
+    return here

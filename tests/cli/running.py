@@ -1,0 +1,92 @@
+"""Running commands as a shell would, and what is allowed to come of bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from ckpt_prune.cli.main import main
+
+TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "16")
+
+
+def run(*args: str) -> Result:
+    result = CliRunner().invoke(main, args)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def ok(*args: str) -> str:
+    """Standard output of a command that succeeds."""
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*args: str) -> str:
+    """The one line of a command that refuses its input; nothing on disk below the working folder changes."""
+    before = listing()
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert listing() == before
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("Error: ")
+    return lines[0].removeprefix("Error: ")
+
+
+def misused(*args: str) -> str:
+    """The last line of click's own usage error."""
+    before = listing()
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("Usage: ")
+    assert listing() == before
+    return result.stderr.splitlines()[-1].removeprefix("Error: ")
+
+
+def listing() -> dict[str, tuple[int, int]]:
+    """Every file and folder below the working folder with its size and time of change."""
+    found = {}
+    for path in Path().rglob("*"):
+        stat = path.lstat()
+        found[str(path)] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    return json.loads(Path(path).read_text())
+
+
+def set_config(folder: str, **changes: Any) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(read_json(path) | changes))
+
+
+def edit_weights(folder: str, change: Any, file: str = "model.safetensors") -> None:
+    """Let `change` edit the dictionary of a file's tensors in place."""
+    path = Path(folder) / file
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def poison(name: str, value: float = float("nan")) -> Any:
+    """An edit for `edit_weights`: one element of one tensor becomes `value`."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[0] = value
+
+    return change
+
+
+def same_files(a: str, b: str) -> bool:
+    names = {path.name for path in Path(a).iterdir()}
+    return names == {path.name for path in Path(b).iterdir()} and all(
+        (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes() for name in names
+    )

@@ -1,0 +1,329 @@
+"""Checkpoints, texts and devices that cannot be used: one line, exit code 2, nothing written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_prune.cli.setup import resolve_device
+from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
+
+INDEX = "sharded/model.safetensors.index.json"
+COMMANDS = {
+    "calibrate": ["calibrate", *TEXT],
+    "plan": ["plan", "--recipe", "magnitude"],
+    "prune": ["prune", "--recipe", "magnitude"],
+    "prune --text": ["prune", "--recipe", "rcpu", *TEXT],
+    "prune --dry-run": ["prune", "--recipe", "magnitude", "--dry-run"],
+}
+every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+
+
+def refusal(command: list[str], model: str) -> str:
+    return refused(command[0], model, *command[1:], "-o", "out")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+@every_command
+def test_a_missing_shard(place, command):
+    Path("sharded/model-00002-of-00003.safetensors").unlink()
+    assert refusal(command, "sharded") == (
+        "sharded lacks the shard model-00002-of-00003.safetensors that model.safetensors.index.json names; "
+        "download it again"
+    )
+
+
+@every_command
+def test_a_shard_shorter_than_its_header_says(place, command):
+    path = Path("sharded/model-00002-of-00003.safetensors")
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-100])
+    assert refusal(command, "sharded") == (
+        f"{path} is {size - 100} bytes long but its header says {size}: it is truncated; download it again"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"\xff" * 200])
+def test_weights_that_are_not_safetensors(place, content):
+    Path("dense/model.safetensors").write_bytes(content)
+    said = refusal(COMMANDS["prune"], "dense")
+    assert said.startswith(f"dense/model.safetensors is {len(content)} bytes long, too short for its header: ")
+
+
+@every_command
+@pytest.mark.parametrize("target", ["../dense/model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", 5])
+def test_an_index_that_leads_out_of_the_folder(place, command, target):
+    index = read_json(INDEX)
+    index["weight_map"]["model.norm.weight"] = target
+    Path(INDEX).write_text(json.dumps(index))
+    assert refusal(command, "sharded") == (
+        f"{INDEX} puts 'model.norm.weight' in {target!r}, which is not a safetensors file of that folder; "
+        "download it again"
+    )
+
+
+@every_command
+def test_only_pickles(place, command):
+    Path("dense/model.safetensors").unlink()
+    torch.save({}, "dense/pytorch_model.bin")
+    assert refusal(command, "dense") == (
+        "dense has only pickled weights (pytorch_model.bin), which are never unpickled; convert them where they are "
+        'trusted: python -c "from transformers import AutoModelForCausalLM as M; '
+        "M.from_pretrained('dense').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
+    )
+
+
+def test_only_a_config(place):
+    Path("dense/model.safetensors").unlink()
+    assert refusal(COMMANDS["prune"], "dense").startswith(
+        "dense has neither model.safetensors nor model.safetensors.index.json; if it was published as .bin pickles, "
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\x89PNG", b"5", b'{"a": 1, "a": 2}'])
+def test_configs_that_are_no_objects(place, content):
+    Path("dense/config.json").write_bytes(content)
+    for command in COMMANDS.values():
+        assert refusal(command, "dense").startswith("dense/config.json is not a readable JSON object (")
+
+
+# ---- tensors against the config --------------------------------------------------------------------------------
+
+
+@every_command
+def test_a_shape_that_the_config_does_not_say(place, command):
+    set_config("dense", intermediate_size=32)
+    assert refusal(command, "dense") == (
+        "dense: model.layers.0.mlp.down_proj.weight has shape [16, 24], config.json says [16, 32]"
+    )
+
+
+@every_command
+def test_a_tensor_that_is_missing_or_too_many(place, command):
+    edit_weights("dense", lambda tensors: tensors.pop("model.norm.weight"))
+    assert refusal(command, "dense") == (
+        "dense lacks tensor model.norm.weight (1 missing), which its config.json asks for"
+    )
+    set_config("sharded", num_hidden_layers=1)
+    assert refusal(command, "sharded") == (
+        "sharded has tensor model.layers.1.input_layernorm.weight (9 such), which config.json has no place for"
+    )
+
+
+@every_command
+def test_weights_of_another_type(place, command):
+    edit_weights("dense", lambda tensors: tensors.update({"model.norm.weight": torch.ones(16, dtype=torch.int8)}))
+    assert refusal(command, "dense") == (
+        "model.norm.weight is torch.int8: only bfloat16, float16 and float32 checkpoints can be pruned"
+    )
+
+
+@every_command
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(place, command, value):
+    edit_weights("dense", poison("model.layers.1.mlp.up_proj.weight", value))
+    assert refusal(command, "dense") == (
+        "dense/model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' has 1 NaN or Inf among 384 elements; "
+        "download it again or repair it"
+    )
+
+
+def test_dense_recipes_with_text_look_before_they_measure(place):
+    edit_weights("dense", poison("model.layers.1.mlp.up_proj.weight"))
+    said = refused("prune", "dense", "--recipe", "flap", *TEXT, "-o", "out")
+    assert said.startswith("dense/model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' has 1 NaN or Inf")
+
+
+# ---- families --------------------------------------------------------------------------------------------------
+
+
+@every_command
+def test_an_unknown_family(place, command):
+    set_config("dense", model_type="gpt_neox")
+    assert refusal(command, "dense") == (
+        "model_type 'gpt_neox' is not a family this version knows (llama, mistral, qwen2, qwen3, seed_oss): "
+        "a new one is a JSON description in ckpt_prune/architectures/families/"
+    )
+
+
+@every_command
+@pytest.mark.parametrize("model_type", ["mixtral", "llama", "qwen3_moe"])
+def test_a_mixture_of_experts(place, command, model_type):
+    set_config("dense", model_type=model_type, num_local_experts=8)
+    assert refusal(command, "dense") == (
+        "this checkpoint is a mixture of experts (num_local_experts in config.json), which is not supported; "
+        "known families: llama, mistral, qwen2, qwen3, seed_oss; "
+        "a description goes in ckpt_prune/architectures/families/"
+    )
+
+
+@every_command
+@pytest.mark.parametrize("changes", [{"model_type": None}, {"model_type": 5}])
+def test_no_family(place, command, changes):
+    set_config("dense", **changes)
+    assert refusal(command, "dense") == ("config.json has no model_type, so the family of this checkpoint is unknown")
+
+
+@every_command
+def test_quantised_weights(place, command):
+    set_config("dense", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert refusal(command, "dense") == (
+        "dense is quantised (quantization_config in config.json); give the checkpoint it was made from"
+    )
+
+
+@every_command
+def test_a_config_that_contradicts_itself_is_not_blamed_on_the_tokenizer(place, command):
+    set_config("dense", num_attention_heads=3)
+    assert refusal(command, "dense").startswith("transformers refuses this config.json: ")
+
+
+PENDING = pytest.mark.xfail(reason="architectures.skeleton.build_skeleton lets transformers' own errors through")
+
+
+@PENDING
+@pytest.mark.parametrize(
+    "changes", [{"hidden_act": "nonsense"}, {"num_key_value_heads": 0}, {"rope_scaling": {"rope_type": "nonsense"}}]
+)
+def test_configs_that_transformers_cannot_build(place, changes):
+    set_config("dense", **changes)
+    assert refusal(COMMANDS["prune"], "dense").startswith("transformers refuses this config.json: ")
+
+
+# ---- where models are ------------------------------------------------------------------------------------------
+
+
+@every_command
+def test_a_hub_id_offline(place, command, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refusal(command, "org/not-in-the-cache") == (
+        "org/not-in-the-cache is neither a folder nor in the Hub cache, and HF_HUB_OFFLINE is set; "
+        "give a folder, or run `hf download org/not-in-the-cache` while connected"
+    )
+
+
+@every_command
+def test_what_is_not_a_model(place, command):
+    assert refusal(command, "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
+    assert refusal(command, "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
+    for nowhere in ("../nowhere", "no such ü", "a/b/c", "https://huggingface.co/org/name"):
+        assert refusal(command, nowhere) == (
+            f"{nowhere} does not exist; give an existing folder or a Hub id such as org/name"
+        )
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------
+
+
+@every_command
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
+def test_cuda_asked_for_and_absent(place, command, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal([*command, "--device", device], "dense") == (
+        f"--device {device}: this machine has 0 usable CUDA devices: say --device cpu"
+    )
+
+
+@pytest.mark.parametrize("device", ["", "tpu", "cuda:x", "cuda:-1", "cpu:0", "CUDA", "cuda:0:1"])
+def test_what_is_not_a_device(place, device):
+    assert refusal([*COMMANDS["prune"], "--device", device], "dense") == (
+        f"--device {device}: expected auto, cpu, cuda or cuda:0, cuda:1, ..."
+    )
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------
+
+MEASURING = {
+    "calibrate": ["calibrate"],
+    "prune": ["prune", "--recipe", "rcpu"],
+    "dry run": ["prune", "--recipe", "flap", "--dry-run"],
+}
+measuring = pytest.mark.parametrize("command", MEASURING.values(), ids=MEASURING)
+
+
+@measuring
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.txt", None, "none.txt: no such text file"),
+        ("empty.txt", b"", "empty.txt: the file holds no text"),
+        ("blank.txt", b" \n\n", "blank.txt: the file holds no text"),
+        ("p.png", b"\x89PNG\r\n", "p.png: not UTF-8 text (byte 0); give a UTF-8 .txt or .jsonl file"),
+        ("nul.txt", b"a\0b", "nul.txt: a binary file (it holds a zero byte); give a UTF-8 .txt or .jsonl file"),
+        ("open.jsonl", b'{"text": "a"', "open.jsonl, line 1: not valid JSON: Expecting ',' delimiter"),
+        (
+            "keys.jsonl",
+            b'{"text": "a"}\n{"txt": "b"}',
+            'keys.jsonl, line 2: no string under "text"; each line must be {"text": "…"}',
+        ),
+        (
+            "short.txt",
+            b"the cat",
+            "the text is too short for one window: it has 8 tokens, a window takes 16; "
+            "give more text or a smaller window",
+        ),
+    ],
+)
+def test_texts_that_are_none(place, command, name, content, message):
+    if content is not None:
+        Path(name).write_bytes(content)
+    assert refusal([*command, "--text", name, "--window", "16"], "dense") == message
+
+
+@measuring
+def test_a_folder_is_no_text(place, command):
+    assert refusal([*command, "--text", "dense"], "dense") == "dense: no such text file"
+
+
+@measuring
+def test_windows_samples_and_folds(place, command):
+    text = [*command, "--text", "calib.txt"]
+    assert refusal([*text, "--window", "33"], "dense") == "--window 33 is longer than the model's context of 32 tokens"
+    for many in ("100", "99999999999999999999"):
+        assert refusal([*text, "--window", "16", "--samples", many], "dense") == (
+            f"the text holds 98 windows of 16 tokens, {many} are asked for; give more text, or at most 98 samples"
+        )
+    assert refusal([*text, "--window", "16", "--samples", "3", "--folds", "4"], "dense") == (
+        "4 folds of 3 windows: every fold needs at least one"
+    )
+    for option, least in (("--samples", 1), ("--window", 2), ("--folds", 1)):
+        for value in (0, -1):
+            assert misused(text[0], "dense", *text[1:], "-o", "out", option, str(value)) == (
+                f"Invalid value for '{option}': {value} is not in the range x>={least}."
+            )
+
+
+@measuring
+def test_a_model_without_a_tokenizer(place, command):
+    for path in Path("dense").glob("tokenizer*"):
+        path.unlink()
+    assert refusal([*command, *TEXT], "dense") == (
+        "dense: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
+        "copy the model's tokenizer files into the folder"
+    )
+    Path("dense/tokenizer.json").write_text("{}")
+    assert refusal([*command, *TEXT], "dense").startswith("dense: the tokenizer does not load: ")
+
+
+def test_a_model_without_a_tokenizer_can_be_pruned_without_text(place):
+    for path in Path("dense").glob("tokenizer*"):
+        path.unlink()
+    ok("prune", "dense", "--recipe", "magnitude", "-o", "out")
+
+
+def test_an_output_is_not_pruned_into_itself_but_may_be_pruned_again(place):
+    ok("prune", "pruned", "--recipe", "rcpu", "--set", "spaces.heads.ratio=0", *TEXT, "-o", "twice")
+    assert ok("verify", "twice", "--against", "pruned").count(" ok\n") == 5
+    shutil.rmtree("twice")

@@ -1,0 +1,119 @@
+"""`evaluate`: perplexity with its window, and two models side by side."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
+from tests.evaluation.tiny import tiny_tokenizer
+
+TEXT = ("--text", "calib.txt", "--window", "16")
+
+
+def test_text(place):
+    lines = ok("evaluate", "dense", *TEXT).splitlines()
+    assert lines[0] == "model  perplexity  window  tokens"
+    assert re.fullmatch(r"dense +\d+\.\d{3} +16 +1,470", lines[1])
+    assert len(lines) == 2
+
+
+def test_json(place):
+    said = json.loads(ok("evaluate", "dense", *TEXT, "--json"))
+    assert list(said) == ["model", "perplexity", "nll", "window", "windows", "tokens"]
+    assert (said["model"], said["window"], said["windows"], said["tokens"]) == ("dense", 16, 98, 98 * 15)
+    assert said["perplexity"] == pytest.approx(math.exp(said["nll"]))
+
+
+def test_limit(place):
+    said = json.loads(ok("evaluate", "dense", *TEXT, "--limit", "3", "--json"))
+    assert (said["windows"], said["tokens"]) == (3, 45)
+
+
+def test_against(place):
+    said = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
+    assert list(said) == [
+        *["model", "perplexity", "nll", "window", "windows", "tokens", "kl", "top1_agreement", "against"]
+    ]
+    assert said["against"] == json.loads(ok("evaluate", "dense", *TEXT, "--json"))
+    assert said["kl"] > 0.01
+    lines = ok("evaluate", "pruned", "--against", "dense", *TEXT).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["model", "pruned", "dense"]
+    assert lines[3:] == [
+        "",
+        f"KL divergence {said['kl']:.4f} nats per token, top-1 agreement {said['top1_agreement']:.1%}",
+    ]
+
+
+def test_against_itself(place):
+    said = json.loads(ok("evaluate", "dense", "--against", "sharded", *TEXT, "--json"))
+    assert said["kl"] == pytest.approx(0, abs=1e-9)
+    assert said["top1_agreement"] == 1
+    assert said["perplexity"] == said["against"]["perplexity"]
+
+
+def test_what_evaluate_needs(place):
+    assert refused("evaluate", "dense") == "evaluate needs --text FILE, or --tasks"
+    assert refused("evaluate", "dense", "--text", "calib.txt") == (
+        "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
+    )
+    assert misused("evaluate", "dense", *TEXT, "--limit", "0") == (
+        "Invalid value for '--limit': 0 is not in the range x>=1."
+    )
+
+
+def test_options_that_do_not_go_together(place):
+    message = "--tasks does not go with --text, --window or --against"
+    for options in (["--text", "calib.txt"], ["--window", "16"], ["--against", "dense"]):
+        assert refused("evaluate", "dense", "--tasks", "arc_easy", *options) == message
+    assert refused("evaluate", "dense", *TEXT, "--include-path", "dense") == "--include-path goes with --tasks"
+
+
+def test_different_tokenizers(place):
+    shutil.copytree("dense", "other")
+    tiny_tokenizer().save_pretrained("other")
+    assert refused("evaluate", "dense", "--against", "other", *TEXT) == (
+        "dense and other have different tokenizers: their perplexities cannot be compared"
+    )
+
+
+def test_no_tokenizer(place):
+    for path in Path("dense").glob("tokenizer*"):
+        path.unlink()
+    assert refused("evaluate", "dense", *TEXT).startswith("dense: no tokenizer (tokenizer.json, ")
+
+
+def test_windows_that_do_not_fit(place):
+    assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "33") == (
+        "window of 33 tokens is longer than the model's max_position_embeddings, 32; use a window of at most 32"
+    )
+    Path("short.txt").write_text("the cat")
+    assert refused("evaluate", "dense", "--text", "short.txt", "--window", "16") == (
+        "the text is too short for one window: it has 8 tokens, a window takes 16; give more text or a smaller window"
+    )
+
+
+def test_what_is_not_a_model(place):
+    message = "stats has no config.json; give a checkpoint folder as published on the Hub"
+    assert refused("evaluate", "stats", *TEXT) == message
+    assert refused("evaluate", "dense", "--against", "stats", *TEXT) == message
+
+
+def test_models_that_are_not_whole(place):
+    edit_weights("dense", poison("model.norm.weight"))
+    assert refused("evaluate", "dense", *TEXT) == (
+        "the model's logits are not numbers (NaN): its weights are damaged or overflow in this dtype"
+    )
+    edit_weights("dense", lambda tensors: tensors.pop("model.norm.weight"))
+    assert refused("evaluate", "dense", *TEXT) == (
+        "dense: tensors are missing or of the wrong shape: model.norm.weight; "
+        "run `ckpt-prune verify dense` for all of them"
+    )
+    set_config("sharded", auto_map={"AutoModelForCausalLM": "other.Model"})
+    assert refused("evaluate", "sharded", *TEXT) == (
+        "sharded: config.json asks for remote code (auto_map), which is never run; "
+        "use a checkpoint of a model type that transformers knows"
+    )

@@ -1,0 +1,60 @@
+"""Help and version: every command says what it takes."""
+
+import pytest
+
+from ckpt_prune import __version__
+from ckpt_prune.cli.main import COMMANDS
+from tests.cli.running import misused, ok, run
+
+TAKES = {
+    "inspect": ["MODEL", "--ratio", "--json"],
+    "calibrate": [
+        *["MODEL", "--text", "--samples", "--window", "--seed", "--collect", "--folds", "--output", "--overwrite"],
+        *["--device", "--json"],
+    ],
+    "plan": ["MODEL", "--recipe", "--statistics", "--ratio", "--set KEY=VALUE", "--output", "--device", "--json"],
+    "prune": [
+        *["MODEL", "--recipe", "--statistics", "--text", "--samples", "--window", "--seed", "--plan", "--ratio"],
+        *["--set KEY=VALUE", "--output", "--dry-run", "--resume", "--overwrite", "--device", "--json"],
+    ],
+    "verify": ["OUT", "--against MODEL", "--json"],
+    "evaluate": ["MODEL", "--text", "--window", "--against MODEL2", "--tasks", "--limit", "--device", "--json"],
+    "recipe": ["list", "show", "copy", "validate", "schema"],
+    "recipe list": ["--json"],
+    "recipe show": ["NAME"],
+    "recipe copy": ["NAME", "DESTINATION"],
+    "recipe validate": ["FILE", "--json"],
+    "recipe schema": [],
+    "statistics": ["show", "add"],
+    "statistics show": ["FOLDER", "--json"],
+    "statistics add": ["A B", "--output", "--overwrite"],
+    "demo": ["--output", "--device", "--json"],
+}
+
+
+@pytest.mark.parametrize("command", TAKES)
+def test_help_names_what_the_command_takes(command):
+    page = ok(*command.split(), "-h")
+    assert page.startswith(f"Usage: main {command}")
+    assert [word for word in TAKES[command] if word not in page] == []
+
+
+def test_the_group_lists_every_command_with_its_line():
+    page = " ".join(ok("--help").split())
+    assert {name.split()[0] for name in TAKES} == set(COMMANDS)
+    assert [line for line in COMMANDS.values() if line not in page] == []
+
+
+def test_version():
+    assert ok("--version") == f"ckpt-prune, version {__version__}\n"
+
+
+def test_no_command_shows_the_help():
+    result = run()
+    assert result.exit_code == 2
+    assert result.output == ok("-h")
+
+
+def test_a_misspelt_command_is_refused():
+    assert misused("prun", "dense") == "No such command 'prun'."
+    assert misused("statistics", "shw") == "No such command 'shw'. Did you mean 'show'?"

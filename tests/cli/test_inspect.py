@@ -1,0 +1,143 @@
+"""`inspect`: headers and configs only."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
+
+LLAMA_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}
+
+DENSE = """\
+model       dense
+family      llama (LlamaForCausalLM)
+weights     float32, 20.3 KiB in 1 file(s)
+parameters  5.20K
+blocks      2
+FLOPs       418K for 32 tokens
+
+space  units per block  parameters  container  with a bias
+heads     2 x KV group       1.54K      llama        llama
+mlp        24 x column       2.30K      llama        llama
+"""
+
+DENSE_PRUNED = """
+ratio  heads  mlp  parameters     bytes  FLOPs  container
+0.5        1   12       3,280  12.8 KiB   229K      llama
+0          2   24       5,200  20.3 KiB   418K      llama
+"""
+
+
+def test_text(place):
+    assert ok("inspect", "dense") == DENSE
+
+
+def test_text_with_ratios(place):
+    assert ok("inspect", "dense", "--ratio", "0.5,0") == DENSE + DENSE_PRUNED
+
+
+def test_shards_are_counted(place):
+    assert "20.3 KiB in 3 file(s)" in ok("inspect", "sharded")
+
+
+def test_json(place):
+    report = json.loads(ok("inspect", "dense", "--ratio", "0.5", "--json"))
+    assert report["family"] == "llama"
+    assert report["spaces"]["heads"] == {
+        "unit": "KV group",
+        "units": 2,
+        "consumer": "self_attn.o_proj",
+        "columns_per_unit": 8,
+        "parameters": 1536,
+        "containers": {"weights": "llama", "weights and bias": "llama"},
+    }
+    assert (report["dtype"], report["weights"], report["parameters"], report["bytes"]) == ("float32", True, 5200, 20800)
+    assert report["pruned"] == [
+        {
+            "ratio": 0.5,
+            "units": {"heads": 1, "mlp": 12},
+            "container": "llama",
+            "parameters": 3280,
+            "bytes": 13120,
+            "flops": report["pruned"][0]["flops"],
+            "tokens": 32,
+        }
+    ]
+
+
+def test_llama_7b_from_its_config_alone(tmp_path):
+    """RCPU's table: heads rounded down, columns up."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    report = json.loads(ok("inspect", str(tmp_path), "--ratio", "0,0.1,0.2,0.3", "--json"))
+    assert report["weights"] is False
+    sizes = {p["ratio"]: p["parameters"] for p in report["pruned"]}
+    assert sizes == {0: 6_738_415_616, 0.1: 6_104_158_208, 0.2: 5_469_900_800, 0.3: 4_835_643_392}
+    assert report["bytes"] == 2 * 6_738_415_616
+
+
+def test_config_only_says_so(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    text = ok("inspect", str(tmp_path), "--ratio", "0.1")
+    assert text.splitlines()[0].endswith("(config only)")
+    assert "6,104,158,208" in text
+
+
+def test_nan_in_the_weights_is_not_looked_for(place):
+    edit_weights("dense", poison("model.norm.weight"))
+    assert ok("inspect", "dense") == DENSE
+
+
+@pytest.mark.parametrize(
+    ("ratio", "message"),
+    [
+        ("1", "--ratio 1: a ratio is in [0, 1)"),
+        ("-0.1", "--ratio -0.1: a ratio is in [0, 1)"),
+        ("nan", "--ratio nan: a ratio is in [0, 1)"),
+        ("a", "--ratio a: expected numbers, for example 0.1,0.2,0.3"),
+        ("0.99", "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
+    ],
+)
+def test_bad_ratios(place, ratio, message):
+    assert refused("inspect", "dense", "--ratio", ratio) == message
+
+
+def test_wrong_arguments(place):
+    assert misused("inspect") == "Missing argument 'MODEL'."
+    assert misused("inspect", "dense", "dense") == "Got unexpected extra argument (dense)"
+    assert refused("inspect", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
+    assert refused("inspect", "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
+
+
+def test_odd_paths(place):
+    shutil.copytree("dense", "a folder/ö 模型")
+    assert ok("inspect", "a folder/ö 模型").splitlines()[0] == "model       a folder/ö 模型"
+    assert ok("inspect", str(Path("a folder/ö 模型").absolute()) + "/").startswith("model       /")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
+        ({"num_attention_heads": 3}, "The hidden size (16) is not a multiple of the number of attention heads (3)."),
+        ({"max_position_embeddings": None}, "Field 'max_position_embeddings' expected int, got NoneType (value: None)"),
+    ],
+)
+def test_configs_that_transformers_refuses(place, changes, message):
+    set_config("dense", **changes)
+    said = refused("inspect", "dense")
+    assert said.startswith("transformers refuses this config.json: ")
+    assert said.endswith(message)

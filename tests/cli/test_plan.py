@@ -1,0 +1,182 @@
+"""`plan`: decisions and predictions, and nothing written but the plan."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused
+
+RCPU = ("--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5")
+
+
+def test_text(place):
+    lines = ok("plan", "dense", *RCPU).splitlines()
+    assert lines[:5] == [
+        "                     before     after  share",
+        "parameters            5.20K     3.28K  63.1%",
+        "bytes              20.3 KiB  12.8 KiB  63.1%",
+        "FLOPs / 32 tokens      418K      229K  54.9%",
+        "",
+    ]
+    assert re.split("  +", lines[5]) == [
+        *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
+    ]
+    rows = [line.split() for line in lines[6:]]
+    assert [row[:4] for row in rows] == [
+        ["0", "heads", "1/2", "rotation"],
+        ["0", "mlp", "12/24", "rotation"],
+        ["1", "heads", "1/2", "rotation"],
+        ["1", "mlp", "12/24", "rotation"],
+    ]
+    for row in rows:
+        before, after, floor, rho2 = map(float, row[4:])
+        assert 0 < floor <= after <= before < 1
+        assert 0 <= rho2 <= 1
+
+
+def test_without_output_nothing_is_written(place):
+    before = listing()
+    ok("plan", "dense", *RCPU)
+    assert listing() == before
+
+
+def test_only_the_plan_is_written(place):
+    before = listing()
+    assert ok("plan", "dense", *RCPU, "-o", "plan ü.json").splitlines()[-1] == "plan written to plan ü.json"
+    assert set(listing()) - set(before) == {"plan ü.json"}
+
+
+def test_json_is_the_plan(place):
+    said = ok("plan", "dense", *RCPU, "-o", "plan.json", "--json")
+    assert said == Path("plan.json").read_text()
+    plan = json.loads(said)
+    assert [(site["block"], site["space"], site["units"]) for site in plan["sites"]] == [
+        *[(0, "heads", 2), (0, "mlp", 24), (1, "heads", 2), (1, "mlp", 24)]
+    ]
+    assert plan["after"]["parameters"] == 3280
+
+
+def test_a_weights_only_recipe_needs_no_statistics(place):
+    lines = ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5").splitlines()
+    assert lines[6].split() == ["0", "heads", "1/2", "none", "-", "-", "-", "-"]
+
+
+def test_applying_the_plan_is_applying_the_recipe(place):
+    ok("plan", "dense", *RCPU, "-o", "plan.json")
+    ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
+    ours, theirs = Path("planned/model.safetensors"), Path("pruned/model.safetensors")
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert read_json("planned/ckpt_prune.json")["sites"] == read_json("pruned/ckpt_prune.json")["sites"]
+
+
+def test_a_plan_of_another_model(place):
+    ok("plan", "dense", *RCPU, "-o", "plan.json")
+    edit_weights("dense", poison("model.norm.weight", 0.5))
+    assert "another model" in refused("prune", "dense", "--plan", "plan.json", "-o", "out")
+
+
+def test_a_plan_of_other_statistics(place):
+    ok("plan", "dense", *RCPU, "-o", "plan.json")
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
+    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+        f"the plan was made from other statistics than {Path('stats').resolve()}: plan again"
+    )
+
+
+def test_an_edited_plan(place):
+    ok("plan", "dense", *RCPU, "-o", "plan.json")
+    path = Path("plan.json")
+    path.write_text(path.read_text().replace('"ratio": 0.5', '"ratio": 0.4', 1))
+    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+        "plan.json: the recipe inside does not match its digest: plan again instead of editing it"
+    )
+
+
+def test_a_plan_has_settled_everything(place):
+    ok("plan", "dense", *RCPU, "-o", "plan.json")
+    message = "a plan has settled ratio, recipe and statistics: --text, --ratio and --set do not go with it"
+    for option in (["--ratio", "0.3"], ["--set", "ratio=0.3"], [*TEXT]):
+        assert refused("prune", "dense", "--plan", "plan.json", *option, "-o", "out") == message
+
+
+@pytest.mark.parametrize("file", ["calib.txt", "dense/config.json", "stats/statistics.json", "dense/model.safetensors"])
+def test_what_is_not_a_plan(place, file):
+    assert refused("prune", "dense", "--plan", file, "-o", "out") == (
+        f"{file} is not a plan: plans are written by `ckpt-prune plan`"
+    )
+
+
+def test_a_recipe_is_not_a_plan(place):
+    ok("recipe", "copy", "rcpu")
+    assert refused("prune", "dense", "--plan", "rcpu.yaml", "-o", "out") == (
+        "rcpu.yaml is not a plan: plans are written by `ckpt-prune plan`"
+    )
+
+
+def test_no_plan_there(place):
+    assert refused("prune", "dense", "--plan", "no.json", "-o", "out") == (
+        "no.json cannot be read (No such file or directory)"
+    )
+    assert refused("prune", "dense", "--plan", "dense", "-o", "out") == "dense cannot be read (Is a directory)"
+
+
+# ---- places ----------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_plan_stays_unless_told(place):
+    ok("plan", "dense", *RCPU, "-o", "plan.json")
+    before = Path("plan.json").read_bytes()
+    assert refused("plan", "dense", *RCPU, "-o", "plan.json") == (
+        "plan.json exists: choose another name or say --overwrite"
+    )
+    ok("plan", "dense", *RCPU[:-1], "0.4", "-o", "plan.json", "--overwrite")
+    assert Path("plan.json").read_bytes() != before
+
+
+@pytest.mark.parametrize("out", ["calib.txt", "stats/statistics.json"])
+def test_overwrite_replaces_plans_only(place, out):
+    assert refused("plan", "dense", *RCPU, "-o", out, "--overwrite") == (
+        f"{out} exists and is not a plan: it is not overwritten"
+    )
+
+
+def test_overwrite_spares_the_model(place):
+    assert refused("plan", "dense", *RCPU, "-o", "dense/config.json", "--overwrite") == (
+        "dense/config.json exists and is not a plan: it is not overwritten"
+    )
+    assert refused("plan", "dense", *RCPU, "-o", "dense", "--overwrite") == (
+        "dense exists and is not a plan: it is not overwritten"
+    )
+    assert refused("plan", "dense", *RCPU, "-o", "dense/plan.json") == (
+        "output dense/plan.json overlaps the source dense: choose a place outside it"
+    )
+
+
+def test_missing_parent(place):
+    assert refused("plan", "dense", *RCPU, "-o", "no/plan.json") == f"{Path('no').absolute()} does not exist"
+
+
+# ---- options ---------------------------------------------------------------------------------------------------
+
+
+def test_what_plan_needs(place):
+    assert refused("plan", "dense") == (
+        "plan needs --recipe: a shipped recipe's name (`ckpt-prune recipe list`) or a file"
+    )
+    assert refused("plan", "dense", "--recipe", "rcpu") == (
+        "recipe rcpu needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
+    )
+    assert refused("plan", "dense", "--recipe", "ridge-perplexity", "--statistics", "stats") == (
+        "recipe ridge-perplexity chooses lambda by perplexity, on text and while pruning: "
+        "use `ckpt-prune prune --text`, or lambda_by: folds"
+    )
+
+
+def test_weights_that_are_not_finite(place):
+    edit_weights("dense", poison("model.layers.1.mlp.down_proj.weight"))
+    assert refused("plan", "dense", "--recipe", "magnitude", "-o", "plan.json") == (
+        "dense/model.safetensors: tensor 'model.layers.1.mlp.down_proj.weight' has 1 NaN or Inf among 384 elements; "
+        "download it again or repair it"
+    )

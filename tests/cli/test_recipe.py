@@ -1,0 +1,197 @@
+"""`recipe`, and what becomes of recipes that are none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.planning.recipe import shipped_recipes
+from tests.cli.running import misused, ok, refused
+
+TOP = "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces"
+GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
+SHIPPED = ", ".join(shipped_recipes())
+
+
+def test_list():
+    lines = ok("recipe", "list").splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    assert {"wanda-sp", "flap", "rcpu", "rcpu-scale", "rcpu-v1-least-squares", "ridge", "grail", "vbp"} <= {
+        line.split()[0] for line in lines
+    }
+    assert "magnitude              Columns of least weight norm dropped; needs no calibration at all." in lines
+
+
+def test_list_json():
+    found = json.loads(ok("recipe", "list", "--json"))
+    assert [entry["name"] for entry in found] == list(shipped_recipes())
+    assert all(entry["summary"] and entry["source"] and set(entry) > {"target"} for entry in found)
+
+
+def test_show_keeps_comments():
+    assert ok("recipe", "show", "rcpu") == shipped_recipes()["rcpu"].read_text()
+    assert ok("recipe", "show", "rcpu").startswith("#")
+
+
+def test_copy(place):
+    assert ok("recipe", "copy", "rcpu") == "rcpu.yaml\n"
+    assert ok("recipe", "copy", "flap", "mein rezept ü.yaml") == "mein rezept ü.yaml\n"
+    Path("folder").mkdir()
+    assert ok("recipe", "copy", "rcpu", "folder") == "folder/rcpu.yaml\n"
+    assert Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == ok("recipe", "show", "rcpu")
+    assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
+
+
+def test_copy_replaces_nothing(place):
+    assert refused("recipe", "copy", "rcpu", "calib.txt") == "calib.txt exists: choose another name"
+    assert refused("recipe", "copy", "rcpu", "no/r.yaml") == f"{Path('no').absolute()} does not exist"
+    assert misused("recipe", "copy") == "Missing argument 'NAME'."
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_validate(name):
+    assert ok("recipe", "validate", name) == f"{name}: recipe {name} is valid\n"
+
+
+def test_validate_json_spells_out_defaults(place):
+    Path("r.yaml").write_text(GOOD)
+    found = json.loads(ok("recipe", "validate", "r.yaml", "--json"))
+    assert (found["ratio"], found["target"], found["container"]) == (0.2, "dense", "auto")
+    assert found["spaces"]["mlp"]["compensation"]["lambda_units"] == "relative"
+
+
+def test_schema():
+    schema = json.loads(ok("recipe", "schema"))
+    assert sorted(schema["properties"]) == sorted(TOP.split(", "))
+    assert schema["additionalProperties"] is False
+    assert "rotation" in schema["$defs"]["Compensation"]["properties"]["method"]["enum"]
+    assert "lambda" in schema["$defs"]["Compensation"]["properties"]
+
+
+# ---- files that are no recipes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
+        ("- a\n", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
+        ("a: 1\n", "r.yaml is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)"),
+        (GOOD + "ratioo: 0.3\n", f"r.yaml, line 5: unknown key ratioo: did you mean 'ratio'? allowed here: {TOP}"),
+        (
+            GOOD.replace("score", "scor"),
+            "r.yaml, line 4: spaces.mlp.score is missing; r.yaml, line 4: unknown key spaces.mlp.scor: "
+            "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, compensation",
+        ),
+        (
+            GOOD.replace("method", "methd"),
+            "r.yaml, line 4: unknown key spaces.mlp.compensation.methd: did you mean 'method'? "
+            "allowed here: method, lambda, lambda_units, lambda_grid, lambda_by",
+        ),
+        (
+            GOOD.replace("rotation", "rotate"),
+            "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
+            "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, grail",
+        ),
+        (
+            GOOD + "ratio: ten\n",
+            "r.yaml, line 5: ratio: input should be a valid number, unable to parse string as a number, got 'ten'",
+        ),
+        (GOOD + "ratio: 1\n", "r.yaml, line 5: ratio: input should be less than 1, got 1"),
+        (GOOD + "ratio: .nan\n", "r.yaml, line 5: ratio: input should be less than 1, got nan"),
+        (GOOD.replace("1", "2"), "r.yaml, line 1: version: input should be 1, got 2"),
+        (GOOD + "name: again\n", "r.yaml, line 5: name is given twice"),
+        (GOOD + "target: late\n", "r.yaml, line 5: target: input should be 'dense' or 'sequential', got 'late'"),
+        (
+            "version: 1\nname: x\nspaces: [mlp]\n",
+            "r.yaml, line 3: spaces: input should be a valid dictionary, got ['mlp']",
+        ),
+        (
+            GOOD.replace("rotation", "rotation, lambda: 1"),
+            "r.yaml, line 4: spaces.mlp.compensation: method rotation has no lambda",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(place, text, message):
+    Path("r.yaml").write_text(text)
+    assert refused("recipe", "validate", "r.yaml") == message
+    assert refused("prune", "dense", "--recipe", "r.yaml", "--statistics", "stats", "-o", "out") == message
+    assert refused("plan", "dense", "--recipe", "r.yaml", "--statistics", "stats") == message
+
+
+@pytest.mark.parametrize(
+    "text", ["a:\n\tb: 1\n", "a: [1\n", "a: *b\n", "a: !!python/object:os.system x\n", "a\n---\nb\n"]
+)
+def test_what_is_not_yaml(place, text):
+    Path("r.yaml").write_text(text)
+    assert refused("recipe", "validate", "r.yaml").startswith("r.yaml is not YAML: ")
+
+
+@pytest.mark.parametrize("command", [["validate"], ["show"], ["copy"]])
+def test_a_picture_is_not_a_recipe(place, command):
+    Path("r.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    arguments = [*command, "r.png"] + (["copy.yaml"] if command == ["copy"] else [])
+    assert refused("recipe", *arguments) == "r.png cannot be read as text: a recipe is a YAML file"
+
+
+@pytest.mark.parametrize("reference", ["dense", "nothing.yaml", "", ".", "/"])
+def test_no_such_recipe(place, reference):
+    message = f"no recipe {reference!r}: shipped are {SHIPPED}; or give a path to a .yaml file"
+    assert refused("recipe", "validate", reference) == message
+    assert refused("recipe", "show", reference) == message
+    assert refused("prune", "dense", "--recipe", reference, "-o", "out") == message
+
+
+def test_the_nearest_name_is_suggested(place):
+    assert refused("recipe", "show", "wandasp").startswith("no recipe 'wandasp': did you mean 'wanda-sp'? shipped are ")
+
+
+def test_a_config_or_a_plan_is_not_a_recipe(place):
+    assert refused("recipe", "validate", "dense/config.json") == (
+        "dense/config.json is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)"
+    )
+    ok("plan", "dense", "--recipe", "magnitude", "-o", "plan.json")
+    assert refused("prune", "dense", "--recipe", "plan.json", "-o", "out").startswith("plan.json")
+
+
+# ---- --set and --ratio -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("", "--set : expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("ratio", "--set ratio: expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("=3", "--set =3: expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("ratio=[1", "--set ratio=[1: '[1' is not a YAML value"),
+        ("ratio.x.y=1", "{}: ratio: input should be a valid number, got {{'x': {{'y': 1}}}}"),
+        ("name.x=1", "--set name.x=1: name holds a value, not keys"),
+        ("ratio=nan", "{}: ratio: input should be less than 1, got nan"),
+        ("ratoi=0.3", "{}: unknown key ratoi: did you mean 'ratio'? allowed here: " + TOP),
+    ],
+)
+def test_nonsense_in_set(place, override, message):
+    said = refused("prune", "dense", "--recipe", "magnitude", "--set", override, "-o", "out")
+    assert said == message.format(shipped_recipes()["magnitude"])
+
+
+@pytest.mark.parametrize("ratio", ["1", "1.5", "-0.1", "nan", "inf"])
+def test_ratios_outside_the_range(place, ratio):
+    message = f"--ratio {ratio}: a ratio is in [0, 1)"
+    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "out") == message
+    assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "plan.json") == message
+
+
+def test_a_ratio_that_leaves_nothing(place):
+    message = "ratio 0.99 would drop all 24 units of a space: at least one must stay"
+    for command in ("prune", "plan"):
+        assert refused(command, "dense", "--recipe", "magnitude", "--ratio", "0.99", "-o", "out") == message
+    assert misused("plan", "dense", "--recipe", "magnitude", "--ratio", "half") == (
+        "Invalid value for '--ratio': 'half' is not a valid float."
+    )
+
+
+def test_a_container_that_cannot_hold_it(place):
+    assert refused("prune", "dense", "--recipe", "magnitude", "--set", "container=gpt2", "-o", "out") == (
+        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss or remote can"
+    )

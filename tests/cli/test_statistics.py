@@ -1,0 +1,212 @@
+"""`calibrate` and `statistics`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.calibration.statistics import Statistics
+from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, same_files
+
+
+def test_calibrate_says_what_it_wrote(place):
+    said = ok("calibrate", "dense", *TEXT, "-o", "again")
+    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram, folds 1, 8.34 KiB\n"
+    assert same_files("again", "stats")
+
+
+def test_calibrate_json(place):
+    said = json.loads(ok("calibrate", "dense", *TEXT, "--collect", "moments", "--folds", "2", "-o", "s", "--json"))
+    assert said == Statistics(Path("s")).summary()
+    assert (said["collect"], said["folds"], said["samples"], said["tokens"]) == (["moments"], 2, 8, 128)
+
+
+def test_defaults_are_the_models_context_and_one_fold(place):
+    assert ok("calibrate", "dense", "--text", "calib.txt", "--samples", "4", "-o", "s").startswith(
+        "s: 4 windows of 32 tokens, 2 blocks, moments+gram, folds 1, "
+    )
+
+
+def test_text_may_be_given_twice_and_be_jsonl(place):
+    line = json.dumps({"text": "the cat sat on a mat and ran"})
+    Path("mehr text ü.jsonl").write_text("\n".join([line] * 40))
+    ok("calibrate", "dense", "--text", "mehr text ü.jsonl", *TEXT, "-o", "s ü")
+    assert Statistics(Path("s ü")).index.data != Statistics(Path("stats")).index.data
+
+
+def test_an_existing_folder_stays_unless_told(place):
+    assert refused("calibrate", "dense", *TEXT, "-o", "stats") == (
+        "stats exists: choose another name or say --overwrite"
+    )
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
+    assert Statistics(Path("stats")).index.seed == 1
+    assert refused("calibrate", "dense", *TEXT, "-o", "pruned", "--overwrite") == (
+        "pruned exists and is not a statistics folder: it is not overwritten"
+    )
+
+
+@pytest.mark.parametrize("out", ["dense", "dense/stats", ".", "dense/../dense"])
+def test_the_model_is_no_place_for_statistics(place, out):
+    assert refused("calibrate", "dense", *TEXT, "-o", out, "--overwrite") == (
+        f"output {Path(out)} overlaps the source dense: choose a place outside it"
+    )
+
+
+def test_missing_parent(place):
+    assert refused("calibrate", "dense", *TEXT, "-o", "no/s") == f"{Path('no').absolute()} does not exist"
+
+
+def test_bad_options(place):
+    assert refused("calibrate", "dense", "-o", "s") == "calibrate needs --text FILE"
+    assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
+        "--collect grams: expected moments or moments,gram"
+    )
+    assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
+    assert misused("calibrate", "dense", "-o", "s", "--folds", "0") == (
+        "Invalid value for '--folds': 0 is not in the range x>=1."
+    )
+    assert misused("calibrate", "dense", "-o", "s", "--compute-dtype", "int8") == (
+        "Invalid value for '--compute-dtype': 'int8' is not one of 'float32', 'bfloat16', 'float16'."
+    )
+    assert misused("calibrate", "dense", "-o", "s", "--seed", str(2**63)) == (
+        f"Invalid value for '--seed': {2**63} is not in the range 0<=x<={2**63 - 1}."
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(place, value):
+    """Also in a tensor that no window touches: the last row of the embedding."""
+    edit_weights("dense", poison("model.embed_tokens.weight", value))
+    assert refused("calibrate", "dense", *TEXT, "-o", "s") == (
+        "dense/model.safetensors: tensor 'model.embed_tokens.weight' has 1 NaN or Inf among 640 elements; "
+        "download it again or repair it"
+    )
+
+
+# ---- show and add ----------------------------------------------------------------------------------------------
+
+
+def test_show(place):
+    said = dict(line.split(maxsplit=1) for line in ok("statistics", "show", "stats").splitlines())
+    assert list(said) == [
+        *["version", "model", "tokenizer", "dtype", "data", "seed", "samples", "window", "tokens", "folds", "collect"],
+        *["compute_dtype", "blocks", "consumers", "digest", "bytes"],
+    ]
+    assert said["collect"] == "moments, gram"
+    assert said["consumers"] == (
+        "model.layers.{block}.self_attn.o_proj.weight (16), model.layers.{block}.mlp.down_proj.weight (24)"
+    )
+    assert (said["tokens"], said["bytes"]) == ("128", "8.34 KiB")
+
+
+def test_show_json(place):
+    assert json.loads(ok("statistics", "show", "stats", "--json")) == Statistics(Path("stats")).summary()
+
+
+def test_add(place):
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "more")
+    assert ok("statistics", "add", "stats", "more", "-o", "sum") == "sum: 16 windows, 256 tokens\n"
+    a, b, both = (Statistics(Path(name)).block(1) for name in ("stats", "more", "sum"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert both[name][0].count == 256
+    assert (both[name][0].square == a[name][0].square + b[name][0].square).all()
+    assert refused("statistics", "add", "stats", "more", "-o", "sum").startswith("sum exists")
+    ok("statistics", "add", "stats", "more", "-o", "sum", "--overwrite")
+    # A sum is statistics like any other.
+    ok("prune", "dense", "--recipe", "rcpu", "--statistics", "sum", "-o", "out")
+
+
+def test_what_is_not_to_be_added(place):
+    assert refused("statistics", "add", "stats", "stats", "-o", "sum") == (
+        "stats and stats hold the same calibration windows: they would count twice"
+    )
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "--collect", "moments", "-o", "vectors")
+    assert refused("statistics", "add", "stats", "vectors", "-o", "sum") == (
+        "stats and vectors are of different kinds of moments: only equal ones can be added"
+    )
+
+
+@pytest.mark.parametrize("folder", ["dense", "calib.txt", "nowhere"])
+def test_what_is_not_statistics(place, folder):
+    message = f"{folder} holds no statistics.json: statistics are written by `ckpt-prune calibrate`"
+    assert refused("statistics", "show", folder) == message
+    assert refused("statistics", "add", "stats", folder, "-o", "sum") == message
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "out") == message
+    assert refused("plan", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "plan.json") == message
+
+
+# ---- statistics that do not belong to the model, or are damaged ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("model", "stats was measured on another model than this checkpoint: measure again"),
+        ("tokenizer", "stats was measured with another tokenizer than this checkpoint's: measure again"),
+        ("dtype", "stats was measured on a bfloat16 checkpoint, this one is float32: measure again"),
+    ],
+)
+def test_statistics_of_something_else(place, key, message):
+    index = Path("stats/statistics.json")
+    index.write_text(json.dumps(read_json(index) | {key: "bfloat16"}))
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == message
+    assert refused("plan", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "plan.json") == message
+
+
+def test_statistics_of_a_retokenised_or_edited_model(place):
+    edit_weights("dense", poison("model.norm.weight", 0.5))
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+        "stats was measured on another model than this checkpoint: measure again"
+    )
+    shutil.rmtree("dense")
+    shutil.copytree("sharded", "dense")
+    (Path("dense") / "tokenizer_config.json").unlink()
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+        "stats was measured with another tokenizer than this checkpoint's: measure again"
+    )
+
+
+def test_shards_do_not_make_another_model(place):
+    ok("prune", "sharded", "--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5", "-o", "out")
+    assert ok("verify", "out", "--against", "dense").count("ok") == 5
+
+
+@pytest.mark.parametrize("moment", ["gram", "square"])
+def test_statistics_that_are_not_finite(place, moment):
+    name = f"model.layers.1.mlp.down_proj.weight/0/{moment}"
+    edit_weights("stats", poison(name), "block-00001.safetensors")
+    message = f"stats/block-00001.safetensors: {name} holds NaN or Inf: measure again"
+    assert refused("prune", "dense", "--recipe", "flap", "--statistics", "stats", "-o", "out") == message
+    assert refused("plan", "dense", "--recipe", "flap", "--statistics", "stats", "-o", "plan.json") == message
+
+
+def test_damaged_statistics(place):
+    block = Path("stats/block-00001.safetensors")
+    block.write_bytes(block.read_bytes()[:-50])
+    assert refused("prune", "dense", "--recipe", "flap", "--statistics", "stats", "-o", "out").startswith(
+        "stats/block-00001.safetensors is damaged ("
+    )
+    block.unlink()
+    assert refused("prune", "dense", "--recipe", "flap", "--statistics", "stats", "-o", "out") == (
+        "stats lacks block-00001.safetensors, which its index lists: measure again"
+    )
+    Path("stats/statistics.json").write_text("{}")
+    assert refused("statistics", "show", "stats") == (
+        "stats/statistics.json is damaged or of another version: measure again"
+    )
+
+
+def test_statistics_without_grams(place):
+    ok("calibrate", "dense", *TEXT, "--collect", "moments", "-o", "vectors")
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "vectors", "-o", "out") == (
+        "compensation rotation needs Grams, and vectors has none: calibrate with --collect moments,gram"
+    )
+    ok("prune", "dense", "--recipe", "wanda-sp", "--statistics", "vectors", "-o", "out")
+
+
+def test_statistics_without_folds(place):
+    message = "lambda_by: folds needs at least two folds: calibrate with --folds 4"
+    assert refused("prune", "dense", "--recipe", "ridge-folds", "--statistics", "stats", "-o", "out") == message
+    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
+    ok("prune", "dense", "--recipe", "ridge-folds", "--statistics", "folded", "-o", "out")

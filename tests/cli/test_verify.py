@@ -1,0 +1,181 @@
+"""`verify`: all well is exit code 0, a check that fails is 1, what cannot be checked is 2."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.running import edit_weights, ok, poison, read_json, refused, run, set_config
+
+WELL = """\
+check       result
+tensors         ok
+finite          ok
+load            ok
+digests         ok
+kept units      ok
+
+tensors: 21 tensors have the shapes that config.json says
+finite: no NaN, no Inf
+load: LlamaForCausalLM by stock transformers: no key missing, unexpected or mismatched
+digests: 1 file(s) as written
+kept units: producers of 4 pruned spaces hold the dense rows, bit for bit
+"""
+FILE = "pruned/model.safetensors"
+
+
+def failures(*args: str) -> dict[str, str]:
+    """Check → what `verify` says of it, for the checks that fail."""
+    result = run("verify", *args, "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    said = json.loads(result.stdout)
+    assert said["passed"] is False
+    return {check["name"]: check["detail"] for check in said["checks"] if check["passed"] is False}
+
+
+def test_all_well(place):
+    assert ok("verify", "pruned", "--against", "dense") == WELL
+
+
+def test_json(place):
+    said = json.loads(ok("verify", "pruned", "--against", "dense", "--json"))
+    assert said["passed"] is True
+    assert [(check["name"], check["passed"]) for check in said["checks"]] == [
+        *[("tensors", True), ("finite", True), ("load", True), ("digests", True), ("kept units", True)]
+    ]
+
+
+def test_a_checkpoint_of_others_has_no_digests(place):
+    said = ok("verify", "sharded")
+    assert "digests       -" in said
+    assert said.endswith("digests: no ckpt_prune.json: not written by this tool\n")
+
+
+def test_blocks_of_different_widths(place):
+    args = ["--recipe", "flap-global", "--statistics", "stats", "--set", "spaces.heads.ratio=0.5"]
+    ok("prune", "dense", *args, "-o", "out")
+    assert "(remote code) by ckpt_prune.load" in ok("verify", "out", "--against", "dense")
+    edit_weights("out", lambda tensors: tensors.pop("model.norm.weight"))
+    assert "tensors" in failures("out")
+
+
+def test_text_of_a_failure(place):
+    edit_weights("pruned", lambda tensors: tensors.pop("model.norm.weight"))
+    result = run("verify", "pruned")
+    assert result.exit_code == 1
+    assert result.stdout == (
+        "check    result\n"
+        "tensors  FAILED\n"
+        "finite       ok\n"
+        "load     FAILED\n"
+        "digests  FAILED\n"
+        "\n"
+        "tensors: pruned lacks tensor model.norm.weight (1 missing), which its config.json asks for\n"
+        "finite: no NaN, no Inf\n"
+        "load: 1 missing, first model.norm.weight\n"
+        "digests: model.safetensors changed since it was written\n"
+    )
+
+
+def test_a_flipped_byte(place):
+    data = bytearray(Path(FILE).read_bytes())
+    data[-1000] ^= 1
+    Path(FILE).write_bytes(data)
+    assert failures("pruned") == {"digests": "model.safetensors changed since it was written"}
+
+
+def test_a_changed_kept_row(place):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights("pruned", poison(name, 0.25))
+    assert failures("pruned", "--against", "dense") == {
+        "digests": "model.safetensors changed since it was written",
+        "kept units": f"{name} does not hold the dense model's rows of the kept units",
+    }
+
+
+def test_a_width_edited_in_the_config(place):
+    set_config("pruned", intermediate_size=13)
+    found = failures("pruned")
+    assert found["tensors"] == (
+        "pruned: model.layers.0.mlp.down_proj.weight has shape [16, 12], config.json says [16, 13]"
+    )
+    assert found["load"].startswith("6 mismatched, first model.layers.0.mlp.down_proj.weight: ")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none(place, value):
+    edit_weights("pruned", poison("lm_head.weight", value))
+    assert failures("pruned")["finite"] == (
+        f"{FILE}: tensor 'lm_head.weight' has 1 NaN or Inf among 640 elements; download it again or repair it"
+    )
+
+
+def test_an_unexpected_bias(place):
+    """Stock transformers drops it without a word."""
+    name = "model.layers.0.mlp.down_proj.bias"
+    edit_weights("pruned", lambda tensors: tensors.update({name: torch.zeros(16)}))
+    found = failures("pruned")
+    assert found["tensors"] == f"pruned has tensor {name} (1 such), which config.json has no place for"
+    assert found["load"] == f"1 unexpected, first {name}"
+
+
+def test_units_the_dense_model_has_not(place):
+    report = read_json("pruned/ckpt_prune.json")
+    report["sites"][0]["kept"] = [7]
+    Path("pruned/ckpt_prune.json").write_text(json.dumps(report))
+    assert failures("pruned", "--against", "dense") == {
+        "kept units": "ckpt_prune.json keeps units of heads in block 0 that the dense model has not"
+    }
+
+
+@pytest.mark.parametrize("auto_map", [5, {"AutoModelForCausalLM": "other.Model"}, {"AutoConfig": "x.Y"}])
+def test_code_of_others_is_not_run(place, auto_map):
+    set_config("pruned", auto_map=auto_map)
+    assert failures("pruned") == dict.fromkeys(
+        ("tensors", "load"), "pruned asks for remote code that is not this tool's: it is not run"
+    )
+
+
+def test_an_unknown_family(place):
+    set_config("pruned", model_type="gpt_neox")
+    assert failures("pruned")["tensors"].startswith("model_type 'gpt_neox' is not a family this version knows (llama,")
+
+
+# ---- what cannot be checked ------------------------------------------------------------------------------------
+
+
+def test_against_another_model(place):
+    shutil.copytree("dense", "other")
+    edit_weights("other", poison("model.norm.weight", 0.5))
+    assert refused("verify", "pruned", "--against", "other") == (
+        "pruned was not made from other: its report names dense"
+    )
+    assert refused("verify", "pruned", "--against", "pruned") == (
+        "pruned was not made from pruned: its report names dense"
+    )
+
+
+def test_against_without_a_report(place):
+    assert refused("verify", "sharded", "--against", "dense") == (
+        "sharded has no ckpt_prune.json: it cannot be compared with the model it was made from"
+    )
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"source": 5, "files": {}, "sites": []}'])
+def test_a_damaged_report(place, content):
+    Path("pruned/ckpt_prune.json").write_text(content)
+    assert refused("verify", "pruned") == "pruned/ckpt_prune.json is damaged: prune again"
+
+
+def test_what_is_not_a_checkpoint(place):
+    message = "{} has no config.json; give a checkpoint folder as published on the Hub"
+    assert refused("verify", "stats") == message.format("stats")
+    assert refused("verify", "pruned", "--against", "stats") == message.format("stats")
+    assert refused("verify", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
+
+
+def test_a_shard_that_is_gone(place):
+    Path(FILE).unlink()
+    assert refused("verify", "pruned").startswith("pruned has neither model.safetensors nor model.safetensors.index")
