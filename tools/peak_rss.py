@@ -1,5 +1,6 @@
 """Run a command and print its peak resident memory and time.
 
+Example:
     python tools/peak_rss.py ckpt-prune prune MODEL --recipe magnitude -o OUT
 """
 

@@ -1,6 +1,7 @@
 """Models without weights: stock transformers classes built on the meta device, the measure of every shape."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -23,14 +24,25 @@ def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # the strict config classes raise several types of their own
-        reason = " ".join(str(error).split())
-        raise UserError(f"transformers refuses this config.json: {reason}") from error
+        raise _refused(error) from error
+
+
+def _refused(error: Exception) -> UserError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"transformers refuses this config.json: {reason}")
 
 
 def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
-    """A stock model on the meta device: every module and shape, no memory."""
-    with torch.device("meta"):
-        model: nn.Module = getattr(transformers, architecture)(config)
+    """A stock model on the meta device: every module and shape, no memory.
+
+    Raises:
+        UserError: transformers cannot build it from this config.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model: nn.Module = getattr(transformers, architecture)(config)
+    except Exception as error:  # whatever a wrong value runs into first
+        raise _refused(error) from error
     return model.eval()
 
 

@@ -1,6 +1,8 @@
 """Measuring statistics: the dense model's blocks run over the calibration windows, moments written block by block."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import Family, SpaceName
 from ckpt_prune.architectures.skeleton import parse_config
@@ -26,6 +29,7 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.calibration.text import text_fingerprint
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -53,29 +57,32 @@ def _staged(out: Path, overwrite: bool) -> Iterator[Path]:
         raise UserError(f"{out} exists: choose another name or say --overwrite")
     if out.exists() and not (out / INDEX).is_file():
         raise UserError(f"{out} exists and is not a statistics folder: it is not overwritten")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    target = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link that is not ours to replace
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent} does not exist")
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        partial = Path(scratch) / "statistics"
+        partial.mkdir()
         yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+
+
+def consumer_widths(family: Family, config: PreTrainedConfig) -> dict[str, int]:
+    """Consumer's on-disk weight, with `{block}` for the block → its width, the same in every block of a dense model."""
+    return {
+        f"{family.block}{description.consumer}.weight": family.units(config, space) * family.unit_columns(config, space)
+        for space, description in family.spaces.items()
+    }
 
 
 def statistics_bytes(family: Family, checkpoint: Checkpoint, *, gram: bool, folds: int) -> int:
     """Bytes a statistics folder will take."""
     config = parse_config(checkpoint.config)
-    per_block = 0
-    for space in family.spaces:
-        width = family.units(config, space) * family.unit_columns(config, space)
-        per_block += folds * (4 * 8 * width + (2 * width * (width + 1) if gram else 0))
-    return per_block * family.dimension(config, "layers")
+    widths = consumer_widths(family, config).values()
+    per_block = sum(4 * 8 * width + (2 * width * (width + 1) if gram else 0) for width in widths)
+    return folds * per_block * family.dimension(config, "layers")
 
 
 def measure(
@@ -103,18 +110,13 @@ def measure(
         raise UserError(f"{folds} folds of {len(windows)} windows: every fold needs at least one")
     needed = statistics_bytes(family, checkpoint, gram=gram, folds=folds)
     with _staged(out, overwrite) as partial:
-        free = shutil.disk_usage(partial).free
-        if needed > free:
-            raise UserError(
-                f"the statistics need {needed / 2**30:.1f} GiB, {partial.parent} has {free / 2**30:.1f} GiB"
-            )
+        check_room(out.absolute().parent, needed)
         config = parse_config(checkpoint.config)
         factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
         stream = HiddenStream(factory, checkpoint.read, windows, folds=folds)
         blocks = family.dimension(config, "layers")
         wanted: dict[SpaceName, bool] = dict.fromkeys(family.spaces, gram)
         files: dict[str, str] = {}
-        consumers: dict[str, int] = {}
         for block in track(range(blocks), "calibrating", total=blocks):
             tensors = checkpoint.read(block_names(checkpoint, family, block))
             found = stream.observe(block, tensors, wanted, advance=True)
@@ -123,11 +125,6 @@ def measure(
                 if not torch.isfinite(moments[0].square).all():
                     raise UserError(f"the input of {name} is not finite: the model overflows in {compute_dtype}")
             files[block_file(block)] = write_block(partial, block, named)
-            if block == 0:
-                # Every block of a known family has the same widths before pruning.
-                for space, moments in found.items():
-                    template = f"{family.block}{family.spaces[space].consumer}.weight"
-                    consumers[template] = moments[0].width
         index = StatisticsIndex(
             model=checkpoint.fingerprint,
             tokenizer=tokenizer_fingerprint(checkpoint.path),
@@ -141,7 +138,7 @@ def measure(
             collect=list(collect),
             compute_dtype=str(compute_dtype).removeprefix("torch."),
             blocks=blocks,
-            consumers=consumers,
+            consumers=consumer_widths(family, config),
             files=files,
         )
         (partial / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,13 +49,13 @@ class StatisticsIndex(BaseModel):
     dtype: str
     data: list[str]
     seed: int
-    samples: int
-    window: int
-    tokens: int
-    folds: int
+    samples: int = Field(ge=1)
+    window: int = Field(ge=2)
+    tokens: int = Field(ge=1)
+    folds: int = Field(ge=1)
     collect: list[Literal["moments", "gram"]]
     compute_dtype: str
-    blocks: int
+    blocks: int = Field(ge=1)
     consumers: dict[str, int]
     files: dict[str, str]
 
@@ -127,6 +127,8 @@ class Statistics:
             self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged or of another version: measure again") from error
+        if set(self.index.files) != {block_file(block) for block in range(self.index.blocks)}:
+            raise UserError(f"{path} does not list one file for each of its {self.index.blocks} blocks: measure again")
         for name in self.index.files:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
@@ -162,7 +164,7 @@ class Statistics:
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): measure again") from error
         # Last, so that damage that can be named is named.
-        if sha256_files(self.folder, [path.name])[path.name] != self.index.files[path.name]:
+        if sha256_files(self.folder, [path.name])[path.name] != self.index.files.get(path.name):
             raise UserError(f"{path} is not the file that was measured (its digest differs): measure again")
         return found
 
@@ -170,11 +172,13 @@ class Statistics:
         for consumer, width in self.index.consumers.items():
             yield consumer.format(block=block), width
 
-    def check_model(self, *, model: str, tokenizer: str | None, dtype: str) -> None:
+    def check_model(
+        self, *, model: str, tokenizer: str | None, dtype: str, blocks: int, consumers: dict[str, int]
+    ) -> None:
         """Refuse to be used with another model.
 
         Raises:
-            UserError: dtype, tokenizer or model differ from what was measured.
+            UserError: dtype, tokenizer, model, or its blocks and consumers differ from what was measured.
         """
         if self.index.dtype != dtype:
             raise UserError(
@@ -184,6 +188,8 @@ class Statistics:
             raise UserError(f"{self.folder} was measured with another tokenizer than this checkpoint's: measure again")
         if self.index.model != model:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
+        if (self.index.blocks, self.index.consumers) != (blocks, consumers):
+            raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
     def summary(self) -> dict[str, Any]:
         """What `statistics show` prints."""

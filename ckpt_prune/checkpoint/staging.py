@@ -159,6 +159,17 @@ class Staging:
             self._aside.rename(self._out)
 
 
+def refuse_overlap(source: Path, out: Path) -> None:
+    """Refuse an output that is, contains or is inside what it is made from.
+
+    Raises:
+        UserError: it does.
+    """
+    a, b = source.resolve(), out.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise UserError(f"output {out} overlaps the source {source}: choose a place outside it")
+
+
 @contextmanager
 def disk_failures(path: Path) -> Iterator[None]:
     """Turn what the operating system says against writing at `path` into a UserError."""

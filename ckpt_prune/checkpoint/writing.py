@@ -232,17 +232,12 @@ class CheckpointWriter:
 
     def _check_space(self) -> None:
         folder = self._staging.path.parent
-        needed = _MARGIN_BYTES
+        needed = 0
         for file, size in self._sizes.items():
             path = self._staging.path / file
             # What a resumed run has claimed already is not claimed again.
             needed += max(0, size - (path.stat().st_blocks * 512 if path.exists() else 0))
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise UserError(
-                f"{folder} has {human_bytes(free)} free and the output needs {human_bytes(needed)}; "
-                "free space or choose another place"
-            )
+        check_room(folder, needed)
 
     def _clear_strays(self) -> None:
         """Drop side files of a killed run: this one writes its own."""
@@ -263,6 +258,21 @@ class CheckpointWriter:
             handle.write(header)
             handle.flush()
             _claim(handle.fileno(), size)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse to begin where `needed` bytes and a margin for the small files do not fit.
+
+    Raises:
+        UserError: with both figures.
+    """
+    free = shutil.disk_usage(folder).free
+    needed += _MARGIN_BYTES
+    if needed > free:
+        raise UserError(
+            f"{folder} has {human_bytes(free)} free and the output needs {human_bytes(needed)}; "
+            "free space or choose another place"
+        )
 
 
 def _claim(descriptor: int, size: int) -> None:

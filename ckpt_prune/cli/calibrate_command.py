@@ -45,8 +45,9 @@ def command(model: str, collect: str, out: Path, overwrite: bool, device: str, a
     from ckpt_prune.architectures.family import family_of
     from ckpt_prune.calibration.measure import measure
     from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.checkpoint.staging import refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
-    from ckpt_prune.cli.setup import chosen_windows, refuse_overlap, resolve_device
+    from ckpt_prune.cli.setup import chosen_windows, resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.layout import check_source
 
@@ -60,7 +61,7 @@ def command(model: str, collect: str, out: Path, overwrite: bool, device: str, a
     checkpoint = Checkpoint.open(model)
     family = family_of(checkpoint.config)
     check_source(checkpoint, family)
-    refuse_overlap(checkpoint, out)
+    refuse_overlap(checkpoint.path, out)
     windows = chosen_windows(checkpoint, calibration)
     checkpoint.check_finite()
     statistics = measure(

@@ -109,6 +109,9 @@ ratio_option = click.option(
     callback=_ratio,
     help="Share of units to drop in every space, in place of the recipe's.",
 )
+container_option = click.option(
+    "--container", help="Force what the output is stored as: a stock model_type, or remote for remote code."
+)
 set_option = click.option(
     "--set",
     "overrides",

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ckpt_prune.cli.options import (
+    container_option,
     device_option,
     json_option,
     overwrite_option,
@@ -22,6 +23,7 @@ from ckpt_prune.cli.options import (
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @ratio_option
 @set_option
+@container_option
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), help="Plan file to write.")
 @overwrite_option
 @device_option
@@ -32,6 +34,7 @@ def command(
     statistics: Path | None,
     ratio: float | None,
     overrides: tuple[str, ...],
+    container: str | None,
     out: Path | None,
     overwrite: bool,
     device: str,
@@ -48,7 +51,8 @@ def command(
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
     from ckpt_prune.checkpoint.reading import Checkpoint
-    from ckpt_prune.cli.setup import build_job, cost_rows, refuse_overlap, resolve_device
+    from ckpt_prune.checkpoint.staging import refuse_overlap
+    from ckpt_prune.cli.setup import build_job, cost_rows, resolve_device, with_container
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import load_recipe
     from ckpt_prune.transform.job import make_plan
@@ -58,7 +62,7 @@ def command(
     if out is not None:
         _check_place(out, overwrite)
     target = resolve_device(device)
-    loaded = load_recipe(recipe, overrides, ratio)
+    loaded = load_recipe(recipe, with_container(overrides, container), ratio)
     if loaded.perplexity_grid:
         raise UserError(
             f"recipe {loaded.name} chooses lambda by perplexity, on text and while pruning: "
@@ -70,7 +74,7 @@ def command(
         )
     job = build_job(Checkpoint.open(model), loaded, statistics=statistics, device=target, diagnostics=True)
     if out is not None:
-        refuse_overlap(job.checkpoint, out)
+        refuse_overlap(job.checkpoint.path, out)
     job.checkpoint.check_finite()
     plan = make_plan(job)
     if out is not None:

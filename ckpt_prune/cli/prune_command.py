@@ -7,6 +7,7 @@ import click
 
 from ckpt_prune.cli.options import (
     CalibrationOptions,
+    container_option,
     device_option,
     echo_json,
     json_option,
@@ -27,6 +28,7 @@ from ckpt_prune.cli.options import (
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Apply a plan file instead of a recipe.")
 @ratio_option
 @set_option
+@container_option
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--dry-run", is_flag=True, help="Check everything and print sizes; write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
@@ -40,6 +42,7 @@ def command(
     plan_file: Path | None,
     ratio: float | None,
     overrides: tuple[str, ...],
+    container: str | None,
     out: Path,
     dry_run: bool,
     resume: bool,
@@ -63,7 +66,8 @@ def command(
     """
     from ckpt_prune.architectures.family import family_of
     from ckpt_prune.checkpoint.reading import Checkpoint
-    from ckpt_prune.cli.setup import build_job, cost_rows, live_text, resolve_device
+    from ckpt_prune.checkpoint.writing import check_room
+    from ckpt_prune.cli.setup import build_job, cost_rows, live_text, resolve_device, with_container
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import load_recipe
@@ -76,11 +80,13 @@ def command(
         raise UserError("prune needs one of --recipe and --plan")
     if calibration.text and statistics is not None:
         raise UserError("give --statistics or --text, not both")
-    if plan_file is not None and (calibration.text or ratio is not None or overrides):
-        raise UserError("a plan has settled ratio, recipe and statistics: --text, --ratio and --set do not go with it")
+    if plan_file is not None and (calibration.text or ratio is not None or overrides or container):
+        raise UserError(
+            "a plan has settled ratio, recipe and statistics: --text, --ratio, --set and --container do not go with it"
+        )
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
-    loaded = plan.recipe if plan else load_recipe(recipe or "", overrides, ratio)
+    loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio)
     checkpoint = Checkpoint.open(model)
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
     if plan is not None and plan.statistics is not None:
@@ -100,56 +106,69 @@ def command(
     if dry_run or (live is not None and not job.sequential):
         # Measuring comes before prune's own scan: refuse here what would otherwise pass for an overflow.
         checkpoint.check_finite()
-    messages = []
-    if loaded.target == "sequential" and job.statistics is not None:
-        messages.append(f"recipe {loaded.name} is sequential; with --statistics its dense-cache variant is used")
-    if loaded.allocation == "uniform" or job.statistics is not None or not loaded.needs_moments:
-        _announce(job, messages, as_json, dry_run=dry_run)
+        if dry_run or loaded.allocation == "uniform":
+            check_room(out.absolute().parent, job.after.bytes)
     if dry_run:
         if as_json:
-            echo_json(_dry_report(job, messages))
+            echo_json(_dry_report(job))
+        else:
+            _print_dry(job)
         return
     with measured(job, out.absolute().parent, seed=calibration.seed) as ready:
         report = prune(ready, out, resume=resume, overwrite=overwrite)
     if as_json:
         echo_json(report)
         return
+    for message in _messages(ready):
+        click.echo(message)
     click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
-    errors = [s["error_compensated"] for s in report["sites"] if s["error_compensated"] is not None]
-    if errors:
-        before = [s["error_uncompensated"] for s in report["sites"] if s["error_uncompensated"] is not None]
-        click.echo(
-            f"mean error of the pruned projections on the calibration tokens: {sum(before) / len(before):.4f} bare, "
-            f"{sum(errors) / len(errors):.4f} compensated"
-        )
+    _print_errors(report)
     if report["lambda_search"]:
         click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
     click.echo(f"written to {out}")
 
 
-def _announce(job: Any, messages: list[str], as_json: bool, *, dry_run: bool) -> None:
+def _messages(job: Any) -> list[str]:
+    """What a user should know of a job beside its sizes."""
+    found = []
+    if job.recipe.target == "sequential" and job.statistics is not None:
+        found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
     if job.container.note:
-        messages.append(job.container.note)
-    if as_json:
-        return
-    for message in messages:
-        click.echo(message)
-    if dry_run:
-        from ckpt_prune.cli.setup import cost_rows
+        found.append(job.container.note)
+    return found
 
-        click.echo(table(["", "before", "after", "share"], cost_rows(job)))
-        widths = ", ".join(
-            f"{space} {job.widths[0][space]}/{job.family.units(job.config, space)}" for space in job.widths[0]
+
+def _print_errors(report: dict[str, Any]) -> None:
+    pairs = [(s["error_uncompensated"], s["error_compensated"]) for s in report["sites"]]
+    known = [pair for pair in pairs if None not in pair]
+    if known:
+        bare, compensated = (sum(errors) / len(known) for errors in zip(*known, strict=True))
+        click.echo(
+            f"mean error of the pruned projections on the calibration tokens: {bare:.4f} bare, "
+            f"{compensated:.4f} compensated"
         )
-        click.echo(f"kept per block: {widths}; everything checked, nothing written")
 
 
-def _dry_report(job: Any, messages: list[str]) -> dict[str, Any]:
+def _print_dry(job: Any) -> None:
+    from ckpt_prune.cli.setup import cost_rows
+
+    for message in _messages(job):
+        click.echo(message)
+    click.echo(table(["", "before", "after", "share"], cost_rows(job)))
+    kept = []
+    for space in job.widths[0]:
+        widths = sorted({width[space] for width in job.widths})
+        span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
+        kept.append(f"{space} {span}/{job.family.units(job.config, space)}")
+    click.echo(f"kept per block: {', '.join(kept)}; everything checked, nothing written")
+
+
+def _dry_report(job: Any) -> dict[str, Any]:
     return {
         "recipe": job.recipe.model_dump(mode="json", by_alias=True),
         "container": {"model_type": job.container.model_type, "remote_code": job.container.remote_class is not None},
         "widths": [dict(w) for w in job.widths],
         "before": job.before.model_dump(),
         "after": job.after.model_dump(),
-        "messages": messages,
+        "messages": _messages(job),
     }

@@ -34,15 +34,9 @@ def resolve_device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def refuse_overlap(checkpoint: Checkpoint, out: Path) -> None:
-    """Refuse an output that is, contains or is inside the checkpoint.
-
-    Raises:
-        UserError: it does.
-    """
-    source, target = checkpoint.path.resolve(), out.resolve()
-    if source == target or source in target.parents or target in source.parents:
-        raise UserError(f"output {out} overlaps the source {checkpoint.path}: choose a place outside it")
+def with_container(overrides: tuple[str, ...], container: str | None) -> tuple[str, ...]:
+    """`--container` as one more change of the recipe."""
+    return overrides if container is None else (*overrides, f"container={container}")
 
 
 def default_window(checkpoint: Checkpoint) -> int:

@@ -40,7 +40,7 @@ Rounding = Literal["floor", "ceil", "nearest"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 class Compensation(_Strict):
@@ -243,8 +243,10 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
     values, lines = parse_yaml(content, path)
-    if "spaces" not in values and "version" not in values:
-        raise UserError(f"{path} is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)")
+    if "sites" in values:
+        raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
+    if "spaces" not in values and "name" not in values:
+        raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
         _apply_override(values, override)
     if ratio is not None:
@@ -254,7 +256,9 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise UserError("; ".join(_explain(e, path, lines, values) for e in error.errors())) from error
+        found = [_explain(e, path, lines, values) for e in error.errors()]
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError("; ".join(found[:3]) + more) from error
 
 
 def _mappings(values: Any) -> list[dict[str, Any]]:
@@ -286,9 +290,14 @@ def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], dict[tuple[str
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not YAML: {reason}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply for a recipe") from error
     if not isinstance(values, dict) or root is None:
         raise UserError(f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)")
-    walk(root, ())
+    try:
+        walk(root, ())
+    except RecursionError as error:  # an alias inside what it stands for
+        raise UserError(f"{path} refers to itself") from error
     return values, lines
 
 

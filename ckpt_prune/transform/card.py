@@ -36,8 +36,8 @@ def model_card(report: dict[str, Any]) -> str:
         lines.append(f"Container: {container['note']}.")
     if container["remote_code"]:
         lines.append(
-            "No stock class has this shape. Load it as below, or with `trust_remote_code=True`; plain `from_pretrained` "
-            "either refuses it or, where only biases have no slot, drops them with a mere warning."
+            "No stock class has this shape. Load it as below, or with `trust_remote_code=True`; plain "
+            "`from_pretrained` either refuses it or, where only biases have no slot, drops them with a mere warning."
         )
     loader = (
         'import ckpt_prune\n\nmodel = ckpt_prune.load("PATH")'

@@ -113,7 +113,6 @@ def _relabelled(candidate: Family, source: Family, config: PreTrainedConfig) -> 
         values[candidate.sliding_window] = None
     if "residual_dropout" in known:
         values["residual_dropout"] = 0.0
-    values.pop("auto_map", None)
     return values
 
 
@@ -185,6 +184,8 @@ def _build(
 ) -> Container:
     same = candidate.model_type == family.model_type
     values = copy.deepcopy(dict(raw_config)) if same else _relabelled(candidate, family, config)
+    # Remote code of the source, if any, is not used and does not travel.
+    values.pop("auto_map", None)
     values |= space_keys(family, config, widths[0])
     if "heads" in widths[0]:
         values["head_dim"] = family.dimension(config, "head_dim")

@@ -15,7 +15,7 @@ from ckpt_prune._version import __version__
 from ckpt_prune.architectures.family import Family, SpaceName, family_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.measure import block_names, checkpoint_dtype
+from ckpt_prune.calibration.measure import block_names, checkpoint_dtype, consumer_widths
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
@@ -108,6 +108,8 @@ class Job:
                 model=self.checkpoint.fingerprint,
                 tokenizer=tokenizer_fingerprint(self.checkpoint.path),
                 dtype=checkpoint_dtype(self.checkpoint),
+                blocks=self.blocks,
+                consumers=consumer_widths(self.family, self.config),
             )
             if "gram" not in self.statistics.index.collect:
                 lacking = [s.compensation.method for s in self.recipe.spaces.values()]
@@ -124,6 +126,21 @@ class Job:
             raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
         if self.plan is not None and self.plan.model != self.checkpoint.fingerprint:
             raise UserError(f"the plan was made for another model ({self.plan.model_path}), not {self.checkpoint.path}")
+        if self.plan is not None:
+            self._check_plan(self.plan)
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Every pruned space of every block once, its kept units ascending and among those there are."""
+        expected = [(block, space) for block in range(self.blocks) for space in self.recipe.spaces]
+        if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
+            raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
+        for site in plan.sites:
+            units = self.family.units(self.config, site.space)
+            if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
+                raise UserError(
+                    f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
+                    f"below {units}: plan again instead of editing it"
+                )
 
     def source(self) -> MomentSource:
         """A fresh moment source at the first block."""

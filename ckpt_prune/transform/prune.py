@@ -11,9 +11,9 @@ import transformers
 
 from ckpt_prune._version import __version__
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.reading import CONFIG
+from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.progress import track
 from ckpt_prune.transform.card import model_card
@@ -62,9 +62,7 @@ def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bo
     Raises:
         UserError: it is, contains or is inside the source, or may not be written (`checkpoint.staging`).
     """
-    a, b = source.resolve(), out.resolve()
-    if a == b or a in b.parents or b in a.parents:
-        raise UserError(f"output {out} overlaps the source {source}: choose a folder outside it")
+    refuse_overlap(source, out)
     if not resume:
         Staging(out, job="", layout="", resume=False, overwrite=overwrite)
 
@@ -107,8 +105,8 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
         sites = _write_blocks(run, writer)
         _write_rest(run, writer)
         report = _report(run, sites, search)
-        report["files"] = sha256_files(writer.folder, run.layout)
-        writer.write_json("config.json", run.container.config)
+        writer.write_json(CONFIG, run.container.config)
+        report["files"] = sha256_files(writer.folder, [*run.layout, CONFIG])
         if run.container.remote_class is not None:
             source = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
             writer.write_text(f"{REMOTE_MODULE}.py", source.read_text(encoding="utf-8"))

@@ -182,10 +182,6 @@ def test_a_config_that_contradicts_itself_is_not_blamed_on_the_tokenizer(place, 
     assert refusal(command, "dense").startswith("transformers refuses this config.json: ")
 
 
-PENDING = pytest.mark.xfail(reason="architectures.skeleton.build_skeleton lets transformers' own errors through")
-
-
-@PENDING
 @pytest.mark.parametrize(
     "changes", [{"hidden_act": "nonsense"}, {"num_key_value_heads": 0}, {"rope_scaling": {"rope_type": "nonsense"}}]
 )

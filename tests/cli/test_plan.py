@@ -96,7 +96,9 @@ def test_an_edited_plan(place):
 
 def test_a_plan_has_settled_everything(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
-    message = "a plan has settled ratio, recipe and statistics: --text, --ratio and --set do not go with it"
+    message = (
+        "a plan has settled ratio, recipe and statistics: --text, --ratio, --set and --container do not go with it"
+    )
     for option in (["--ratio", "0.3"], ["--set", "ratio=0.3"], [*TEXT]):
         assert refused("prune", "dense", "--plan", "plan.json", *option, "-o", "out") == message
 
@@ -179,4 +181,29 @@ def test_weights_that_are_not_finite(place):
     assert refused("plan", "dense", "--recipe", "magnitude", "-o", "plan.json") == (
         "dense/model.safetensors: tensor 'model.layers.1.mlp.down_proj.weight' has 1 NaN or Inf among 384 elements; "
         "download it again or repair it"
+    )
+
+
+# ---- plans edited by hand --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [[], [0, 0], [1, 0], [-1, 2], [0, 99]])
+def test_kept_units_that_are_none(place, kept):
+    ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "plan.json")
+    plan = read_json("plan.json")
+    plan["sites"][1]["kept"] = kept
+    Path("plan.json").write_text(json.dumps(plan))
+    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+        "the plan's kept units of mlp in block 0 are not ascending indices below 24: plan again instead of editing it"
+    )
+
+
+@pytest.mark.parametrize("edit", [lambda sites: sites.pop(), lambda sites: sites.append(sites[0])])
+def test_a_site_that_is_gone_or_there_twice(place, edit):
+    ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "plan.json")
+    plan = read_json("plan.json")
+    edit(plan["sites"])
+    Path("plan.json").write_text(json.dumps(plan))
+    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+        "the plan does not list every space of every block once: plan again instead of editing it"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from tests.cli.running import TEXT, listing, misused, ok, read_json, refused, run, same_files
+from tests.cli.running import TEXT, listing, misused, ok, read_json, refused, run, same_files, set_config
 
 COSTS = """\
                      before     after  share
@@ -168,7 +168,7 @@ def test_what_prune_needs(place):
 @pytest.mark.parametrize("option", ["--dry-run", "--overwrite", "--resume"])
 def test_the_model_is_no_place_for_the_output(place, out, option):
     assert refused("prune", "dense", "--recipe", "magnitude", "-o", out, option) == (
-        f"output {Path(out)} overlaps the source dense: choose a folder outside it"
+        f"output {Path(out)} overlaps the source dense: choose a place outside it"
     )
 
 
@@ -270,3 +270,22 @@ def test_resume_without_anything_to_resume_just_starts(place):
     ok(*SEQUENTIAL, "-o", "out", "--resume")
     ok(*SEQUENTIAL, "-o", "whole")
     assert same_files("out", "whole")
+
+
+# ---- containers ------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_container(place):
+    ok("prune", "dense", "--recipe", "magnitude", *HALF, "--container", "seed_oss", "-o", "out")
+    assert read_json("out/config.json")["model_type"] == "seed_oss"
+    assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
+    assert refused("prune", "dense", "--recipe", "magnitude", "--container", "gpt2", "-o", "other") == (
+        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss or remote can"
+    )
+
+
+def test_remote_code_of_the_source_does_not_travel(place):
+    set_config("dense", auto_map={"AutoModelForCausalLM": "theirs.Model"})
+    ok("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out")
+    assert "auto_map" not in read_json("out/config.json")
+    assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5

@@ -76,7 +76,7 @@ def test_schema():
     [
         ("", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
         ("- a\n", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
-        ("a: 1\n", "r.yaml is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)"),
+        ("a: 1\n", "r.yaml is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"),
         (GOOD + "ratioo: 0.3\n", f"r.yaml, line 5: unknown key ratioo: did you mean 'ratio'? allowed here: {TOP}"),
         (
             GOOD.replace("score", "scor"),
@@ -98,7 +98,7 @@ def test_schema():
             "r.yaml, line 5: ratio: input should be a valid number, unable to parse string as a number, got 'ten'",
         ),
         (GOOD + "ratio: 1\n", "r.yaml, line 5: ratio: input should be less than 1, got 1"),
-        (GOOD + "ratio: .nan\n", "r.yaml, line 5: ratio: input should be less than 1, got nan"),
+        (GOOD + "ratio: .nan\n", "r.yaml, line 5: ratio: input should be a finite number, got nan"),
         (GOOD.replace("1", "2"), "r.yaml, line 1: version: input should be 1, got 2"),
         (GOOD + "name: again\n", "r.yaml, line 5: name is given twice"),
         (GOOD + "target: late\n", "r.yaml, line 5: target: input should be 'dense' or 'sequential', got 'late'"),
@@ -148,7 +148,7 @@ def test_the_nearest_name_is_suggested(place):
 
 def test_a_config_or_a_plan_is_not_a_recipe(place):
     assert refused("recipe", "validate", "dense/config.json") == (
-        "dense/config.json is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)"
+        "dense/config.json is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"
     )
     ok("plan", "dense", "--recipe", "magnitude", "-o", "plan.json")
     assert refused("prune", "dense", "--recipe", "plan.json", "-o", "out").startswith("plan.json")
@@ -166,7 +166,11 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
         ("ratio=[1", "--set ratio=[1: '[1' is not a YAML value"),
         ("ratio.x.y=1", "{}: ratio: input should be a valid number, got {{'x': {{'y': 1}}}}"),
         ("name.x=1", "--set name.x=1: name holds a value, not keys"),
-        ("ratio=nan", "{}: ratio: input should be less than 1, got nan"),
+        (
+            "spaces.mlp.compensation.lambda=.inf",
+            "{}, line 9: spaces.mlp.compensation.lambda: input should be a finite number, got inf",
+        ),
+        ("ratio=nan", "{}: ratio: input should be a finite number, got nan"),
         ("ratoi=0.3", "{}: unknown key ratoi: did you mean 'ratio'? allowed here: " + TOP),
     ],
 )

@@ -210,3 +210,34 @@ def test_statistics_without_folds(place):
     assert refused("prune", "dense", "--recipe", "ridge-folds", "--statistics", "stats", "-o", "out") == message
     ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
     ok("prune", "dense", "--recipe", "ridge-folds", "--statistics", "folded", "-o", "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"folds": 0}, "stats/statistics.json is damaged or of another version: measure again"),
+        ({"blocks": 1}, "stats/statistics.json does not list one file for each of its 1 blocks: measure again"),
+        ({"consumers": {}}, "stats/statistics.json does not list this model's blocks and consumers: measure again"),
+    ],
+)
+def test_an_edited_index(place, changes, message):
+    path = Path("stats/statistics.json")
+    path.write_text(json.dumps(read_json(path) | changes))
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == message
+
+
+def test_a_block_with_other_numbers(place):
+    """Finite and well-formed, but not what was measured."""
+    name = "model.layers.1.mlp.down_proj.weight/0/sum"
+    edit_weights("stats", lambda tensors: tensors[name].add_(1), "block-00001.safetensors")
+    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+        "stats/block-00001.safetensors is not the file that was measured (its digest differs): measure again"
+    )
+
+
+def test_an_unfinished_prune_is_left_alone(place):
+    """`calibrate -o OUT` has nothing to do with the OUT.partial of an interrupted prune."""
+    Path("s.partial").mkdir()
+    Path("s.partial/kept").write_text("")
+    ok("calibrate", "dense", *TEXT, "-o", "s")
+    assert Path("s.partial/kept").exists()

@@ -185,7 +185,7 @@ def test_not_a_mapping(tmp_path, text):
 
 def test_the_wrong_file(tmp_path):
     path = write(tmp_path, "model_type: llama\nhidden_size: 16\n")
-    assert refusal(path) == f"{path} is not a recipe: it has neither version nor spaces (`ckpt-prune recipe show rcpu`)"
+    assert refusal(path) == f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"
     path.write_bytes(b"\xff\xfe\x00binary")
     assert refusal(path) == f"{path} cannot be read as text: a recipe is a YAML file"
 
