@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.errors import UserError
 
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -50,11 +51,11 @@ def standardise(columns: Tensor, per_unit: int) -> Tensor:
     return z.view(-1, per_unit).mean(1)
 
 
-Site = tuple[int, str]
+Site = tuple[int, SpaceName]
 """(block, space)."""
 
 
-def select_ranked(scores: Mapping[Site, Tensor], cost: Mapping[str, float], keep_cost: float) -> dict[Site, Tensor]:
+def select_ranked(scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float) -> dict[Site, Tensor]:
     """Keep units in one ranking over many sites until their cost is nearest to a budget (FLAP's AL-AM).
 
     Args:

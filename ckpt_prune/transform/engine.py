@@ -141,7 +141,7 @@ class Pruner:
         settled = self.decisions.strengths.get(site)
         if settled is not None:
             return settled
-        compensation = self.decisions.recipe.spaces[site[1]].compensation  # type: ignore[index]
+        compensation = self.decisions.recipe.spaces[site[1]].compensation
         if compensation.lambda_by != "folds":
             return compensation.strength
         if not fits:

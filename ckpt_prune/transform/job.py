@@ -168,8 +168,8 @@ class Job:
     def decisions(self) -> Decisions:
         """Kept units and strengths that a plan or a ranking over all blocks settles."""
         if self.plan is not None:
-            kept = {(s.block, str(s.space)): torch.tensor(s.kept) for s in self.plan.sites}
-            return Decisions(self.recipe, kept, {(s.block, str(s.space)): s.strength for s in self.plan.sites})
+            kept = {(s.block, s.space): torch.tensor(s.kept) for s in self.plan.sites}
+            return Decisions(self.recipe, kept, {(s.block, s.space): s.strength for s in self.plan.sites})
         if self.recipe.allocation == "uniform":
             return Decisions(self.recipe)
         return Decisions(self.recipe, self._ranked())
@@ -188,7 +188,7 @@ class Job:
                 whole = None if folds is None else _vectors(folds).to(self.device)
                 columns = pruner.column_scores(space, weight, whole)
                 scores[block, space] = standardise(columns, self.family.unit_columns(self.config, space))
-        costs: dict[str, float] = {space: float(self._unit_parameters(space)) for space in self.recipe.spaces}
+        costs: dict[SpaceName, float] = {space: float(self._unit_parameters(space)) for space in self.recipe.spaces}
         if self.recipe.allocation == "across-layers":
             kept: dict[Site, Tensor] = {}
             for space in self.recipe.spaces:
@@ -199,7 +199,7 @@ class Job:
             return kept
         budget = 0.0
         for site, own_scores in scores.items():
-            budget += own_scores.numel() * costs[site[1]] * (1 - self.recipe.ratio_of(_space(site)))
+            budget += own_scores.numel() * costs[site[1]] * (1 - self.recipe.ratio_of(site[1]))
         return select_ranked(scores, costs, budget)
 
     def _unit_parameters(self, space: SpaceName) -> int:
@@ -306,10 +306,6 @@ class Job:
 def _vectors(folds: tuple[Moments, ...]) -> Moments:
     """Sum of folds without their Grams, which a ranking does not need."""
     return total(tuple(replace(fold, gram=None) for fold in folds))
-
-
-def _space(site: Site) -> SpaceName:
-    return site[1]  # type: ignore[return-value]
 
 
 def make_plan(job: Job) -> Plan:
