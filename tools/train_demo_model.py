@@ -1,7 +1,7 @@
 """Train the small Llama that the package carries (`ckpt_prune/demo/model`).
 
 A byte-level BPE tokenizer and a Llama of about 3 million parameters are trained on the running Python's standard
-library (`ckpt_prune.demo.corpus`), without the held-out modules. About 25 minutes on two cores.
+library (`ckpt_prune.demo.corpus`), without the held-out modules. About 20 minutes on two free cores.
 
     python tools/train_demo_model.py --out ckpt_prune/demo/model
 """
@@ -52,7 +52,7 @@ def perplexity(model: LlamaForCausalLM, ids: torch.Tensor, windows: int) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
     parser.add_argument("--lr-blocks", type=float, default=2e-2, help="peak rate of the blocks' matrices (Muon)")
     parser.add_argument("--seed", type=int, default=0)

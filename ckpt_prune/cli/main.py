@@ -1,12 +1,18 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
 import importlib
+import os
 from typing import Any
 
 import click
 
 from ckpt_prune._version import __version__
 from ckpt_prune.errors import UserError
+
+# Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
+# instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
+# stays.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 COMMANDS = {
     "inspect": "What a checkpoint is, what can be pruned, and into which container.",
