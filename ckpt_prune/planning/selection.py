@@ -55,7 +55,9 @@ Site = tuple[int, SpaceName]
 """(block, space)."""
 
 
-def select_ranked(scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float) -> dict[Site, Tensor]:
+def select_ranked(
+    scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float
+) -> dict[Site, Tensor]:
     """Keep units in one ranking over many sites until their cost is nearest to a budget (FLAP's AL-AM).
 
     Args:
