@@ -1,5 +1,6 @@
 """Progress bars: one place decides how long work is shown."""
 
+import shutil
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -10,4 +11,6 @@ T = TypeVar("T")
 
 def track(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "block") -> Iterator[T]:
     """Iterate with a tqdm bar on stderr that says what is being done; silent when stderr is not a terminal."""
-    yield from tqdm(items, desc=what, total=total, unit=unit, disable=None, dynamic_ncols=True)
+    # Not tqdm's own measure of the width: a terminal that reports none (0 columns) would get an empty line.
+    columns = shutil.get_terminal_size().columns
+    yield from tqdm(items, desc=what, total=total, unit=unit, disable=None, ncols=columns)

@@ -182,7 +182,8 @@ class Statistics:
         """
         if self.index.dtype != dtype:
             raise UserError(
-                f"{self.folder} was measured on a {self.index.dtype} checkpoint, this one is {dtype}: measure again"
+                f"{self.folder} was measured on another checkpoint, of {self.index.dtype} where this one is {dtype}: "
+                "measure again"
             )
         if self.index.tokenizer != tokenizer:
             raise UserError(f"{self.folder} was measured with another tokenizer than this checkpoint's: measure again")

@@ -4,12 +4,18 @@ OUT is only ever absent, the old folder or the finished new one. Until then ever
 journal of the units that are safely on disk, so that a killed run can go on where it stopped.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where two runs on one output are not told apart
+    fcntl = None  # type: ignore[assignment]
 
 from ckpt_prune.checkpoint.jsonfile import parse_object, pretty
 from ckpt_prune.errors import UserError
@@ -42,11 +48,14 @@ class Staging:
         self._job, self._layout, self._replace = job, layout, overwrite
         self.units: dict[str, list[str]] = {}
         self.notes: dict[str, Any] = {}
+        self._lock: int | None = None
 
         if not self._out.parent.is_dir():
             raise UserError(f"the folder {self._out.parent} does not exist; create it first")
         if os.path.lexists(self.path):
             self._check_own()
+            self._take()
+            self.release()
             if resume:
                 self._continue()
             elif not overwrite:
@@ -60,10 +69,14 @@ class Staging:
         with disk_failures(self.path):
             self._undo_interrupted_swap()
             self._check_out()
+            if self.path.exists():
+                self._take()
             if not self.units and self.path.exists():
                 shutil.rmtree(self.path)
+                self.release()
             if not self.path.exists():
                 self.path.mkdir()
+                self._take()
                 # Before anything else, so that whatever a kill leaves behind is known to be ours.
                 self.record(None, [])
 
@@ -100,6 +113,7 @@ class Staging:
         except OSError:
             self._undo_interrupted_swap()
             raise
+        self.release()
         (self._out / JOURNAL).unlink()
         sync(self._out)
         sync(self._out.parent)
@@ -109,6 +123,31 @@ class Staging:
     def discard(self) -> None:
         """Delete the staging folder, if it is still there."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def _take(self) -> None:
+        """Hold the staging folder against other runs; the system lets go of it when this one ends, however it ends.
+
+        Raises:
+            UserError: another run holds it.
+        """
+        if fcntl is None or self._lock is not None:
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # a file system without locks
+            raise UserError(f"{self.path} is being written by another run; wait for it or stop it") from error
+        self._lock = descriptor
+
+    def release(self) -> None:
+        """Let other runs have the staging folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _check_out(self) -> None:
         if not os.path.lexists(self._out):

@@ -104,6 +104,7 @@ class CheckpointWriter:
         except BaseException:
             if not resumed:
                 self._staging.discard()
+            self._staging.release()
             raise
         self._active = True
         return self
@@ -114,6 +115,7 @@ class CheckpointWriter:
         # Ctrl-C and exit requests are no fault of the data: what is done stays, for --resume.
         if kind is None or issubclass(kind, Exception):
             self.abort()
+        self._staging.release()
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one planned tensor, from any device, in chunks of 64 MiB.

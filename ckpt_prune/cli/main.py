@@ -54,11 +54,14 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; bad input becomes one line and exit code 2."""
+        """Run a command; bad input becomes one line and exit code 2, Ctrl-C exit code 130 as shells have it."""
         try:
             return super().invoke(ctx)
         except UserError as error:
             raise Refusal(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise SystemExit(130) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -74,5 +77,5 @@ def main() -> None:
       ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
       ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048
 
-    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1.
+    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1, Ctrl-C with 130.
     """

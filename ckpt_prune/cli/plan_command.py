@@ -52,7 +52,7 @@ def command(
     """
     from ckpt_prune.checkpoint.reading import Checkpoint
     from ckpt_prune.checkpoint.staging import refuse_overlap
-    from ckpt_prune.cli.setup import build_job, cost_rows, resolve_device, with_container
+    from ckpt_prune.cli.setup import build_job, cost_rows, few_tokens, kept_line, resolve_device, with_container
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import load_recipe
     from ckpt_prune.transform.job import make_plan
@@ -102,6 +102,10 @@ def command(
         )
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
     click.echo(table(headers, rows))
+    click.echo(f"\n{kept_line(job)}")
+    few = few_tokens(job)
+    if few:
+        click.echo(few.replace("below", "above"))
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
     if out is not None:

@@ -67,7 +67,7 @@ def command(
     from ckpt_prune.architectures.family import family_of
     from ckpt_prune.checkpoint.reading import Checkpoint
     from ckpt_prune.checkpoint.writing import check_room
-    from ckpt_prune.cli.setup import build_job, cost_rows, live_text, resolve_device, with_container
+    from ckpt_prune.cli.setup import build_job, cost_rows, kept_line, live_text, resolve_device, with_container
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import load_recipe
@@ -77,7 +77,7 @@ def command(
 
     calibration = CalibrationOptions(**options)
     if (recipe is None) == (plan_file is None):
-        raise UserError("prune needs one of --recipe and --plan")
+        raise UserError("prune needs exactly one of --recipe and --plan")
     if calibration.text and statistics is not None:
         raise UserError("give --statistics or --text, not both")
     if plan_file is not None and (calibration.text or ratio is not None or overrides or container):
@@ -91,6 +91,8 @@ def command(
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
     if plan is not None and plan.statistics is not None:
         statistics = statistics or Path(plan.statistics.path)
+        if not statistics.is_dir():
+            raise UserError(f"the plan's statistics are no longer at {statistics}: say where with --statistics")
     # Before the text: tokenising it takes time, and a broken config would be blamed on the tokenizer.
     check_source(checkpoint, family_of(checkpoint.config))
     live = live_text(checkpoint, loaded, calibration) if calibration.text and loaded.needs_moments else None
@@ -114,14 +116,22 @@ def command(
         else:
             _print_dry(job)
         return
-    with measured(job, out.absolute().parent, seed=calibration.seed) as ready:
-        report = prune(ready, out, resume=resume, overwrite=overwrite)
+    try:
+        with measured(job, out.absolute().parent, seed=calibration.seed) as ready:
+            report = prune(ready, out, resume=resume, overwrite=overwrite)
+    except KeyboardInterrupt:
+        if out.with_name(f"{out.name}.partial").exists():
+            click.echo(
+                f"{out}.partial keeps the blocks that are done: the same command with --resume continues", err=True
+            )
+        raise
     if as_json:
         echo_json(report)
         return
     for message in _messages(ready):
         click.echo(message)
     click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
+    click.echo(kept_line(ready))
     _print_errors(report)
     if report["lambda_search"]:
         click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
@@ -130,11 +140,16 @@ def command(
 
 def _messages(job: Any) -> list[str]:
     """What a user should know of a job beside its sizes."""
+    from ckpt_prune.cli.setup import few_tokens
+
     found = []
-    if job.recipe.target == "sequential" and job.statistics is not None:
+    if job.recipe.target == "sequential" and job.statistics is not None and job.plan is None:
         found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
     if job.container.note:
         found.append(job.container.note)
+    few = few_tokens(job)
+    if few:
+        found.append(few)
     return found
 
 
@@ -150,17 +165,13 @@ def _print_errors(report: dict[str, Any]) -> None:
 
 
 def _print_dry(job: Any) -> None:
-    from ckpt_prune.cli.setup import cost_rows
+    from ckpt_prune.cli.setup import cost_rows, kept_line
 
     for message in _messages(job):
         click.echo(message)
     click.echo(table(["", "before", "after", "share"], cost_rows(job)))
-    kept = []
-    for space in job.widths[0]:
-        widths = sorted({width[space] for width in job.widths})
-        span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-        kept.append(f"{space} {span}/{job.family.units(job.config, space)}")
-    click.echo(f"kept per block: {', '.join(kept)}; everything checked, nothing written")
+    click.echo(kept_line(job))
+    click.echo("everything checked, nothing written")
 
 
 def _dry_report(job: Any) -> dict[str, Any]:

@@ -84,6 +84,33 @@ def build_job(
     return job
 
 
+def kept_line(job: Job) -> str:
+    """Units kept per block, under which ratio."""
+    kept = []
+    for space in job.widths[0]:
+        widths = sorted({width[space] for width in job.widths})
+        span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
+        units = job.family.units(job.config, space)
+        kept.append(f"{space} {span}/{units} (ratio {job.recipe.ratio_of(space):g})")
+    return f"kept per block: {', '.join(kept)}"
+
+
+def few_tokens(job: Job) -> str | None:
+    """A warning where the calibration tokens are too few for the fits to be more than memory, or None."""
+    tokens = job.statistics.index.tokens if job.statistics else job.live.windows.numel() if job.live else 0
+    widths = [
+        max(width[space] for width in job.widths) * job.family.unit_columns(job.config, space)
+        for space in job.recipe.spaces
+        if job.recipe.needs_gram(space)
+    ]
+    if not widths or tokens >= 2 * max(widths):
+        return None
+    return (
+        f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
+        "the errors below are a fit, not a prediction; use more samples"
+    )
+
+
 def cost_rows(job: Job) -> list[list[str]]:
     """Parameters, bytes and FLOPs before and after, for a table."""
     from ckpt_prune.checkpoint.units import human_bytes, human_count

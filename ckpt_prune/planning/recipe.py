@@ -221,6 +221,8 @@ def find_recipe(reference: str) -> Path:
     path = Path(reference)
     if path.is_file():
         return path
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise UserError(f"{reference}: no such recipe file")
     near = difflib.get_close_matches(reference, shipped, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UserError(f"no recipe {reference!r}: {hint}shipped are {', '.join(shipped)}; or give a path to a .yaml file")
@@ -248,7 +250,10 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
     if "spaces" not in values and "name" not in values:
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
-        _apply_override(values, override)
+        keys = _apply_override(values, override)
+        # What is set on the command line has no line in the file.
+        lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
+        lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
     if ratio is not None:
         values["ratio"] = ratio
         for space in _mappings(values.get("spaces")):
@@ -301,7 +306,8 @@ def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], dict[tuple[str
     return values, lines
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Change one key of a recipe's values; returns its path."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override}: expected key=value, for example spaces.mlp.ratio=0.3")
@@ -316,6 +322,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise UserError(f"--set {override}: {'.'.join(parents[: depth + 1])} holds a value, not keys")
     place[last] = value
+    return (*parents, last)
 
 
 class _NumberLoader(yaml.SafeLoader):
@@ -347,7 +354,7 @@ def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int], values: 
     loc = tuple(part for part in error["loc"] if part != "[key]")
     keys = tuple(str(part) for part in loc)
     line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)
-    where = f"{path}, line {line}" if line else str(path)
+    where = f"{path}, line {line}" if line else "--set" if line == 0 else str(path)
     key = ".".join(keys)
     if error["type"] in {"extra_forbidden", "literal_error"} and (
         error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]"

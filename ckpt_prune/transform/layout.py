@@ -32,6 +32,11 @@ def check_source(checkpoint: Checkpoint, family: Family) -> None:
     Raises:
         UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
     """
+    if checkpoint.config.get("per_layer_config") or checkpoint.config.get("ckpt_prune_biases"):
+        raise UserError(
+            f"{checkpoint.path} was pruned into a shape that no stock class has (remote code): it cannot be pruned or "
+            "measured again; start from the dense model"
+        )
     skeleton = build_skeleton(parse_config(checkpoint.config), family.architecture)
     check_shapes(
         {name: info.shape for name, info in checkpoint.tensors.items()},

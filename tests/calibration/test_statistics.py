@@ -142,7 +142,10 @@ def edit_index(folder: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "bfloat16"}, "was measured on a bfloat16 checkpoint, this one is float32: measure again"),
+        (
+            {"dtype": "bfloat16"},
+            "was measured on another checkpoint, of bfloat16 where this one is float32: measure again",
+        ),
         ({"tokenizer": "0" * 64}, "was measured with another tokenizer than this checkpoint's: measure again"),
         ({"tokenizer": None}, "was measured with another tokenizer than this checkpoint's: measure again"),
         ({"model": "0" * 64}, "was measured on another model than this checkpoint: measure again"),

@@ -23,7 +23,8 @@ def test_text(place):
     assert re.split("  +", lines[5]) == [
         *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
     ]
-    rows = [line.split() for line in lines[6:]]
+    rows = [line.split() for line in lines[6:10]]
+    assert lines[10:] == ["", "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"]
     assert [row[:4] for row in rows] == [
         ["0", "heads", "1/2", "rotation"],
         ["0", "mlp", "12/24", "rotation"],

@@ -16,6 +16,7 @@ parameters            5.20K     3.28K  63.1%
 bytes              20.3 KiB  12.8 KiB  63.1%
 FLOPs / 32 tokens      418K      229K  54.9%
 """
+COSTS += "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)\n"
 HALF = ("--ratio", "0.5")
 SEQUENTIAL = ("prune", "dense", "--recipe", "rcpu", *HALF, *TEXT)
 
@@ -115,7 +116,7 @@ def test_a_container_by_force_is_said(place):
 def test_dry_run_writes_nothing(place):
     before = listing()
     said = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
-    assert said == COSTS + "kept per block: heads 1/2, mlp 12/24; everything checked, nothing written\n"
+    assert said == COSTS + "everything checked, nothing written\n"
     assert listing() == before
 
 
@@ -146,7 +147,7 @@ def test_json_alone_is_on_standard_output(place, recipe):
 
 
 def test_what_prune_needs(place):
-    message = "prune needs one of --recipe and --plan"
+    message = "prune needs exactly one of --recipe and --plan"
     assert refused("prune", "dense", "-o", "out") == message
     assert refused("prune", "dense", "--recipe", "rcpu", "--plan", "p.json", "-o", "out") == message
     assert refused("prune", "dense", "--recipe", "rcpu", "-o", "out") == (
@@ -235,7 +236,10 @@ def test_ctrl_c_and_resume(place, recipe, commit):
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", commit)
         result = run(*job, "-o", "out")
-    assert (result.exit_code, result.stderr.strip()) == (1, "Aborted!")
+    assert (result.exit_code, result.stderr) == (
+        130,
+        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+    )
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
     left = f"{Path('out.partial').absolute()} is left from an unfinished run; --resume continues it, "
     assert refused(*job, "-o", "out") == left + "--overwrite starts afresh"
@@ -254,14 +258,14 @@ def test_ctrl_c_while_measuring_leaves_nothing(place):
         with pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, HiddenStream, "observe", 2)
             result = run(*job, *TEXT, "-o", "out")
-        assert (result.exit_code, result.stderr.strip()) == (1, "Aborted!")
+        assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
         assert listing() == before
 
 
 def test_overwrite_starts_an_interrupted_run_afresh(place):
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
-        assert run(*SEQUENTIAL, "-o", "out").exit_code == 1
+        assert run(*SEQUENTIAL, "-o", "out").exit_code == 130
     ok(*SEQUENTIAL, "-o", "out", "--overwrite")
     assert not Path("out.partial").exists()
 
@@ -289,3 +293,61 @@ def test_remote_code_of_the_source_does_not_travel(place):
     ok("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out")
     assert "auto_map" not in read_json("out/config.json")
     assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
+
+
+# ---- what a newcomer ran into ----------------------------------------------------------------------------------
+
+
+def test_two_runs_on_one_output(place):
+    """The second is refused while the first lives, with every option; the first is whole."""
+    ok(*SEQUENTIAL, "-o", "whole")
+    refusals = []
+
+    def second(*_args: object, **_kwargs: object) -> None:
+        for option in ("--overwrite", "--resume"):
+            result = run(*SEQUENTIAL, "-o", "out", option)
+            refusals.append((result.exit_code, result.stderr))
+
+    with pytest.MonkeyPatch.context() as patch:
+        commit = CheckpointWriter.commit
+
+        def commit_and_start_another(self: CheckpointWriter, *args: object, **kwargs: object) -> None:
+            commit(self, *args, **kwargs)
+            if not refusals:
+                second()
+
+        patch.setattr(CheckpointWriter, "commit", commit_and_start_another)
+        ok(*SEQUENTIAL, "-o", "out")
+    message = f"Error: {Path('out.partial').absolute()} is being written by another run; wait for it or stop it\n"
+    assert refusals == [(2, message)] * 2
+    assert same_files("out", "whole")
+
+
+def test_an_output_without_a_stock_class_is_not_pruned_again(place):
+    args = ["--recipe", "flap-global", "--statistics", "stats", "--set", "spaces.heads.ratio=0.5"]
+    ok("prune", "dense", *args, "-o", "uneven")
+    message = (
+        "uneven was pruned into a shape that no stock class has (remote code): it cannot be pruned or measured again; "
+        "start from the dense model"
+    )
+    assert refused("prune", "uneven", "--recipe", "magnitude", "-o", "out") == message
+    assert refused("inspect", "uneven") == message
+    assert refused("calibrate", "uneven", *TEXT, "-o", "s") == message
+
+
+def test_too_few_tokens_are_said(place):
+    few = ("--text", "calib.txt", "--samples", "1", "--window", "16")
+    assert ok("prune", "dense", "--recipe", "ridge", *HALF, *few, "-o", "out").startswith(
+        "16 calibration tokens for 12 inputs of a projection: the errors below are a fit, not a prediction; "
+        "use more samples\n"
+    )
+
+
+def test_statistics_of_a_plan_that_are_gone(place):
+    ok("plan", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "plan.json")
+    gone = Path("stats").absolute()
+    Path("stats").rename("moved")
+    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+        f"the plan's statistics are no longer at {gone}: say where with --statistics"
+    )
+    ok("prune", "dense", "--plan", "plan.json", "--statistics", "moved", "-o", "out")

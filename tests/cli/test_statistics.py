@@ -144,7 +144,7 @@ def test_what_is_not_statistics(place, folder):
     [
         ("model", "stats was measured on another model than this checkpoint: measure again"),
         ("tokenizer", "stats was measured with another tokenizer than this checkpoint's: measure again"),
-        ("dtype", "stats was measured on a bfloat16 checkpoint, this one is float32: measure again"),
+        ("dtype", "stats was measured on another checkpoint, of bfloat16 where this one is float32: measure again"),
     ],
 )
 def test_statistics_of_something_else(place, key, message):
