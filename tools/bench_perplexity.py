@@ -89,7 +89,9 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
             if key in done:
                 continue
             recipe = load_recipe("magnitude" if recipe_name == "dense" else recipe_name, ratio=ratio)
-            live = LiveText(calibration, folds=min(4, args.samples) if recipe.needs_folds else 1, compute_dtype=torch.float32)
+            live = LiveText(
+                calibration, folds=min(4, args.samples) if recipe.needs_folds else 1, compute_dtype=torch.float32
+            )
             if target == "sequential" and recipe.target != "sequential":
                 continue
             start = time.monotonic()
