@@ -10,6 +10,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ckpt_prune import modeling_pruned
 from ckpt_prune.errors import UserError
 
+REMOTE_MODULE = "modeling_pruned"
+"""Name, without suffix, of the file of remote code that an output carries."""
+
+
+def remote_class(config: dict[str, Any], folder: Path) -> str | None:
+    """The class of `modeling_pruned` that a config.json's `auto_map` asks for; None where it asks for no code.
+
+    Raises:
+        UserError: it asks for code that is not this tool's.
+    """
+    auto_map = config.get("auto_map")
+    if not auto_map:
+        return None
+    target = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
+    module, _, name = str(target).partition(".")
+    if module != REMOTE_MODULE or not isinstance(getattr(modeling_pruned, name, None), type):
+        raise UserError(f"{folder} asks for remote code that is not this tool's: it is not run")
+    return name
+
 
 def load(
     path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None
@@ -36,16 +55,12 @@ def load(
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no readable config.json") from error
-    if "auto_map" not in raw:
+    name = remote_class(raw, folder)
+    if name is None:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype or "auto")
     else:
-        module, _, name = str(raw["auto_map"].get("AutoModelForCausalLM", "")).partition(".")
-        architecture = getattr(modeling_pruned, name, None)
-        if module != "modeling_pruned" or not isinstance(architecture, type):
-            raise UserError(f"{folder} asks for remote code that is not this tool's: it is not run")
+        architecture = getattr(modeling_pruned, name)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model = architecture.from_pretrained(  # type: ignore[attr-defined]
-            folder, config=config, local_files_only=True, dtype=dtype or "auto"
-        )
+        model = architecture.from_pretrained(folder, config=config, local_files_only=True, dtype=dtype or "auto")
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded

@@ -103,9 +103,9 @@ def command(
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
     click.echo(table(headers, rows))
     click.echo(f"\n{kept_line(job)}")
-    few = few_tokens(job)
+    few = few_tokens(job, errors="above")
     if few:
-        click.echo(few.replace("below", "above"))
+        click.echo(few)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
     if out is not None:

@@ -147,7 +147,7 @@ def _messages(job: Any) -> list[str]:
         found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
     if job.container.note:
         found.append(job.container.note)
-    few = few_tokens(job)
+    few = few_tokens(job, errors="below")
     if few:
         found.append(few)
     return found

@@ -12,17 +12,6 @@ def command() -> None:
     """List, show, copy and check recipes."""
 
 
-def _content(name: str) -> str:
-    from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe import find_recipe
-
-    path = find_recipe(name)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
-
-
 @command.command("list")
 @json_option
 def list_recipes(as_json: bool) -> None:
@@ -42,7 +31,9 @@ def list_recipes(as_json: bool) -> None:
 @click.argument("name")
 def show(name: str) -> None:
     """Print a recipe file, comments included."""
-    click.echo(_content(name), nl=False)
+    from ckpt_prune.planning.recipe import find_recipe, recipe_text
+
+    click.echo(recipe_text(find_recipe(name)), nl=False)
 
 
 @command.command("copy")
@@ -51,7 +42,7 @@ def show(name: str) -> None:
 def copy(name: str, destination: Path | None) -> None:
     """Copy a shipped recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe import find_recipe
+    from ckpt_prune.planning.recipe import find_recipe, recipe_text
 
     source = find_recipe(name)
     target = destination or Path(source.name)
@@ -61,7 +52,7 @@ def copy(name: str, destination: Path | None) -> None:
         raise UserError(f"{target} exists: choose another name")
     if not target.absolute().parent.is_dir():
         raise UserError(f"{target.absolute().parent} does not exist")
-    target.write_text(_content(name), encoding="utf-8")
+    target.write_text(recipe_text(source), encoding="utf-8")
     click.echo(str(target))
 
 

@@ -95,8 +95,13 @@ def kept_line(job: Job) -> str:
     return f"kept per block: {', '.join(kept)}"
 
 
-def few_tokens(job: Job) -> str | None:
-    """A warning where the calibration tokens are too few for the fits to be more than memory, or None."""
+def few_tokens(job: Job, *, errors: str) -> str | None:
+    """A warning where the calibration tokens are too few for the fits to be more than memory, or None.
+
+    Args:
+        job: what was measured on how much.
+        errors: where they stand: above or below.
+    """
     tokens = job.statistics.index.tokens if job.statistics else job.live.windows.numel() if job.live else 0
     widths = [
         max(width[space] for width in job.widths) * job.family.unit_columns(job.config, space)
@@ -107,7 +112,7 @@ def few_tokens(job: Job) -> str | None:
         return None
     return (
         f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
-        "the errors below are a fit, not a prediction; use more samples"
+        f"the errors {errors} are a fit, not a prediction; use more samples"
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 
-from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import Family, SpaceName, family_of
 from ckpt_prune.architectures.skeleton import expected_shapes, parse_config, tied_names
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -16,9 +15,9 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.evaluation.parity import stock_load_report
-from ckpt_prune.loading import load
+from ckpt_prune.loading import load, remote_class
 from ckpt_prune.progress import track
-from ckpt_prune.transform.containers import REMOTE_MODULE, Container
+from ckpt_prune.transform.containers import Container
 from ckpt_prune.transform.engine import unit_columns
 from ckpt_prune.transform.layout import check_shapes
 from ckpt_prune.transform.prune import REPORT
@@ -103,20 +102,10 @@ def _dense(folder: Path, report: _Report | None, against: Path) -> Checkpoint:
     return dense
 
 
-def _remote_class(checkpoint: Checkpoint) -> str | None:
-    """The class of `modeling_pruned` that a checkpoint's remote code asks for, if it asks for any."""
-    auto_map = checkpoint.config.get("auto_map")
-    if not auto_map:
-        return None
-    target = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
-    module, _, name = str(target).partition(".")
-    if module != REMOTE_MODULE or not isinstance(getattr(modeling_pruned, name, None), type):
-        raise UserError(f"{checkpoint.path} asks for remote code that is not this tool's: it is not run")
-    return name
-
-
 def _container(checkpoint: Checkpoint) -> Container:
-    return Container(checkpoint.config["model_type"], checkpoint.config, _remote_class(checkpoint))
+    return Container(
+        checkpoint.config["model_type"], checkpoint.config, remote_class(checkpoint.config, checkpoint.path)
+    )
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
@@ -133,7 +122,7 @@ def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 
 def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
-    remote = _remote_class(checkpoint)
+    remote = remote_class(checkpoint.config, checkpoint.path)
     if remote is not None:
         # The shapes were compared with the class itself above; this shows that it can be built and filled.
         try:

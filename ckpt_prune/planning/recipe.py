@@ -228,6 +228,18 @@ def find_recipe(reference: str) -> Path:
     raise UserError(f"no recipe {reference!r}: {hint}shipped are {', '.join(shipped)}; or give a path to a .yaml file")
 
 
+def recipe_text(path: Path) -> str:
+    """What stands in a recipe file, comments included.
+
+    Raises:
+        UserError: it is not text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
+
+
 def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | None = None) -> Recipe:
     """Read and check a recipe.
 
@@ -240,10 +252,7 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
         UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
     """
     path = find_recipe(reference)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
+    content = recipe_text(path)
     values, lines = parse_yaml(content, path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")

@@ -17,9 +17,9 @@ from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import Family, SpaceName, load_family
 from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
 from ckpt_prune.errors import UserError
+from ckpt_prune.loading import REMOTE_MODULE
 
 REMOTE = "remote"
-REMOTE_MODULE = "modeling_pruned"
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""

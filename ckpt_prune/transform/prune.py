@@ -14,10 +14,10 @@ from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import CONFIG
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.loading import REMOTE_MODULE
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.progress import track
 from ckpt_prune.transform.card import model_card
-from ckpt_prune.transform.containers import REMOTE_MODULE
 from ckpt_prune.transform.job import Job
 from ckpt_prune.transform.sources import SequentialMoments
 
