@@ -1,0 +1,395 @@
+"""Q/K-logit compensation: kept dimensions of queries and keys make up for the dropped ones (METHODS section 3).
+
+With S the kept and P the dropped dimensions of a head, its logits are Q_S K_Sᵀ + Q_P K_Pᵀ. The M that brings
+Q_S M K_Sᵀ nearest to the lost Q_P K_Pᵀ over all samples b solves
+
+    Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S],
+
+with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b (CORP eq. 14-16), and I + M is split between the two projections (eq. 17).
+
+CORP solves the d'² equations densely, which is d'⁶ work; here by conjugate gradients. λ is absolute in `solve_logit`:
+it is added to sums over samples. `absolute_strength` converts a relative one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.logits import Form, LogitMoments, packed_positions
+from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
+from ckpt_prune.compensation.methods import Units
+from ckpt_prune.compensation.strength import Choice
+
+Operator = Callable[[Tensor], Tensor]
+"""M (g, d', d') to Σ_b A_b[S,S] M B_b[S,S], for one head and g matrices at once."""
+
+DENSE_LIMIT = 64
+"""Above this d' the operator is not written out as a (d'², d'²) matrix unless the moments come summed anyway."""
+DENSE_FROM = 4
+"""Samples per kept dimension from which a product with that matrix is cheaper than one with every sample's Grams."""
+CHOICE_TOLERANCE = 1e-8
+"""Of solves that only rank strengths or give a floor: float32 Grams know errors to fewer digits than this."""
+NEAR_ZERO = 1e-6
+"""A relative strength that is nothing beside what the samples say, and more than float32 rounding."""
+MAX_STEPS = 1000
+"""Real layers take 15 to 40: the preconditioner leaves only what sets the samples apart."""
+
+
+@dataclass(frozen=True)
+class LogitSystem:
+    """The normal equations of all heads of one layer, for kept sets S of one size d'; those of two sets of samples add.
+
+    Tensors are float64, those of `kept` perhaps less.
+
+    Attributes:
+        kept: moments restricted to S, from which the operator M ↦ Σ_b A_b[S,S] M B_b[S,S] is applied.
+        rhs: Σ_b A_b[S,P] B_b[P,S], (H, d', d').
+        query_gram: Σ_b A_b[S,S] tr B_b[S,S], (H, d', d').
+        key_gram: Σ_b B_b[S,S] tr A_b[S,S], (H, d', d').
+        dropped_energy: Σ_b ‖Q_P K_Pᵀ‖², (H,): the logit error of M = 0.
+        energy: Σ_b ‖Q Kᵀ‖² over all dimensions, (H,): what errors are relative to.
+    """
+
+    kept: LogitMoments
+    rhs: Tensor
+    query_gram: Tensor
+    key_gram: Tensor
+    dropped_energy: Tensor
+    energy: Tensor
+
+    @property
+    def diagonal_mean(self) -> Tensor:
+        """Mean diagonal entry of the Kronecker operator, Σ_b tr A_b[S,S] tr B_b[S,S] / d'², (H,)."""
+        return self.query_gram.diagonal(dim1=1, dim2=2).sum(1) / self.kept.head_dim**2
+
+    def operator(self, head: int) -> Operator:
+        """The operator of one head, laid out for many products; holds memory of its own while it lives."""
+        size = self.kept.head_dim
+        at = packed_positions(size, self.rhs.device)
+        if self.kept.fourth is not None:
+            # Entry ((i, j), (k, l)) is Σ_b A_b[i, k] B_b[j, l].
+            fourth = self.kept.fourth[head].double()
+            dense = fourth[at[:, None, :, None], at[None, :, None, :]].view(size * size, size * size)
+            return lambda M: (dense @ M.reshape(-1, size * size).T).T.reshape(M.shape)
+        queries, keys = (packed[head].double()[:, at] for packed in self.kept.grams())
+        # Laid out so that all samples take two products: (d' N, d') with M, then (d', N d') with all B_b stacked.
+        queries, keys = queries.transpose(0, 1).reshape(-1, size), keys.reshape(-1, size)
+        return lambda M: torch.stack([(queries @ one).view(size, -1) @ keys for one in M])
+
+    def apply(self, M: Tensor) -> Tensor:
+        """Σ_b A_b[S,S] M B_b[S,S] for M (H, d', d') float64, head by head."""
+        return torch.cat([self.operator(head)(M[head : head + 1]) for head in range(self.kept.heads)])
+
+    def __add__(self, other: "LogitSystem") -> "LogitSystem":
+        """The normal equations over the samples of both."""
+        return LogitSystem(
+            self.kept + other.kept,
+            self.rhs + other.rhs,
+            self.query_gram + other.query_gram,
+            self.key_gram + other.key_gram,
+            self.dropped_energy + other.dropped_energy,
+            self.energy + other.energy,
+        )
+
+
+def logit_system(moments: LogitMoments, kept: Tensor) -> LogitSystem:
+    """The normal equations of keeping the dimensions `kept` of each head.
+
+    Args:
+        moments: of the layer's queries and keys, in either form.
+        kept: (H, d') int64, distinct, 1 <= d' <= d, on the moments' device.
+
+    Raises:
+        ValueError: `kept` is not (heads, d') with d' from 1 to the head's size.
+    """
+    return _system(moments, kept, _operator_form(moments.samples, kept.shape[1]))
+
+
+def _operator_form(samples: int, size: int) -> Form:
+    """How the operator is held where the moments are per sample: the form whose products are cheaper, within reason."""
+    return "fourth-order" if size <= DENSE_LIMIT and samples >= DENSE_FROM * size else "per-sample"
+
+
+def _system(moments: LogitMoments, kept: Tensor, form: Form) -> LogitSystem:
+    if kept.shape[0] != moments.heads or not 1 <= kept.shape[1] <= moments.head_dim:
+        raise ValueError(f"kept dimensions must be ({moments.heads}, 1 to {moments.head_dim}), not {tuple(kept.shape)}")
+    heads = [_of_head(moments.of_head(head), kept[head]) for head in range(moments.heads)]
+    rhs, query_gram, key_gram, dropped_energy, energy = (torch.stack(parts) for parts in zip(*heads, strict=True))
+    restricted = moments.restricted(kept)
+    if form == "fourth-order":
+        restricted = restricted.as_fourth(torch.float64)
+    return LogitSystem(restricted, rhs, query_gram, key_gram, dropped_energy, energy)
+
+
+def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a system holds beside the restricted moments, of one head: see the attributes of `LogitSystem`."""
+    at = packed_positions(moments.head_dim, kept.device)
+    is_dropped = torch.ones(moments.head_dim, dtype=torch.bool, device=kept.device)
+    is_dropped[kept] = False
+    dropped = is_dropped.nonzero().squeeze(1)
+    inside, across, outside = at[kept][:, kept], at[kept][:, dropped], at[dropped][:, dropped]
+    diagonal = inside.diagonal()
+    size = kept.shape[0]
+    if moments.fourth is not None:
+        fourth = moments.fourth[0]
+        rhs = fourth.new_zeros(size, size, dtype=torch.float64)
+        for pairs in across.T:
+            rhs += fourth[pairs[:, None], pairs].double()
+        query_gram = fourth[:, diagonal].double().sum(1)[inside]
+        key_gram = fourth[diagonal].double().sum(0)[inside]
+
+        def energy(pairs: Tensor) -> Tensor:
+            return fourth[pairs, pairs].double().sum()
+    else:
+        queries, keys = (packed[0] for packed in moments.grams())
+        left = queries[:, across].double().transpose(0, 1).reshape(size, -1)
+        right = keys[:, across.T].double().reshape(-1, size)
+        rhs = left @ right
+        query_gram = (keys[:, diagonal].double().sum(1) @ queries.double())[inside]
+        key_gram = (queries[:, diagonal].double().sum(1) @ keys.double())[inside]
+
+        def energy(pairs: Tensor) -> Tensor:
+            flat = pairs.flatten()
+            return (queries[:, flat].double() * keys[:, flat].double()).sum()
+
+    return rhs, query_gram, key_gram, energy(outside), energy(at)
+
+
+def absolute_strength(value: float, units: Units, system: LogitSystem) -> Tensor:
+    """λ of each head on the scale of the system: itself if absolute, times `diagonal_mean` if relative; (H,) float64.
+
+    Raises:
+        ValueError: λ is negative or not a number.
+    """
+    if not value >= 0:
+        raise ValueError(f"lambda must be zero or more, not {value}")
+    return value * (system.diagonal_mean if units == "relative" else torch.ones_like(system.diagonal_mean))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What conjugate gradients reached, head by head.
+
+    Attributes:
+        M: (H, d', d') float64.
+        steps: products with the operator, (H,) int64.
+        residual: norm of what is left of the right-hand side, in the preconditioner's inverse, over that of all of it,
+            (H,) float64; 0 where the right-hand side is.
+    """
+
+    M: Tensor
+    steps: Tensor
+    residual: Tensor
+
+
+def solve_logit(
+    system: LogitSystem, strength: Tensor, *, tolerance: float = 1e-10, max_steps: int = MAX_STEPS
+) -> Solution:
+    """M of each head: Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S] (CORP eq. 16).
+
+    Conjugate gradients from M = 0, preconditioned by the one Kronecker product Â ⊗ B̂ + λ with Â = Σ_b A_b tr B_b and
+    B̂ = Σ_b B_b tr A_b over Σ_b tr A_b tr B_b, which has the operator's trace and is inverted in the eigenvectors of its
+    factors. Were all samples alike it would be the operator itself.
+
+    Where the operator is singular and the moments are float32, some of its eigenvalues are rounding, of either sign:
+    give a relative strength of `NEAR_ZERO` or more, which hides them. (Dimensions that are always zero do no harm.)
+
+    Where λ = 0 and the operator is singular, there are many minima of Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² and this gives the
+    one with the least tr(Mᵀ Â M B̂): nothing in directions that no sample has. A head also stops where rounding of the
+    moments leaves its quadratic without positive curvature; what it has by then is never worse than M = 0.
+
+    Args:
+        system: the equations.
+        strength: λ of each head, (H,), zero or more, absolute.
+        tolerance: `Solution.residual` at which a head is done.
+        max_steps: at which a head is given up where it stands; its residual tells.
+    """
+    heads = [
+        _conjugate_gradients(system, head, strength[head : head + 1].double(), tolerance, max_steps)
+        for head in range(system.kept.heads)
+    ]
+    return Solution(*(torch.cat(parts) for parts in zip(*heads, strict=True)))
+
+
+def _conjugate_gradients(
+    system: LogitSystem, head: int, strengths: Tensor, tolerance: float, max_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """M (g, d', d'), steps (g,) and residuals (g,) of one head for g strengths at once, each stopping on its own."""
+    operator, precondition = system.operator(head), _preconditioner(system, head, strengths)
+    shift = strengths[:, None, None]
+    rest = system.rhs[head].expand(len(strengths), -1, -1).clone()
+    M = torch.zeros_like(rest)
+    steps = torch.zeros(len(strengths), dtype=torch.int64, device=rest.device)
+    direction = precondition(rest)
+    square = start = _inner(rest, direction)
+    running = square > 0
+    for _ in range(max_steps):
+        if not bool(running.any()):
+            break
+        image = torch.zeros_like(direction)
+        image[running] = operator(direction[running])
+        image += shift * direction
+        curvature = _inner(direction, image)
+        running = running & (curvature > 0)
+        steps += running
+        length = torch.where(running, square / torch.where(running, curvature, 1.0), 0.0)[:, None, None]
+        M += length * direction
+        rest -= length * image
+        turned = precondition(rest)
+        left = torch.where(running, _inner(rest, turned).clamp_min(0), square)
+        bend = torch.where(running, left / torch.where(running, square, 1.0), 0.0)[:, None, None]
+        direction = turned + bend * direction
+        square = left
+        running = running & (square > tolerance**2 * start)
+    return M, steps, torch.where(start > 0, square / torch.where(start > 0, start, 1.0), 0.0).sqrt()
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum((1, 2))
+
+
+def _preconditioner(system: LogitSystem, head: int, strengths: Tensor) -> Operator:
+    """(Â ⊗ B̂ + λ)⁺ of one head for each of g strengths; nothing passes where both are zero."""
+    (a, U), (b, V) = (torch.linalg.eigh(gram[head]) for gram in (system.query_gram, system.key_gram))
+    a, b = (torch.where(values > RELATIVE_CUTOFF * values[-1], values, 0.0) for values in (a, b))
+    trace = system.query_gram[head].trace()
+    kronecker = torch.outer(a, b) / torch.where(trace > 0, trace, 1.0) + strengths[:, None, None]
+    inverse = torch.where(kronecker > 0, 1 / torch.where(kronecker > 0, kronecker, 1.0), 0.0)
+    return lambda R: U @ (inverse * (U.T @ R @ V)) @ V.T
+
+
+def logit_error(system: LogitSystem, M: Tensor) -> Tensor:
+    """Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² of each head, (H,) float64, never negative.
+
+    Args:
+        system: of the samples to measure on, which need not be those M was fitted on.
+        M: (H, d', d') float64.
+    """
+    return torch.cat([_errors(system, head, M[head : head + 1]) for head in range(system.kept.heads)])
+
+
+def _errors(system: LogitSystem, head: int, M: Tensor) -> Tensor:
+    """`logit_error` of one head for each of M (g, d', d'), (g,)."""
+    gain = 2 * _inner(M, system.rhs[head]) - _inner(M, system.operator(head)(M))
+    return (system.dropped_energy[head] - gain).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class LogitDiagnostics:
+    """What dropping dimensions costs each head's logits, and how much of it the kept ones can make up (CORP C.2).
+
+    Attributes:
+        uncompensated: Σ_b ‖Q_P K_Pᵀ‖², (H,) float64.
+        floor: J* = uncompensated − hᵀ G⁺ h, the least any M can reach, (H,) float64.
+        rho2: 1 − floor / uncompensated, (H,) float64 in [0, 1]; 1 where nothing is lost.
+    """
+
+    uncompensated: Tensor
+    floor: Tensor
+    rho2: Tensor
+
+
+def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
+    """`LogitDiagnostics` of a system."""
+    lost = system.dropped_energy.clamp_min(0)
+    # Any M's error is an upper bound of the floor, off by the square of what M is off. λ = 0 comes nearest, unless the
+    # operator is singular and rounding stops it early.
+    tried = torch.stack([absolute_strength(value, "relative", system) for value in (0.0, NEAR_ZERO)], 1)
+    found = []
+    for head, strengths in enumerate(tried):
+        M, _, _ = _conjugate_gradients(system, head, strengths, CHOICE_TOLERANCE, MAX_STEPS)
+        found.append(_errors(system, head, M).amin())
+    floor = torch.minimum(torch.stack(found), lost)
+    rho2 = 1 - torch.where(lost > 0, floor / torch.where(lost > 0, lost, 1.0), 0.0)
+    return LogitDiagnostics(lost, floor, rho2)
+
+
+def choose_strength(
+    folds: Sequence[LogitMoments], kept: Tensor, grid: Sequence[float], units: Units = "relative"
+) -> Choice:
+    """The λ of `grid`, one for all heads, with the least held-out logit error over `folds`.
+
+    Args:
+        folds: moments of disjoint samples.
+        kept: (H, d') int64.
+        grid: values to try, none negative.
+        units: of the grid; a relative λ is relative to the training folds' system, head by head.
+
+    Returns:
+        The choice; its errors are Σ held-out ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² / Σ ‖Q Kᵀ‖².
+
+    Raises:
+        ValueError: fewer than two folds, an empty grid, or a negative value.
+    """
+    if len(folds) < 2:
+        raise ValueError(f"choosing lambda on held-out samples needs at least 2 folds, not {len(folds)}")
+    if not grid:
+        raise ValueError("choosing lambda needs at least one value to try")
+    form = _operator_form(sum(fold.samples for fold in folds), kept.shape[1])
+    held_out = torch.zeros(len(grid), dtype=torch.float64, device=kept.device)
+    energy = 0.0
+    # One head at a time: the summed systems of all heads and all folds would not fit beside a large layer.
+    for head in range(kept.shape[0]):
+        systems = [_system(fold.of_head(head), kept[head : head + 1], form) for fold in folds]
+        energy += sum(float(system.energy) for system in systems)
+        for i, fold in enumerate(systems):
+            train = reduce(add, systems[:i] + systems[i + 1 :])
+            strengths = torch.cat([absolute_strength(value, units, train) for value in grid])
+            M, _, _ = _conjugate_gradients(train, 0, strengths, CHOICE_TOLERANCE, MAX_STEPS)
+            held_out += _errors(fold, 0, M)
+    errors = {value: float(error) / energy if energy > 0 else 0.0 for value, error in zip(grid, held_out, strict=True)}
+    return Choice(min(errors, key=lambda value: (errors[value], -value)), errors)
+
+
+def held_out_error(folds: Sequence[LogitMoments], kept: Tensor, value: float, units: Units = "relative") -> float:
+    """Σ over folds of the error on the fold of what the others give at λ = `value`, over Σ ‖Q Kᵀ‖², all heads.
+
+    Raises:
+        ValueError: fewer than two folds, or a negative value.
+    """
+    return choose_strength(folds, kept, [value], units).errors[value]
+
+
+def fold_factors(M: Tensor) -> tuple[Tensor, Tensor]:
+    """U Σ^½ and V Σ^½ with I + M = U Σ Vᵀ (CORP eq. 17): (H, d', d') float64 each, I + M = left rightᵀ."""
+    U, values, Vt = torch.linalg.svd(torch.eye(M.shape[-1], dtype=torch.float64, device=M.device) + M.double())
+    root = values.sqrt()[:, None, :]
+    return U * root, Vt.mT * root
+
+
+def fold_projections(
+    query: Tensor,
+    key: Tensor,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    kept: Tensor,
+    M: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The narrow projections whose logits are Q_S (I + M) K_Sᵀ; the scale of the softmax is left to the caller.
+
+    Args:
+        query: W_q, (H d, hidden), any floating dtype.
+        key: W_k, (H d, hidden).
+        query_bias: (H d,), or None.
+        key_bias: (H d,), or None.
+        kept: (H, d') int64.
+        M: (H, d', d').
+
+    Returns:
+        W_q and W_k (H d', hidden) and their biases (H d',), float64; a bias is None where it was.
+    """
+    left, right = fold_factors(M)
+
+    def folded(rows: Tensor, factor: Tensor) -> Tensor:
+        """`rows` (H d, n) of the kept dimensions, mixed within each head by `factor`ᵀ: (H d', n)."""
+        by_head = rows.double().view(kept.shape[0], -1, rows.shape[1])
+        return (factor.mT @ torch.stack([w[at] for w, at in zip(by_head, kept, strict=True)])).flatten(0, 1)
+
+    def folded_bias(bias: Tensor | None, factor: Tensor) -> Tensor | None:
+        return None if bias is None else folded(bias[:, None], factor).squeeze(1)
+
+    return folded(query, left), folded(key, right), folded_bias(query_bias, left), folded_bias(key_bias, right)

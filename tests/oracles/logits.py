@@ -1,0 +1,108 @@
+"""Textbook Q/K-logit compensation of one head, on its queries and keys: lists of (T, d) arrays, one a sample."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Samples = Sequence[tuple[Array, Array]]
+"""Q_b and K_b of each sample."""
+
+
+def dropped(kept: Sequence[int], head_dim: int) -> list[int]:
+    return [j for j in range(head_dim) if j not in kept]
+
+
+def lost_logits(sample: tuple[Array, Array], kept: Sequence[int]) -> Array:
+    """What the logits of a sample (T, T) lack without compensation."""
+    Q, K = sample
+    return Q @ K.T - Q[:, kept] @ K[:, kept].T
+
+
+def designs(samples: Samples, kept: Sequence[int]) -> tuple[Array, Array]:
+    """The regression M solves: a row for each logit of each sample, a column for each entry of M row by row."""
+    rows = [np.kron(Q[:, kept], K[:, kept]) for Q, K in samples]
+    return np.vstack(rows), np.concatenate([lost_logits(sample, kept).flatten() for sample in samples])
+
+
+def kronecker(samples: Samples, kept: Sequence[int]) -> tuple[Array, Array]:
+    """G (d'², d'²) and h (d'²) of CORP's normal equations (C.2), M row by row, sample by sample."""
+    out = dropped(kept, samples[0][0].shape[1])
+    G, h = np.zeros((len(kept) ** 2, len(kept) ** 2)), np.zeros(len(kept) ** 2)
+    for Q, K in samples:
+        A, B = Q.T @ Q, K.T @ K
+        G += np.kron(A[np.ix_(kept, kept)], B[np.ix_(kept, kept)])
+        h += (A[np.ix_(kept, out)] @ B[np.ix_(out, kept)]).flatten()
+    return G, h
+
+
+def solve(samples: Samples, kept: Sequence[int], strength: float) -> Array:
+    """M by the dense d'⁶ solve, λ absolute and positive."""
+    G, h = kronecker(samples, kept)
+    return np.linalg.solve(G + strength * np.eye(len(h)), h).reshape(len(kept), -1)
+
+
+def regression(samples: Samples, kept: Sequence[int], strength: float) -> Array:
+    """M by least squares on the logits themselves, which forms no Gram: for equations a dense solve loses digits of."""
+    rows, targets = designs(samples, kept)
+    n = rows.shape[1]
+    rows, targets = np.vstack([rows, np.sqrt(strength) * np.eye(n)]), np.concatenate([targets, np.zeros(n)])
+    return np.linalg.lstsq(rows, targets, rcond=None)[0].reshape(len(kept), -1)
+
+
+def error(samples: Samples, kept: Sequence[int], M: Array) -> float:
+    """Σ_b ‖Q Kᵀ − Q_S (I + M) K_Sᵀ‖², logits in full."""
+    return float(sum(np.sum((Q @ K.T - Q[:, kept] @ (np.eye(len(kept)) + M) @ K[:, kept].T) ** 2) for Q, K in samples))
+
+
+def energy(samples: Samples) -> float:
+    return float(sum(np.sum((Q @ K.T) ** 2) for Q, K in samples))
+
+
+def floor(samples: Samples, kept: Sequence[int]) -> float:
+    """What is left of the lost logits by the best M, without normal equations."""
+    rows, targets = designs(samples, kept)
+    solution = np.linalg.lstsq(rows, targets, rcond=1e-10)[0]
+    return float(np.sum((targets - rows @ solution) ** 2))
+
+
+def least_weighted(samples: Samples, kept: Sequence[int]) -> Array:
+    """Of the best M the one with the least tr(Mᵀ Â M B̂), Â = Σ A_b tr B_b and B̂ = Σ B_b tr A_b, both regular."""
+    size = len(kept)
+    left, right = np.zeros((size, size)), np.zeros((size, size))
+    for Q, K in samples:
+        A, B = Q[:, kept].T @ Q[:, kept], K[:, kept].T @ K[:, kept]
+        left += A * np.trace(B)
+        right += B * np.trace(A)
+    # With X = Lᵀ M R for Â = L Lᵀ and B̂ = R Rᵀ that is the least ‖X‖, which least squares gives.
+    L, R = np.linalg.cholesky(left), np.linalg.cholesky(right)
+    rows, targets = designs(samples, kept)
+    change = np.kron(np.linalg.inv(L.T), np.linalg.inv(R.T))
+    X = np.linalg.lstsq(rows @ change, targets, rcond=1e-10)[0]
+    return (change @ X).reshape(size, size)
+
+
+def diagonal_mean(samples: Samples, kept: Sequence[int]) -> float:
+    return float(np.mean(np.diag(kronecker(samples, kept)[0])))
+
+
+def held_out(folds: Sequence[Sequence[Samples]], kept: Sequence[Sequence[int]], value: float, relative: bool) -> float:
+    """Σ error on each fold of M fitted on the others / Σ energy; `folds` by fold, then by head."""
+    total, scale = 0.0, 0.0
+    for f, fold in enumerate(folds):
+        for head, at in enumerate(kept):
+            train = [sample for g, other in enumerate(folds) if g != f for sample in other[head]]
+            strength = value * (diagonal_mean(train, at) if relative else 1.0)
+            total += error(fold[head], at, regression(train, at, strength))
+            scale += energy(fold[head])
+    return total / scale
+
+
+def logit_energy(samples: Samples) -> Array:
+    """CORP's score of each dimension: the mean over samples of ‖q_j‖² ‖k_j‖²."""
+    scores = np.zeros(samples[0][0].shape[1])
+    for j in range(len(scores)):
+        for Q, K in samples:
+            scores[j] += sum(q * q for q in Q[:, j]) * sum(k * k for k in K[:, j])
+    return scores / len(samples)
