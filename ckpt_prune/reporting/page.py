@@ -1,0 +1,172 @@
+"""The page itself: everything in one file, nothing to load, nothing to run."""
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+
+from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.reporting.charts import draw, swatch
+from ckpt_prune.reporting.escaping import text
+from ckpt_prune.reporting.plots import Figure, figures, shown, words
+from ckpt_prune.reporting.reading import Document, Record, Site
+
+MARKER = '<meta name="generator" content="ckpt-prune report">'
+"""By which a page of this tool is known."""
+# The browser itself then refuses whatever a page like this has no business loading or running.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MISSING = "–"
+
+
+def page(document: Document) -> str:
+    """The HTML of a report, the same for the same input."""
+    style = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
+    plots = figures(document.sites, document.layers)
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        MARKER,
+        f"<title>{text(document.title)}</title>",
+        f"<style>\n{style}</style>\n</head>\n<body>",
+        *_header(document),
+        '<h2>Over depth</h2>\n<div class="plots">' if plots else "",
+        *(_figure(plot) for plot in plots),
+        "</div>" if plots else _nothing(),
+        *_tables(document.sites),
+        "</body>\n</html>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _header(document: Document) -> Iterable[str]:
+    yield f"<header>\n<h1>{text(document.title)}</h1>"
+    if document.recipe.summary:
+        yield f'<p class="soft">{text(document.recipe.summary)}</p>'
+    yield from (f"<p>{text(sentence)}</p>" for sentence in _verdict(document.sites))
+    facts = "\n".join(f"<dt>{text(label)}</dt><dd>{text(fact)}</dd>" for label, fact in document.facts)
+    yield f'<div class="top">\n<div class="scroll costs">{_costs(document)}</div>'
+    yield f"<dl>\n{facts}\n</dl>\n</div>\n</header>"
+
+
+def _costs(document: Document) -> str:
+    before, after = document.before, document.after
+    flops = "FLOPs" if before.tokens is None else f"FLOPs of {before.tokens:,} tokens"
+    rows = [
+        (name, show(a), show(b), f"{b / a:.1%}")
+        for name, show, a, b in (
+            ("Parameters", human_count, before.parameters, after.parameters),
+            ("Bytes", human_bytes, before.bytes, after.bytes),
+            (flops, human_count, before.flops, after.flops),
+        )
+    ]
+    return _table(("", "before", "after", "kept"), rows, left=1)
+
+
+def _verdict(sites: Sequence[Site]) -> list[str]:
+    """Whether compensation did what it is for, on the tokens it was fitted to and on others; where not, by name."""
+    sentences = []
+    for key, where in (("error_compensated", "calibration data"), ("error_held_out", "held-out data")):
+        pairs = [
+            (site, before, after)
+            for site in sites
+            if site.pruned and site.method != "none"
+            if (before := site.figure("error_uncompensated")) is not None and (after := site.figure(key)) is not None
+        ]
+        if not pairs:
+            continue
+        failed = [site for site, before, after in pairs if after >= before and before > 0]
+        count = f"{len(pairs) - len(failed)} of {len(pairs)} sites"
+        sentence = f"Compensation lowers the error on {where} at {count}"
+        if failed:
+            named = [f"{words(site.space).label} of block {site.block}" for site in failed[:8]]
+            more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
+            sentence += f"; not at {', '.join(named)}{more}"
+        sentences.append(f"{sentence}.")
+    return sentences
+
+
+def _figure(plot: Figure) -> str:
+    chart = draw(plot.series, description=f"{plot.title}. {plot.note}", unit=plot.unit, full=plot.full, log=plot.log)
+    legend = "".join(f"<li>{swatch(line.style)}{text(line.label)}</li>" for line in plot.series)
+    below = " Hollow marks at the foot: zero, or too small for this scale." if chart.below else ""
+    return (
+        f"<figure>\n<figcaption><h3>{text(plot.title)}</h3><p>{text(plot.note)}{below}</p></figcaption>\n"
+        f'<ul class="legend">{legend}</ul>\n{chart.svg}\n</figure>'
+    )
+
+
+def _nothing() -> str:
+    return (
+        "<p>Nothing was measured per layer: errors and diagnostics need statistics with Grams "
+        "(<code>ckpt-prune calibrate --collect moments,gram</code>).</p>"
+    )
+
+
+Column = tuple[str, Callable[[Site], float | None]]
+_COLUMNS: tuple[Column, ...] = (
+    ("uncompensated", lambda site: site.figure("error_uncompensated")),
+    ("compensated", lambda site: site.figure("error_compensated")),
+    ("held out", lambda site: site.figure("error_held_out")),
+    ("floor", lambda site: site.floor),
+    ("ρ²", lambda site: site.figure("rho2")),
+    ("effective rank", lambda site: site.figure("effective_rank")),
+    ("k95", lambda site: site.figure("k95")),
+    ("active", lambda site: site.figure("active")),
+)
+_HEAD_COLUMNS = {
+    "uncompensated": "error_uncompensated",
+    "compensated": "error_compensated",
+    "floor": "floor",
+    "ρ²": "rho2",
+}
+
+
+def _tables(sites: Sequence[Site]) -> Iterable[str]:
+    """The numbers behind the plots, for those who want them and for screens that have no pointer."""
+    columns = [(name, pick) for name, pick in _COLUMNS if any(pick(site) is not None for site in sites)]
+    rows = [
+        (
+            str(site.block),
+            words(site.space).label,
+            site.method,
+            _MISSING if (strength := site.figure("strength")) is None else f"{strength:g}",
+            f"{len(site.kept):,} of {site.units:,}",
+            *(_cell(pick(site)) for _, pick in columns),
+        )
+        for site in sites
+    ]
+    names = [name for name, _ in columns]
+    yield _details("Every site", ("block", "space", "compensation", "λ", "kept", *names), rows, left=3)
+    heads = [
+        (str(site.block), words(site.space).label, str(head.head), *(_cell(_of(head, n)) for n in _HEAD_COLUMNS))
+        for site in sites
+        for head in site.heads or []
+    ]
+    if heads:
+        yield _details("Every head", ("block", "space", "head", *_HEAD_COLUMNS), heads, left=2)
+
+
+def _of(head: Record, column: str) -> float | None:
+    return head.figure(_HEAD_COLUMNS[column])
+
+
+def _cell(value: float | None) -> str:
+    return _MISSING if value is None else shown(value)
+
+
+def _details(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    return (
+        f"<details>\n<summary>{title}</summary>\n"
+        f'<div class="scroll">{_table(headers, rows, left=left)}</div>\n</details>'
+    )
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """A table whose first `left` columns are words; the others are numbers."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        kinds = [' class="left"' if i < left else "" for i in range(len(cells))]
+        scope = ' scope="col"' if tag == "th" else ""
+        return "".join(f"<{tag}{kind}{scope}>{text(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+    body = "\n".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return f"<table>\n<thead><tr>{line('th', headers)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"

@@ -1,0 +1,247 @@
+"""What is plotted: one entry of `PLOTS` per quantity. A new quantity of a site needs an entry here and nothing else."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_prune.reporting.charts import Point, Series, Style
+from ckpt_prune.reporting.reading import Layer, Record, Site
+
+Pick = Callable[[Any], Sequence[tuple[str, float]]]
+"""The named values of a site (or of a layer): none where it was not measured, one, or one per head, which are shown as
+their mean and spread."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """How a space is spoken of.
+
+    Attributes:
+        label: in titles and legends.
+        target: what the errors of its sites are errors of, as an adjective.
+        style: of its line where a plot has one line per space.
+    """
+
+    label: str
+    target: str
+    style: Style
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot."""
+
+    label: str
+    style: Style
+    pick: Pick
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One quantity over depth.
+
+    Attributes:
+        title: `{space}` and `{target}` stand for the words of the space.
+        note: what better is, in a line.
+        unit: of the values; `{target}` as above.
+        lines: several give a plot per space; a single one gives one plot with a line per space, named after it.
+        full: range its axis covers in any case.
+        log: whether its axis may be logarithmic.
+        varying: shown only where some line is not constant.
+        layers: of the report's `layers` instead of its `sites`: one plot, whatever the spaces.
+    """
+
+    title: str
+    note: str
+    unit: str
+    lines: tuple[Line, ...]
+    full: tuple[float, float] | None = None
+    log: bool = True
+    varying: bool = False
+    layers: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot filled with the values of a report."""
+
+    title: str
+    note: str
+    unit: str
+    series: tuple[Series, ...]
+    full: tuple[float, float] | None
+    log: bool
+
+
+SPACES = {
+    "mlp": Space("MLP", "output", Style("mlp", "circle")),
+    "heads": Space("Attention heads", "output", Style("heads", "square")),
+    "qk": Space("Q/K", "logit", Style("qk", "diamond")),
+}
+_BEFORE, _AFTER = Style("before", "circle"), Style("after", "square")
+_HELD_OUT, _FLOOR = Style("held-out", "diamond", "5 3"), Style("floor", "triangle", "1.5 3")
+
+
+def figure(key: str) -> Pick:
+    """The site's number under a key of the report."""
+
+    def pick(record: Record) -> list[tuple[str, float]]:
+        return _named(record.figure(key))
+
+    return pick
+
+
+def of_heads(key: str) -> Pick:
+    """The number under a key, head by head."""
+
+    def pick(site: Site) -> list[tuple[str, float]]:
+        found = [(f"head {head.head}", head.figure(key)) for head in site.heads or []]
+        return [(name, value) for name, value in found if value is not None]
+
+    return pick
+
+
+def share_of_width(key: str) -> Pick:
+    """The number under a key as a share of the inputs of the consumer."""
+
+    def pick(site: Site) -> list[tuple[str, float]]:
+        value = site.figure(key)
+        return _named(None if value is None or site.width is None else value / site.width)
+
+    return pick
+
+
+PLOTS = (
+    Plot(
+        "{space}: {target} error",
+        "Lower is better. No compensation of this kind gets below the floor.",
+        "share of {target} energy",
+        (
+            Line("uncompensated", _BEFORE, figure("error_uncompensated")),
+            Line("compensated", _AFTER, figure("error_compensated")),
+            Line("held out", _HELD_OUT, figure("error_held_out")),
+            Line("floor", _FLOOR, lambda site: _named(site.floor)),
+        ),
+    ),
+    Plot(
+        "{space}: {target} error per head",
+        "Lower is better. Line: mean of the heads; band: from the least to the largest.",
+        "share of the head's {target} energy",
+        (
+            Line("uncompensated", _BEFORE, of_heads("error_uncompensated")),
+            Line("compensated", _AFTER, of_heads("error_compensated")),
+        ),
+    ),
+    Plot(
+        "ρ²: what the kept units predict",
+        "Higher is better: the share of what was dropped that compensation can restore at most.",
+        "share of the dropped variance",
+        (Line("", _BEFORE, figure("rho2")),),
+        full=(0, 1),
+    ),
+    Plot(
+        "ρ² per head",
+        "Higher is better. Line: mean of the heads; band: from the least to the largest.",
+        "share of the dropped variance",
+        (Line("", _BEFORE, of_heads("rho2")),),
+        full=(0, 1),
+    ),
+    Plot(
+        "{space}: rank of the inputs",
+        "Lower means more redundant, easier to prune. k95: directions that hold 95 % of the variance.",
+        "share of the width",
+        (
+            Line("effective rank", _AFTER, share_of_width("effective_rank")),
+            Line("k95", _BEFORE, share_of_width("k95")),
+        ),
+        log=False,
+    ),
+    Plot(
+        "Active inputs",
+        "Lower means sparser: inputs that are zero on most tokens cost little when dropped.",
+        "mean share of tokens",
+        (Line("", _BEFORE, figure("active")),),
+        full=(0, 1),
+    ),
+    Plot(
+        "Units kept",
+        "Where the budget went: the recipe lets blocks differ.",
+        "share of the units",
+        (Line("", _BEFORE, lambda site: [("", len(site.kept) / site.units)]),),
+        full=(0, 1),
+        varying=True,
+    ),
+)
+
+
+def figures(sites: Sequence[Site], layers: Sequence[Layer] = (), plots: Sequence[Plot] = PLOTS) -> list[Figure]:
+    """Every plot that has something to show, in the order of `plots`, then of the spaces.
+
+    Args:
+        sites: ascending blocks.
+        layers: ascending blocks.
+        plots: what to show.
+    """
+    return [figure for plot in plots for figure in _filled(plot, sites, layers)]
+
+
+def spaces_of(sites: Sequence[Site]) -> list[str]:
+    """The spaces there are, in the order of `SPACES`, then any others."""
+    present = {site.space: None for site in sites}
+    return [name for name in SPACES if name in present] + [name for name in present if name not in SPACES]
+
+
+def words(space: str) -> Space:
+    """How a space is spoken of; one that is not known here by its own name."""
+    return SPACES.get(space, Space(space, "output", Style("other", "triangle")))
+
+
+def shown(value: float) -> str:
+    """A number with three significant digits; whole numbers and large ones without a point."""
+    if value == round(value) or abs(value) >= 100:
+        return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.2e}"
+    return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def _filled(plot: Plot, sites: Sequence[Site], layers: Sequence[Layer]) -> list[Figure]:
+    parts = {name: [site for site in sites if site.space == name] for name in spaces_of(sites)}
+    groups: list[tuple[Space, list[Series]]]
+    if plot.layers:
+        groups = [(words(""), [_series(line.label, line.style, line.pick, layers) for line in plot.lines])]
+    elif len(plot.lines) == 1:
+        pick = plot.lines[0].pick
+        groups = [(words(""), [_series(words(s).label, words(s).style, pick, own) for s, own in parts.items()])]
+    else:
+        groups = [
+            (words(s), [_series(line.label, line.style, line.pick, own) for line in plot.lines])
+            for s, own in parts.items()
+        ]
+    found = []
+    for space, lines in groups:
+        series = tuple(line for line in lines if line.points)
+        varies = any(len({point.value for point in line.points}) > 1 for line in series)
+        if series and (varies or not plot.varying):
+            title, unit = (text.format(space=space.label, target=space.target) for text in (plot.title, plot.unit))
+            found.append(Figure(title, plot.note, unit, series, plot.full, plot.log))
+    return found
+
+
+def _series(label: str, style: Style, pick: Pick, records: Sequence[Site | Layer]) -> Series:
+    points = []
+    for record in records:
+        named = pick(record)
+        if not named:
+            continue
+        values = [value for _, value in named]
+        mean, low, high = sum(values) / len(values), min(values), max(values)
+        text = shown(mean)
+        if len(values) > 1:
+            least, most = (next(name for name, value in named if value == end) for end in (low, high))
+            text = f"mean {text}, from {shown(low)} ({least}) to {shown(high)} ({most})"
+        # A mean of equal numbers may lie a rounding outside them.
+        points.append(Point(record.block, min(max(mean, low), high), low, high, text))
+    return Series(label, style, tuple(points))
+
+
+def _named(value: float | None) -> list[tuple[str, float]]:
+    return [] if value is None else [("", value)]

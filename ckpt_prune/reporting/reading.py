@@ -1,0 +1,259 @@
+"""What a page is made from: the report inside an output, or a plan file.
+
+Only what is shown is read and checked; every other key may come and go without a change here.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.errors import UserError
+
+REPORT = "ckpt_prune.json"
+"""As `transform.prune` names it; repeated because importing that brings torch and transformers."""
+
+Count = Annotated[int, Field(ge=0, le=2**63)]
+Block = Annotated[int, Field(ge=0, le=10**6)]
+_HUGE = 1e300
+_WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
+
+
+class Record(BaseModel):
+    """Some known keys, and figures under any others."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    def figure(self, key: str) -> float | None:
+        """The number under `key`; None where it is absent, null, no number or not a finite one."""
+        value = (self.model_extra or {}).get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _HUGE:
+            return None
+        return float(value)
+
+
+class Layer(Record):
+    """One block as a whole."""
+
+    block: Block
+
+
+class Head(Record):
+    """One head of a site whose figures are per head."""
+
+    head: Count
+
+
+class Site(Record):
+    """One space of one block."""
+
+    block: Block
+    space: str
+    units: Annotated[int, Field(ge=1, le=2**63)]
+    kept: list[int]
+    method: str
+    heads: list[Head] | None = None
+
+    @property
+    def pruned(self) -> bool:
+        """Whether any unit is dropped."""
+        return len(self.kept) < self.units
+
+    @property
+    def floor(self) -> float | None:
+        """The least error any weights and bias can reach, relative as the errors are."""
+        floor, start, error = self.figure("floor"), self.figure("j0"), self.figure("error_uncompensated")
+        if floor is None or start is None or error is None:
+            return None
+        # Where nothing is lost there is nothing to be relative to.
+        return floor / start * error if start > 0 else 0.0 if floor == 0 else None
+
+    @property
+    def width(self) -> float | None:
+        """Inputs of the consumer. Units of an MLP are its inputs; a head is several, which the report may count."""
+        width = self.figure("width") or (self.units if self.space == "mlp" else None)
+        return width if width is None or width > 0 else None
+
+
+class Cost(BaseModel):
+    """Size of a model, as `planning.accounting` counts it."""
+
+    parameters: Annotated[int, Field(ge=1, le=2**63)]
+    bytes: Annotated[int, Field(ge=1, le=2**63)]
+    flops: Annotated[int, Field(ge=1, le=2**100)]
+    tokens: Count | None = None
+
+
+class _Recipe(BaseModel):
+    name: str
+    summary: str = ""
+    source: str = ""
+
+
+class _Source(BaseModel):
+    name: str
+    fingerprint: str
+
+
+class _Container(BaseModel):
+    model_type: str
+    remote_code: bool = False
+    note: str | None = None
+
+
+class _Common(BaseModel):
+    recipe: _Recipe
+    recipe_digest: str = ""
+    before: Cost
+    after: Cost
+    sites: list[Site]
+    layers: list[Layer] = []
+
+
+class _Output(_Common):
+    source: _Source
+    calibration: dict[str, Any]
+    container: _Container
+    ckpt_prune: str
+    torch: str = "?"
+    transformers: str = "?"
+
+
+class _Statistics(BaseModel):
+    path: str
+    digest: str
+
+
+class _Plan(_Common):
+    model: str
+    model_path: str
+    statistics: _Statistics | None = None
+    container: str
+    container_note: str | None = None
+
+
+class Document(BaseModel):
+    """What the page says.
+
+    Attributes:
+        title: its heading.
+        recipe: name, summary and source of the method.
+        facts: label and text of what else there is to know, in order.
+        before, after: cost of the source and of the output.
+        sites: by block, then in the order of the report.
+        layers: by block; empty where the report has none.
+    """
+
+    title: str
+    recipe: _Recipe
+    facts: list[tuple[str, str]]
+    before: Cost
+    after: Cost
+    sites: list[Site]
+    layers: list[Layer]
+
+
+def read_document(path: Path) -> Document:
+    """Read the report of an output folder, or a plan.
+
+    Args:
+        path: the folder, the report inside it, or the plan file.
+
+    Raises:
+        UserError: not there, not written by this tool, or damaged.
+    """
+    file = _file(path)
+    is_report = file.name == REPORT
+    try:
+        values = parse_object(file.read_bytes())
+        if "model_path" in values and not is_report:
+            return _of_plan(_Plan.model_validate(values))
+        return _of_output(_Output.model_validate(values))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): {_WANTED}") from error
+    except ValueError as error:  # pydantic's are ValueErrors as well
+        if is_report:
+            raise UserError(f"{file} is damaged ({_reason(error)}): prune again") from error
+        raise UserError(f"{file} is no plan ({_reason(error)}): {_WANTED}") from error
+
+
+def _file(path: Path) -> Path:
+    try:
+        is_folder = path.is_dir()
+    except OSError:  # a name that no file can have
+        is_folder = False
+    if is_folder and not (path / REPORT).is_file():
+        raise UserError(f"{path} has no {REPORT}: {_WANTED}")
+    return path / REPORT if is_folder else path
+
+
+def _reason(error: ValueError) -> str:
+    """In one line: the place of the first thing that does not fit, or what the JSON parser says."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return " ".join(str(error).split())
+
+
+def _of_output(report: _Output) -> Document:
+    container = report.container
+    stored = "remote code" if container.remote_code else container.model_type
+    facts = [
+        ("Source", report.source.name),
+        ("Fingerprint", report.source.fingerprint),
+        *_recipe_facts(report),
+        ("Calibration", _calibration(report.calibration)),
+        ("Stored as", _with_note(stored, container.note)),
+        ("Written by", f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"),
+    ]
+    return _document(f"{report.source.name}, pruned by {report.recipe.name}", facts, report)
+
+
+def _of_plan(plan: _Plan) -> Document:
+    statistics = plan.statistics
+    stored = "remote code" if plan.container == "remote" else plan.container
+    facts = [
+        ("Source", plan.model_path),
+        ("Fingerprint", plan.model),
+        *_recipe_facts(plan),
+        ("Calibration", f"{statistics.path}, digest {statistics.digest}" if statistics else "none"),
+        ("To be stored as", _with_note(stored, plan.container_note)),
+    ]
+    return _document(f"Plan for {Path(plan.model_path).name}, by {plan.recipe.name}", facts, plan)
+
+
+def _document(title: str, facts: list[tuple[str, str]], found: _Common) -> Document:
+    return Document(
+        title=title,
+        recipe=found.recipe,
+        facts=[(label, text) for label, text in facts if text],
+        before=found.before,
+        after=found.after,
+        sites=sorted(found.sites, key=lambda site: site.block),
+        layers=sorted(found.layers, key=lambda layer: layer.block),
+    )
+
+
+def _recipe_facts(found: _Common) -> list[tuple[str, str]]:
+    return [("Method", found.recipe.source), ("Recipe digest", found.recipe_digest)]
+
+
+def _with_note(container: str, note: str | None) -> str:
+    return f"{container}: {note}" if note else container
+
+
+def _calibration(provenance: dict[str, Any]) -> str:
+    """Every entry in words, whatever the modality has: `target dense, 128 samples, window 2048, ...`."""
+    counted = {"samples", "tokens", "folds"}
+    parts = []
+    for key, value in provenance.items():
+        if value is None or isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
+            continue
+        words = key.replace("_", " ")
+        if key in counted and isinstance(value, int):
+            parts.append(f"{value:,} {words.removesuffix('s') if value == 1 else words}")
+        else:
+            parts.append(f"{words} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,117 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.compensation.spectrum import spectrum
+
+
+def moments_of(tokens: torch.Tensor, dtype: torch.dtype = torch.float64) -> Moments:
+    moments = Moments.zeros(tokens.shape[1], gram=False).accumulate(tokens)
+    return dataclasses.replace(moments, gram=(tokens.T @ tokens).to(dtype))
+
+
+def oracle(tokens: torch.Tensor) -> tuple[float, int]:
+    """By the singular values of the centred activations, counting one direction after the other."""
+    centred = tokens.numpy() - tokens.numpy().mean(0)
+    variances = np.linalg.svd(centred, compute_uv=False) ** 2
+    shares = [v / variances.sum() for v in variances if v > 1e-13 * variances.sum()]
+    k, held = 0, 0.0
+    while held < 0.95 - 1e-12:
+        held += shares[k]
+        k += 1
+    return math.exp(-sum(p * math.log(p) for p in shares)), k
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def isotropic(d: int) -> torch.Tensor:
+    """Tokens whose covariance is a multiple of the identity exactly, around a mean."""
+    return torch.cat([torch.eye(d), -torch.eye(d)]).double() * 3 + 1
+
+
+def found(tokens: torch.Tensor) -> tuple[float, int]:
+    result = spectrum(moments_of(tokens))
+    return result.effective_rank, result.k95
+
+
+@pytest.mark.parametrize(("tokens", "d"), [(200, 12), (9, 12), (40, 1)], ids=["many", "fewer than inputs", "one input"])
+def test_equals_the_svd_of_centred_activations(tokens, d):
+    x = normal(tokens, d) @ normal(d, d, seed=1) + 2
+    rank, k95 = oracle(x)
+    assert found(x) == (pytest.approx(rank, rel=1e-7), k95)
+    assert d == 1 or 1 < rank < d
+
+
+@pytest.mark.parametrize(("d", "k95"), [(1, 1), (10, 10), (20, 19), (41, 39), (80, 76), (120, 114)])
+def test_isotropic(d, k95):
+    """95 % of 20 equal directions is exactly 19 of them; sums of 80 or 120 shares fall a rounding short of it."""
+    assert found(isotropic(d)) == (pytest.approx(d), k95)
+
+
+def test_rank_one():
+    x = normal(50, 1) @ normal(1, 8, seed=1) + normal(8, seed=2)
+    assert found(x) == (pytest.approx(1, abs=1e-6), 1)
+
+
+def test_known_shares():
+    """Variances 8 : 4 : 4, so shares 1/2, 1/4, 1/4 and entropy 1.5 bits."""
+    x = torch.diag(torch.tensor([8.0, 4, 4]).sqrt()).double()
+    assert found(torch.cat([x, -x])) == (pytest.approx(2**1.5), 3)
+
+
+def test_the_mean_is_not_a_direction():
+    x = normal(100, 6)
+    assert found(x + 50) == (pytest.approx(found(x)[0], rel=1e-8), found(x)[1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), scale=st.floats(1e-3, 1e3))
+def test_rotation_and_scale_change_nothing(seed, scale):
+    x = normal(60, 7, seed=seed) @ normal(7, 7, seed=seed + 1)
+    turn = torch.linalg.qr(normal(7, 7, seed=seed + 2)).Q
+    rank, k95 = found(x)
+    assert found(x @ turn * scale) == (pytest.approx(rank, rel=1e-9), k95)
+    assert 1 <= rank <= 7
+    assert 1 <= k95 <= 7
+
+
+def test_a_float32_gram_is_enough():
+    x = normal(300, 20) @ normal(20, 20, seed=1) + 1
+    exact, rounded = spectrum(moments_of(x)), spectrum(moments_of(x, torch.float32))
+    assert rounded.effective_rank == pytest.approx(exact.effective_rank, rel=1e-5)
+    assert rounded.k95 == exact.k95
+
+
+def test_active_is_the_mean_share():
+    x = torch.tensor([[0.0, 1, 1e-7, -1], [0, 2, 0.5, 0], [0, 3, 0, -4], [0, 4, 0, 0]]).double()
+    assert spectrum(moments_of(x)).active == pytest.approx((0 + 4 + 1 + 2) / 16)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e4])
+def test_inputs_that_never_vary_have_no_rank(value):
+    result = spectrum(moments_of(torch.full((30, 5), value).double(), torch.float32))
+    assert (result.effective_rank, result.k95, result.active) == (0.0, 0, float(value > 0))
+
+
+def test_the_gram_is_left_as_it_was():
+    """`Tensor.double` of a float64 Gram is the Gram itself."""
+    moments = moments_of(normal(30, 4))
+    before = moments.gram.clone()
+    spectrum(moments)
+    assert torch.equal(moments.gram, before)
+
+
+def test_refusals():
+    moments = moments_of(normal(5, 3))
+    with pytest.raises(ValueError, match="second moments"):
+        spectrum(dataclasses.replace(moments, gram=None))
+    with pytest.raises(ValueError, match="at least one token"):
+        spectrum(Moments.zeros(3, gram=True))

@@ -1,0 +1,333 @@
+"""The page: well-formed, complete in itself, readable in both schemes, and nothing in it from a report is markup."""
+
+import re
+from importlib import resources
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.reporting.page import page
+from ckpt_prune.reporting.plots import PLOTS, SPACES
+from ckpt_prune.reporting.plots import words as space_words
+from ckpt_prune.reporting.reading import read_document
+
+from .examples import Drawn, Json, bare, parse, plan, report, site, words, write
+
+STYLE = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def rendered(tmp_path):
+    def render(value: Json, name: str = "out/ckpt_prune.json") -> str:
+        return page(read_document(write(tmp_path / name, value)))
+
+    return render
+
+
+def rich() -> list[Json]:
+    errors = {"error_uncompensated": 0.4, "error_compensated": 0.1, "floor": 0.05, "rho2": 0.7}
+    heads = [{"head": h} | errors for h in range(2)]
+    qk = [site(b, "qk", consumer=None, method="logit", heads=heads) for b in range(3)]
+    return qk + [site(b, "mlp", error_uncompensated=0.5 + b / 10) for b in range(3)]
+
+
+def plots(html: str) -> dict[str, Drawn]:
+    found = {}
+    for figure in parse(html).iter("figure"):
+        svg = next(svg for svg in figure.iter("svg") if svg.get("role") == "img")
+        found[words(figure.find(".//h3"))] = Drawn(svg)
+    return found
+
+
+def table(html: str, index: int) -> list[list[str]]:
+    found = list(parse(html).iter("table"))[index]
+    return [[words(cell) for cell in row] for row in found.iter("tr")]
+
+
+def facts(html: str) -> dict[str, str]:
+    root = parse(html)
+    return dict(zip(map(words, root.iter("dt")), map(words, root.iter("dd")), strict=True))
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------
+
+
+def test_header(rendered):
+    html = rendered(report(rich()))
+    root = parse(html)
+    assert words(root.find(".//title")) == words(root.find(".//h1")) == "tiny, pruned by corp"
+    assert [words(p) for p in root.find(".//header").iter("p")] == [
+        "Affine.",
+        "Compensation lowers the error on calibration data at 6 of 6 sites.",
+        "Compensation lowers the error on held-out data at 6 of 6 sites.",
+    ]
+    assert facts(html) == {
+        "Source": "tiny",
+        "Fingerprint": "f00d",
+        "Method": "CORP, eq. 7",
+        "Recipe digest": "beef",
+        "Calibration": "target dense, statistics cafe, 128 samples, window 16, 2,048 tokens, 1 fold",
+        "Stored as": "vit",
+        "Written by": "ckpt_prune 0.1.0, torch 2.13.0, transformers 5.23.0",
+    }
+
+
+def test_header_of_a_plan(rendered):
+    html = rendered(plan(rich(), container="remote", container_note="no slot"), "plan.json")
+    assert words(parse(html).find(".//h1")) == "Plan for tiny, by corp"
+    assert facts(html) == {
+        "Source": "models/tiny",
+        "Fingerprint": "f00d",
+        "Method": "CORP, eq. 7",
+        "Recipe digest": "beef",
+        "Calibration": "/stats, digest cafe",
+        "To be stored as": "remote code: no slot",
+    }
+    assert facts(rendered(plan([], statistics=None), "plan.json"))["Calibration"] == "none"
+    assert list(plots(html)) == list(plots(rendered(report(rich()))))
+
+
+def test_container_notes(rendered):
+    container = {"model_type": "llama", "remote_code": True, "note": "q narrower than v"}
+    assert facts(rendered(report([], container=container)))["Stored as"] == "remote code: q narrower than v"
+
+
+def test_calibration_of_another_kind(rendered):
+    """Images have no window; what a later version adds is shown under its own key."""
+    calibration = {"target": "sequential", "samples": 1, "image_size": 224, "skipped": None, "names": ["a"]}
+    html = rendered(report([], calibration=calibration))
+    assert facts(html)["Calibration"] == "target sequential, 1 sample, image size 224"
+
+
+def test_costs(rendered):
+    assert table(rendered(report([])), 0) == [
+        ["", "before", "after", "kept"],
+        ["Parameters", "2.00M", "1.50M", "75.0%"],
+        ["Bytes", "8.00 MiB", "6.00 MiB", "75.0%"],
+        ["FLOPs of 1,024 tokens", "4.00B", "3.00B", "75.0%"],
+    ]
+
+
+def test_where_compensation_fails(rendered):
+    """Sites where nothing is dropped or nothing was to compensate do not count."""
+    sites = [site(b, error_compensated=0.6, error_held_out=0.5) for b in range(9)]
+    sites += [site(9), site(9, "qk", error_held_out=None), site(10, kept=list(range(8))), site(11, method="none")]
+    html = rendered(report(sites))
+    names = ", ".join(f"MLP of block {b}" for b in range(8))
+    assert [words(p) for p in parse(html).find(".//header").iter("p")][1:] == [
+        f"Compensation lowers the error on calibration data at 2 of 11 sites; not at {names} and 1 more.",
+        f"Compensation lowers the error on held-out data at 1 of 10 sites; not at {names} and 1 more.",
+    ]
+
+
+def test_the_table_of_sites(rendered):
+    html = rendered(report([site(0, kept=[1]), bare(1), site(0, "qk", error_held_out=None, strength=None)]))
+    assert table(html, 1) == [
+        [
+            *["block", "space", "compensation", "λ", "kept", "uncompensated", "compensated", "held out", "floor"],
+            *["ρ²", "effective rank", "k95", "active"],
+        ],
+        ["0", "MLP", "affine", "0.01", "1 of 8", *["0.500", "0.250", "0.300", "0.125", "0.750", "2", "4", "0.500"]],
+        ["0", "Q/K", "affine", "–", "4 of 8", *["0.500", "0.250", "–", "0.125", "0.750", "2", "4", "0.500"]],
+        ["1", "MLP", "none", "–", "4 of 8", *["–"] * 8],
+    ]
+
+
+def test_columns_without_a_figure_are_left_out(rendered):
+    assert table(rendered(report([bare(0)])), 1) == [
+        ["block", "space", "compensation", "λ", "kept"],
+        ["0", "MLP", "none", "–", "4 of 8"],
+    ]
+
+
+def test_the_table_of_heads(rendered):
+    html = rendered(report(rich()))
+    assert table(html, 2)[:3] == [
+        ["block", "space", "head", "uncompensated", "compensated", "floor", "ρ²"],
+        ["0", "Q/K", "0", "0.400", "0.100", "0.0500", "0.700"],
+        ["0", "Q/K", "1", "0.400", "0.100", "0.0500", "0.700"],
+    ]
+    assert [words(s) for s in parse(html).iter("summary")] == ["Every site", "Every head"]
+    assert [words(s) for s in parse(rendered(report([site(0)]))).iter("summary")] == ["Every site"]
+
+
+def test_nothing_measured(rendered):
+    html = rendered(report([bare(0)]))
+    assert plots(html) == {}
+    assert "Nothing was measured per layer: errors and diagnostics need statistics with Grams" in words(parse(html))
+
+
+# ---- the plots in it -------------------------------------------------------------------------------------------
+
+
+def test_points_stand_where_their_values_are(rendered):
+    """Read off the page as a person would: by the numbers at the ticks."""
+    errors = [0.5, None, 0.31, 0.44]
+    html = rendered(report([site(b, error_uncompensated=e, floor=None) for b, e in enumerate(errors)]))
+    plot = plots(html)["MLP: output error"]
+    (y0, v0), (y1, v1) = plot.y[0], plot.y[-1]
+    (x0, b0), (x1, b1) = plot.x[0], plot.x[-1]
+    read = [
+        (b0 + (x - x0) / (x1 - x0) * (b1 - b0), v0 + (y - y0) / (y1 - y0) * (v1 - v0))
+        for x, y, _ in plot.marks("before")
+    ]
+    wanted = [(b, e) for b, e in enumerate(errors) if e is not None]
+    assert read == [(pytest.approx(b, abs=1e-3), pytest.approx(e, abs=1e-4)) for b, e in wanted]
+    (stroke,) = plot.path("line", "before")
+    assert len(stroke) == 2
+    assert plot.tooltips()[1] == "block 1\ncompensated: 0.250\nheld out: 0.300"
+
+
+def test_legends_name_every_line(rendered):
+    figures = {words(f.find(".//h3")): f for f in parse(rendered(report(rich()))).iter("figure")}
+    assert [words(li) for li in figures["MLP: output error"].iter("li")] == [
+        *["uncompensated", "compensated", "held out", "floor"]
+    ]
+    assert [words(li) for li in figures["ρ²: what the kept units predict"].iter("li")] == ["MLP", "Q/K"]
+    assert all(next(li.iter("svg")).get("class") for f in figures.values() for li in f.iter("li"))
+
+
+def test_captions_say_when_marks_lie_below_the_scale(rendered):
+    sites = [site(b, error_compensated=e, floor=None) for b, e in enumerate((0.01, 0.0))]
+    said = {
+        words(f.find(".//h3")): words(f.find(".//figcaption/p")) for f in parse(rendered(report(sites))).iter("figure")
+    }
+    assert said["MLP: output error"].endswith("Hollow marks at the foot: zero, or too small for this scale.")
+    assert "Hollow" not in said["Active inputs"]
+
+
+def test_the_order_of_sites_does_not_matter(rendered):
+    sites = [site(b, error_compensated=0.1 * (b + 1)) for b in range(4)]
+    assert rendered(report(sites[::-1])) == rendered(report(sites))
+
+
+# ---- complete in itself ----------------------------------------------------------------------------------------
+
+
+def test_it_loads_and_runs_nothing(rendered):
+    root = parse(rendered(report(rich())))
+    tags = {element.tag for element in root.iter()}
+    assert not tags & {"script", "link", "img", "image", "use", "iframe", "object", "embed", "base", "a", "form"}
+    names = {name for element in root.iter() for name in element.attrib}
+    assert not {n for n in names if n in {"src", "href", "xlink:href", "srcset", "action"} or n.startswith("on")}
+    assert not re.search(r"url\(|@import|@font-face|//", STYLE)
+    policy = next(m.get("content") for m in root.iter("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_no_address_of_the_network_is_in_it(rendered):
+    assert not re.search(r"https?:|//\w", rendered(report(rich())))
+
+
+def test_it_is_a_page_of_its_own(rendered):
+    html = rendered(report(rich()))
+    assert html.startswith('<!doctype html>\n<html lang="en">')
+    assert html.count("<style>") == 1
+    assert STYLE in html
+    metas = [dict(m.attrib) for m in parse(html).iter("meta")]
+    assert {"charset": "utf-8"} in metas
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
+
+
+def test_the_same_report_gives_the_same_bytes(rendered):
+    assert rendered(report(rich())) == rendered(report(rich()))
+
+
+EVIL = '</title><script>alert("1")</script>&amp;\'\x07'
+
+
+def test_nothing_from_a_report_is_markup(rendered):
+    made = report(
+        [site(0, EVIL, method=EVIL), site(1, EVIL)],
+        source={"name": EVIL, "fingerprint": EVIL},
+        recipe={"name": EVIL, "summary": EVIL, "source": EVIL},
+        recipe_digest=EVIL,
+        calibration={EVIL: EVIL, "target": EVIL},
+        container={"model_type": EVIL, "note": EVIL},
+        ckpt_prune=EVIL,
+        torch=EVIL,
+        transformers=EVIL,
+    )
+    html = rendered(made)
+    root = parse(html)
+    seen = EVIL.replace("\x07", "\ufffd")
+    assert "script" not in {element.tag for element in root.iter()}
+    assert words(root.find(".//h1")) == f"{seen}, pruned by {seen}"
+    assert facts(html)["Calibration"] == f"{seen} {seen}, target {seen}"
+    assert table(html, 1)[1][1:3] == [seen, seen]
+    assert f"{seen}: output error" in plots(html)
+    evil_plan = plan([site(0, EVIL)], model=EVIL, model_path=EVIL, statistics={"path": EVIL, "digest": EVIL})
+    root = parse(rendered(evil_plan | {"container": EVIL, "container_note": EVIL}, "plan.json"))
+    assert "script" not in {element.tag for element in root.iter()}
+
+
+def test_half_a_surrogate_pair_can_be_written(rendered):
+    html = rendered(report([], calibration={"target": "\ud800"}))
+    assert facts(html)["Calibration"] == "target \ufffd"
+    html.encode()
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------
+
+
+def schemes() -> dict[str, dict[str, str]]:
+    """The style sheet's colours, light and dark."""
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    read = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part)) for part in (light, dark)]
+    return {"light": read[0], "dark": read[1]}
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of sRGB (WCAG 2.1)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    lighter, darker = sorted((luminance(a), luminance(b)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+STYLES = {line.style.name for plot in PLOTS for line in plot.lines}
+STYLES |= {space.style.name for space in SPACES.values()} | {space_words("of another version").style.name}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_lines_stand_out(scheme):
+    """WCAG's 4.5 for text, and more than its 3 for graphics, on the page of either scheme."""
+    colours = schemes()[scheme]
+    for name in {"ink", "soft"} | STYLES:
+        assert contrast(colours[name], colours["page"]) >= 4.5, name
+
+
+def test_both_schemes_set_the_same_colours():
+    found = schemes()
+    assert set(found["light"]) == set(found["dark"])
+    assert found["light"]["page"] != found["dark"]["page"]
+    assert "color-scheme: light dark" in STYLE
+
+
+def test_every_line_has_a_colour_of_the_sheet():
+    for name in STYLES:
+        assert f".{name} {{ color: var(--{name}); }}" in STYLE
+
+
+def test_no_colour_but_those_of_the_schemes_is_used():
+    rules = re.sub(r"--[\w-]+: [^;]+;", "", STYLE)
+    assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?![^{]*\{)", rules)
+    used = set(re.findall(r"var\(--([\w-]+)\)", STYLE))
+    assert used <= set(schemes()["light"]) | {"band"}
+
+
+def test_lines_of_one_plot_differ_in_mark_as_well():
+    """For those who see no difference between the colours, and on paper."""
+    groups = [[line.style for line in plot.lines] for plot in PLOTS] + [[s.style for s in SPACES.values()]]
+    for styles in groups:
+        assert all(a.mark != b.mark and a.name != b.name for a, b in product(styles, styles) if a is not b)
+
+
+def test_the_style_sheet_travels_in_the_wheel():
+    """Hatch takes every file of the package; here that it is where the code looks."""
+    assert Path(str(resources.files("ckpt_prune.reporting").joinpath("style.css"))).is_file()

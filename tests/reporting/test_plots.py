@@ -1,0 +1,156 @@
+"""Which plots a report gives, and with which values."""
+
+import pytest
+
+from ckpt_prune.reporting.plots import PLOTS, Figure, Line, Plot, Style, figure, figures, shown
+from ckpt_prune.reporting.reading import Layer, Site
+
+from .examples import Json, bare, site
+
+
+def figures_of(*sites: Json) -> dict[str, Figure]:
+    found = figures([Site.model_validate(s) for s in sites])
+    assert len({f.title for f in found}) == len(found)
+    return {f.title: f for f in found}
+
+
+def values(plot: Figure) -> dict[str, dict[int, float]]:
+    return {line.label: {point.block: point.value for point in line.points} for line in plot.series}
+
+
+def heads(*errors: tuple[float, float], rho2: float | None = None) -> list[Json]:
+    return [
+        {"head": h, "error_uncompensated": a, "error_compensated": b, "floor": 9.0, "rho2": rho2}
+        for h, (a, b) in enumerate(errors)
+    ]
+
+
+def test_every_plot_of_a_report_with_everything():
+    qk = site(0, "qk", consumer=None, effective_rank=None, k95=None, active=None, heads=heads((0.5, 0.1), rho2=0.5))
+    found = figures_of(qk, site(0, "heads", width=16), site(0, "mlp"), site(1, "mlp", kept=[0]))
+    assert list(found) == [
+        "MLP: output error",
+        "Attention heads: output error",
+        "Q/K: logit error",
+        "Q/K: logit error per head",
+        "ρ²: what the kept units predict",
+        "ρ² per head",
+        "MLP: rank of the inputs",
+        "Attention heads: rank of the inputs",
+        "Active inputs",
+        "Units kept",
+    ]
+
+
+def test_errors_are_relative_the_floor_too():
+    plot = figures_of(site(0), site(1, error_uncompensated=0.2, floor=3.0, j0=6.0))["MLP: output error"]
+    assert values(plot) == {
+        "uncompensated": {0: 0.5, 1: 0.2},
+        "compensated": {0: 0.25, 1: 0.25},
+        "held out": {0: 0.3, 1: 0.3},
+        "floor": {0: pytest.approx(0.125), 1: pytest.approx(0.1)},
+    }
+    assert plot.unit == "share of output energy"
+    assert figures_of(site(0, "qk"))["Q/K: logit error"].unit == "share of logit energy"
+
+
+@pytest.mark.parametrize("changes", [{"floor": None}, {"j0": None}, {"error_uncompensated": None}, {"j0": 0.0}])
+def test_no_floor_where_it_cannot_be_relative(changes):
+    assert "floor" not in values(figures_of(site(0, **changes))["MLP: output error"])
+
+
+def test_the_floor_of_nothing_lost_is_zero():
+    whole = site(0, error_uncompensated=0.0, error_compensated=0.0, j0=0.0, floor=0.0)
+    assert values(figures_of(whole)["MLP: output error"])["floor"] == {0: 0.0}
+
+
+def test_missing_values_are_gaps_and_lines_without_values_are_left_out():
+    plot = figures_of(site(0), site(1, error_held_out=None), bare(2), site(3))["MLP: output error"]
+    assert values(plot)["held out"] == {0: 0.3, 3: 0.3}
+    plot = figures_of(*(site(b, error_held_out=None) for b in range(2)))["MLP: output error"]
+    assert list(values(plot)) == ["uncompensated", "compensated", "floor"]
+
+
+@pytest.mark.parametrize("value", ["0.5", True, [1.0], float("nan"), float("inf"), 10**400, -1e301])
+def test_what_is_no_finite_number_is_missing(value):
+    assert values(figures_of(site(0, rho2=value), site(1))["ρ²: what the kept units predict"]) == {"MLP": {1: 0.75}}
+
+
+def test_one_plot_of_rho2_with_a_line_per_space():
+    plot = figures_of(site(0, "qk", rho2=0.1), site(0, "heads", rho2=0.2), site(0, "mlp", rho2=0.3))
+    plot = plot["ρ²: what the kept units predict"]
+    assert values(plot) == {"MLP": {0: 0.3}, "Attention heads": {0: 0.2}, "Q/K": {0: 0.1}}
+    assert plot.full == (0, 1)
+    assert len({line.style for line in plot.series}) == 3
+
+
+def test_heads_are_a_mean_and_a_spread():
+    found = figures_of(site(2, "qk", heads=heads((0.5, 0.1), (0.2, 0.3), (0.8, 0.2))))["Q/K: logit error per head"]
+    before, after = (line.points[0] for line in found.series)
+    assert (before.block, before.low, before.high) == (2, 0.2, 0.8)
+    assert (before.value, after.value) == (pytest.approx(0.5), pytest.approx(0.2))
+    assert before.text == "mean 0.500, from 0.200 (head 1) to 0.800 (head 2)"
+    assert after.text == "mean 0.200, from 0.100 (head 0) to 0.300 (head 1)"
+
+
+def test_heads_that_were_not_measured_are_left_out():
+    some = heads((0.5, 0.1), (0.2, 0.3))
+    some[0]["error_compensated"] = None
+    before, after = figures_of(site(0, "qk", heads=some))["Q/K: logit error per head"].series
+    assert (before.points[0].low, before.points[0].high) == (0.2, 0.5)
+    assert after.points[0].text == "0.300"
+    assert "ρ² per head" not in figures_of(site(0, "qk", heads=some))
+
+
+def test_ranks_are_shares_of_the_width():
+    found = figures_of(site(0, effective_rank=2.0, k95=4), site(0, "heads", effective_rank=3.0, k95=6, width=12))
+    assert values(found["MLP: rank of the inputs"]) == {"effective rank": {0: 0.25}, "k95": {0: 0.5}}
+    assert values(found["Attention heads: rank of the inputs"]) == {"effective rank": {0: 0.25}, "k95": {0: 0.5}}
+
+
+def test_ranks_of_heads_of_unknown_width_are_not_shown():
+    assert "Attention heads: rank of the inputs" not in figures_of(site(0, "heads"))
+
+
+def test_units_are_shown_only_where_blocks_differ():
+    assert "Units kept" not in figures_of(site(0), site(1), site(0, "heads", kept=[1]))
+    found = figures_of(site(0), site(1, kept=[0, 1]), site(0, "heads", kept=[1]))
+    assert values(found["Units kept"]) == {"MLP": {0: 0.5, 1: 0.25}, "Attention heads": {0: 0.125}}
+
+
+def test_nothing_measured_gives_no_plot():
+    assert figures_of(bare(0), bare(1)) == {}
+    assert figures_of() == {}
+
+
+def test_a_space_of_a_later_version_is_shown_by_its_name():
+    plot = figures_of(site(0, "experts"))["experts: output error"]
+    assert list(values(plot)) == ["uncompensated", "compensated", "held out", "floor"]
+
+
+def test_a_plot_is_one_entry():
+    """As recovery will add: figures of a layer as a whole."""
+    style = Style("after", "square")
+    cka = Plot("CKA", "Higher is better.", "similarity", (Line("after", style, figure("cka")),), (0, 1), layers=True)
+    own = Plot("{space}: spread", "", "", (Line("a", style, figure("new")), Line("b", style, figure("k95"))))
+    layers = [Layer.model_validate({"block": b, "cka": v}) for b, v in enumerate((0.9, None, 0.8))]
+    found = figures([Site.model_validate(site(0, new=3))], layers, (cka, own))
+    assert [(f.title, values(f)) for f in found] == [
+        ("CKA", {"after": {0: 0.9, 2: 0.8}}),
+        ("MLP: spread", {"a": {0: 3.0}, "b": {0: 4.0}}),
+    ]
+
+
+def test_every_plot_says_what_better_is():
+    assert all(p.note.startswith(("Lower", "Higher", "Where the budget went")) and p.unit for p in PLOTS)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(0.0, "0"), (4.0, "4"), (1536.0, "1,536"), (0.25, "0.250"), (0.123456, "0.123"), (186.4, "186")],
+        *[(12.34, "12.3"), (0.0001, "0.000100"), (0.0000123, "1.23e-05"), (2e9, "2.00e+09"), (-0.5, "-0.500")],
+    ],
+)
+def test_numbers(value, text):
+    assert shown(value) == text
