@@ -1,0 +1,394 @@
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor, ViTImageProcessorPil
+from transformers.models.auto import image_processing_auto
+
+from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.errors import UserError
+from tests.images import ID2LABEL, MEAN, PROCESSOR, SIZE, STD, write_csv, write_image, write_images, write_processor
+
+
+def refusal(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def found(directory, split="eval", id2label=ID2LABEL, **options) -> list[tuple[str, int]]:
+    files = find_images(directory, split=split, id2label=id2label, **options)
+    return list(zip((path.name for path in files.paths), files.labels, strict=True))
+
+
+def preprocessed(path) -> np.ndarray:
+    """The arithmetic of the processor in tests/images.py, in float64: (channels, height, width)."""
+    with Image.open(path) as image:
+        resized = image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+    return ((np.asarray(resized, dtype=np.float64) / 255 - MEAN) / STD).transpose(2, 0, 1)
+
+
+class TestLoadProcessor:
+    def test_always_the_pillow_one(self, tmp_path, monkeypatch):
+        write_processor(tmp_path)
+        chosen = []
+        load = image_processing_auto._load_backend_class
+        monkeypatch.setattr(
+            image_processing_auto,
+            "_load_backend_class",
+            lambda name, backend, *rest: chosen.append(backend) or load(name, backend, *rest),
+        )
+        # As where torchvision is installed, which transformers' own choice then falls on.
+        monkeypatch.setattr(image_processing_auto, "is_torchvision_available", lambda: True)
+        AutoImageProcessor.from_pretrained(tmp_path)
+        assert type(load_processor(tmp_path)) is ViTImageProcessorPil
+        assert chosen == ["torchvision", "pil"]
+
+    def test_the_names_older_checkpoints_use(self, tmp_path):
+        for changes in (
+            {"image_processor_type": "ViTImageProcessorFast"},
+            {"image_processor_type": None, "feature_extractor_type": "ViTFeatureExtractor"},
+        ):
+            assert type(load_processor(write_processor(tmp_path, **changes))) is ViTImageProcessorPil
+
+    def test_refusals(self, tmp_path):
+        assert refusal(load_processor, tmp_path) == (
+            f"{tmp_path}: no image processor (preprocessor_config.json); "
+            "copy the model's preprocessor_config.json into the folder"
+        )
+        path = tmp_path / "preprocessor_config.json"
+        path.write_text("{")
+        assert refusal(load_processor, tmp_path).startswith(f"{path} is not a readable JSON object (")
+        path.write_text('{"image_processor_type": "NoSuchImageProcessor"}')
+        assert refusal(load_processor, tmp_path).startswith(f"{tmp_path}: the image processor does not load: ")
+
+    def test_remote_code_runs_only_when_trusted(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        folder = write_processor(
+            tmp_path / "vit",
+            image_processor_type="OursImageProcessor",
+            auto_map={"AutoImageProcessor": "processing_ours.OursImageProcessor"},
+        )
+        (folder / "processing_ours.py").write_text(
+            "from pathlib import Path\nfrom transformers import ViTImageProcessorPil\n"
+            f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+            "class OursImageProcessor(ViTImageProcessorPil):\n    pass\n"
+        )
+        assert refusal(load_processor, folder) == (
+            f"{folder / 'preprocessor_config.json'} asks for remote code (auto_map); "
+            "read that code, then say --trust-remote-code to run it"
+        )
+        assert not (tmp_path / "ran").exists()
+        assert type(load_processor(folder, trust_remote_code=True)).__name__ == "OursImageProcessor"
+        assert (tmp_path / "ran").exists()
+
+
+class TestCsv:
+    def test_rows_of_the_split_sorted_by_path(self, tmp_path):
+        write_images(tmp_path, ["images/b.png", "images/a.JPEG", "images/c.png"])
+        write_csv(
+            tmp_path / "labels.csv",
+            *["name,file,label,split", "x,images/b.png,2,eval", "y,images/a.JPEG,5,eval", "z,images/c.png,1,calib"],
+        )
+        for directory in (tmp_path, tmp_path / "images"):
+            assert found(directory) == [("a.JPEG", 5), ("b.png", 2)]
+            assert found(directory, "calib") == [("c.png", 1)]
+            assert find_images(directory, split="calib").labels is None
+
+    def test_without_splits_every_row_serves_both(self, tmp_path):
+        write_images(tmp_path, ["a.png", "b.png"])
+        write_csv(tmp_path / "labels.csv", "file,label", "a.png,0", "b.png,n05", "")
+        assert found(tmp_path, "calib") == found(tmp_path, "eval") == [("a.png", 0), ("b.png", 4)]
+
+    def test_files_relative_to_the_csv_or_to_the_folder(self, tmp_path):
+        write_images(tmp_path, ["photos/a.png", "lists/here/b.png"])
+        named = write_csv(tmp_path / "lists" / "mine.csv", "file,label", "a.png,0", "here/b.png,1")
+        assert found(tmp_path / "photos", labels=named) == [("b.png", 1), ("a.png", 0)]
+
+    def test_spaces_and_a_byte_order_mark_do_no_harm(self, tmp_path):
+        write_images(tmp_path, ["a.png"])
+        (tmp_path / "labels.csv").write_text("\ufefffile, label, split\na.png, 3, eval\n", encoding="utf-8")
+        assert found(tmp_path) == [("a.png", 3)]
+
+    def test_images_are_what_the_csv_names_by_any_suffix(self, tmp_path):
+        write_images(tmp_path, ["a.png", "other.png"])
+        (tmp_path / "a.png").rename(tmp_path / "a.img")
+        write_csv(tmp_path / "labels.csv", "file,label", "a.img,0")
+        assert found(tmp_path) == [("a.img", 0)]
+
+    def test_a_csv_beside_the_folder_counts_for_the_folder_alone(self, tmp_path):
+        write_images(tmp_path, ["train/a.png", "val/a.png", "other/n06/c.png"])
+        write_csv(tmp_path / "labels.csv", "file,label", "train/a.png,0", "val/a.png,1")
+        assert found(tmp_path / "val") == [("a.png", 1)]
+        assert found(tmp_path / "other") == [("c.png", 5)]
+        assert [label for _, label in found(tmp_path)] == [0, 1]
+        write_csv(tmp_path / "labels.csv", "id,breed", "a,collie")
+        assert find_images(tmp_path / "val", split="eval", id2label=ID2LABEL).labels is None
+
+    def test_the_working_folder(self, tmp_path, monkeypatch):
+        write_images(tmp_path, ["images/a.png"])
+        write_csv(tmp_path / "labels.csv", "file,label", "images/a.png,3")
+        monkeypatch.chdir(tmp_path / "images")
+        assert found(Path()) == [("a.png", 3)]
+
+    def test_refusals(self, tmp_path):
+        write_images(tmp_path, ["a.png", "b.png"])
+        file = tmp_path / "labels.csv"
+
+        def said(*rows, **options):
+            write_csv(file, *rows)
+            return refusal(found, tmp_path, **options)
+
+        assert said("file,class", "a.png,0") == f"{file}: no column label, its columns are file, class"
+        assert said("name,label", "a.png,0") == f"{file}: no column file, its columns are name, label"
+        assert said("name,label", "a.png,0", id2label=None) == f"{file}: no column file, its columns are name, label"
+        assert said("file,label") == (
+            f"{file}: no rows; it needs the columns file and label, its columns are file, label"
+        )
+        assert said("file,label", "a.png,0", "no.png,1", "nor.png,2") == (
+            f"{file}: 2 of 3 files are not there, the first is no.png; they are looked for in {tmp_path} and {tmp_path}"
+        )
+        assert said("file,label,split", "a.png,0,train", "b.png,1,calib") == (
+            f"{file}: no row of split eval; its splits are calib, train"
+        )
+        assert said("file,label", "a.png,0", "./a.png,1") == f"{file}, line 3: ./a.png is named twice"
+        for label in ("6", "-1", "cup", "", "1.0"):
+            assert said("file,label", "b.png,5", f"a.png,{label}") == (
+                f"{file}, line 3: label '{label}' is none of the model's 6 classes; "
+                "give a class's index or its name in config.json's id2label"
+            )
+        file.write_bytes(b"file,label\n\xff.png,0\n")
+        assert refusal(found, tmp_path).startswith(f"{file}: not a readable CSV: 'utf-8' codec can't decode byte 0xff")
+        assert refusal(found, tmp_path, labels=tmp_path / "no.csv") == f"{tmp_path / 'no.csv'}: no such labels file"
+
+    def test_missing_files_of_the_other_split_are_not_missed(self, tmp_path):
+        write_images(tmp_path, ["a.png"])
+        write_csv(tmp_path / "labels.csv", "file,label,split", "a.png,0,eval", "no.png,1,calib")
+        assert found(tmp_path) == [("a.png", 0)]
+
+
+class TestClassNames:
+    @pytest.mark.parametrize(
+        ("folder", "index"), [("n02 great white shark", 1), ("n02", 1), ("4", 4), ("n06 cup", 5), ("0", 0)]
+    )
+    def test_of_a_folder(self, tmp_path, folder, index):
+        write_images(tmp_path, [f"{folder}/a.png", f"{folder}/deeper/b.PNG"])
+        assert found(tmp_path) == [("a.png", index), ("b.PNG", index)]
+
+    def test_sorted_by_folder_then_file(self, tmp_path):
+        write_images(tmp_path, ["n03/b.png", "n01/z.png", "n03/a.png"])
+        write_image(tmp_path / "n05" / ".hidden.png")
+        (tmp_path / "empty").mkdir()
+        assert found(tmp_path) == [("z.png", 0), ("a.png", 2), ("b.png", 2)]
+        assert find_images(tmp_path, split="calib").labels is None
+
+    def test_a_number_that_is_a_name_too(self, tmp_path):
+        digits = {0: "1", 1: "0"}
+        write_images(tmp_path, ["images/1/a.png"])
+        write_csv(tmp_path / "labels.csv", "file,label", "images/1/a.png,1")
+        assert found(tmp_path, id2label=digits) == [("a.png", 1)]
+        (tmp_path / "labels.csv").unlink()
+        assert found(tmp_path / "images", id2label=digits) == [("a.png", 0)]
+
+    def test_the_whole_name_before_the_first_word(self, tmp_path):
+        write_images(tmp_path, ["maillot/a.png"])
+        assert found(tmp_path, id2label={0: "maillot tank suit", 1: "maillot"}) == [("a.png", 1)]
+
+    def test_refusals(self, tmp_path):
+        write_images(tmp_path, ["great/a.png"])
+        assert refusal(found, tmp_path) == (
+            f"{tmp_path / 'great'}: label 'great' is none of the model's 6 classes; "
+            "give a class's index or its name in config.json's id2label"
+        )
+        assert refusal(found, tmp_path, id2label={0: "great white shark", 1: "great grey owl"}) == (
+            f"{tmp_path / 'great'}: label 'great' fits 2 of the model's classes; use the class's index"
+        )
+
+
+class TestFlatFolder:
+    def test_every_image_without_classes(self, tmp_path):
+        write_images(tmp_path, ["b.png", "a.JPG", "c.webp"])
+        (tmp_path / "README.md").write_text("not an image")
+        write_image(tmp_path / "._a.png")
+        files = find_images(tmp_path, split="calib", id2label=ID2LABEL)
+        assert files == ImageFiles(tuple(tmp_path / name for name in ("a.JPG", "b.png", "c.webp")))
+
+    def test_refusals(self, tmp_path):
+        assert refusal(found, tmp_path / "no") == f"{tmp_path / 'no'}: no such image folder"
+        (tmp_path / "a.txt").write_text("")
+        assert refusal(found, tmp_path / "a.txt") == f"{tmp_path / 'a.txt'}: no such image folder"
+        assert refusal(found, tmp_path) == (
+            f"{tmp_path}: no images (.bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp) in it or in its sub-folders"
+        )
+        write_images(tmp_path, ["a.png", "n01/b.png"])
+        assert refusal(found, tmp_path) == (
+            f"{tmp_path}: images both in the folder and in its sub-folders (n01); "
+            "give a folder of images, or one with a sub-folder per class"
+        )
+
+
+class TestChoose:
+    FILES = ImageFiles(tuple(Path(f"{i:02}.png") for i in range(50)), tuple(range(50)))
+
+    @given(st.integers(1, 50), st.integers(0, 2**63 - 1))
+    def test_a_subset_in_order_with_its_labels(self, samples, seed):
+        chosen = choose_images(self.FILES, samples=samples, seed=seed)
+        assert len(set(chosen.paths)) == samples
+        assert list(chosen.paths) == sorted(chosen.paths)
+        assert [f"{label:02}.png" for label in chosen.labels] == [path.name for path in chosen.paths]
+        assert choose_images(self.FILES, samples=samples, seed=seed) == chosen
+
+    def test_seeds_choose_differently_and_the_same_everywhere(self):
+        assert choose_images(self.FILES, samples=5, seed=0).labels == (6, 7, 17, 39, 44)
+        assert choose_images(self.FILES, samples=5, seed=1).labels != (6, 7, 17, 39, 44)
+
+    def test_first(self):
+        assert choose_images(self.FILES, samples=3, choose="first").labels == (0, 1, 2)
+
+    def test_refusals(self):
+        assert refusal(choose_images, self.FILES, samples=51) == (
+            "there are 50 images, 51 are asked for; give more images, or at most 50 samples"
+        )
+        assert refusal(choose_images, self.FILES, samples=0) == "samples must be at least 1, not 0"
+
+
+@pytest.fixture
+def processor(tmp_path):
+    return load_processor(write_processor(tmp_path / "vit"))
+
+
+def samples_of(paths, processor, **options) -> ImageSamples:
+    return ImageSamples(ImageFiles(tuple(paths), tuple(range(len(paths)))), processor, **options)
+
+
+class TestImageSamples:
+    def test_values_are_those_of_the_processor(self, tmp_path, processor):
+        paths = [
+            write_image(tmp_path / "a.png"),
+            write_image(tmp_path / "b.jpg", 1, (30, 7)),
+            write_image(tmp_path / "c.png", 2, (9, 9), "L"),
+            write_image(tmp_path / "d.png", 3, (9, 9), "RGBA"),
+            write_image(tmp_path / "e.gif", 4, (9, 9), "P"),
+            write_image(tmp_path / "f.png", 5, (12, 3)),  # three pixels high: not an image with its channels first
+        ]
+        samples = samples_of(paths, processor, tokens=5)
+        assert (len(samples), samples.tokens, samples.size) == (6, 5, (3, SIZE, SIZE))
+        assert samples.labels.tolist() == [0, 1, 2, 3, 4, 5]
+        assert samples.skipped == ()
+        batch = samples.batch(slice(0, 6))
+        assert list(batch) == ["pixel_values"]
+        assert batch["pixel_values"].dtype == torch.float32
+        expected = np.stack([preprocessed(path) for path in paths])
+        assert np.abs(batch["pixel_values"].numpy() - expected).max() < 1e-6
+        for rows in (slice(2, 5), slice(4, 99), slice(3, 3)):
+            assert torch.equal(samples.batch(rows)["pixel_values"], batch["pixel_values"][rows])
+
+    def test_without_labels(self, tmp_path, processor):
+        assert ImageSamples(ImageFiles((write_image(tmp_path / "a.png"),)), processor).labels is None
+
+    def test_read_when_asked_for(self, tmp_path, processor):
+        paths = write_images(tmp_path, ["a.png", "b.png"])
+        samples = samples_of(paths, processor)
+        paths[1].write_bytes(b"changed")
+        assert samples.batch(slice(0, 1))["pixel_values"].shape == (1, 3, SIZE, SIZE)
+        assert refusal(samples.batch, slice(0, 2)) == (
+            f"{paths[1]} does not decode any more: not a BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP image"
+        )
+
+    def test_fingerprint(self, tmp_path, processor):
+        a, b = write_images(tmp_path, ["a.png", "b.png"])
+        digest = hashlib.sha256()
+        for path in (a, b):
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        settings = json.loads(processor.to_json_string())
+        # all that was set is in it
+        assert all(settings[key] == json.loads(json.dumps(value)) for key, value in PROCESSOR.items())
+        digest.update(processor.to_json_string().encode())
+        one = samples_of([a, b], processor).fingerprint
+        assert one == digest.hexdigest()
+        # neither names nor classes count, order and preprocessing do
+        a.rename(tmp_path / "z.png")
+        assert ImageSamples(ImageFiles((tmp_path / "z.png", b)), processor).fingerprint == one
+        assert samples_of([b, tmp_path / "z.png"], processor).fingerprint != one
+        other = load_processor(write_processor(tmp_path / "other", resample=3))
+        assert samples_of([tmp_path / "z.png", b], other).fingerprint != one
+
+    def test_images_of_different_sizes(self, tmp_path):
+        processor = load_processor(write_processor(tmp_path / "vit", do_resize=False))
+        paths = [write_image(tmp_path / f"{i}.png", i, size) for i, size in enumerate([(9, 8), (9, 8), (8, 9)])]
+        samples = samples_of(paths, processor)
+        assert samples.batch(slice(0, 2))["pixel_values"].shape == (2, 3, 8, 9)
+        assert refusal(samples.batch, slice(0, 3)) == (
+            f"{paths[2]} is 3 x 9 x 8 after preprocessing, {paths[0]} is 3 x 8 x 9: "
+            "images must come out in one size; set a crop or a fixed size in preprocessor_config.json"
+        )
+
+    def test_a_processor_that_fails_or_cuts_into_tiles(self, tmp_path, processor):
+        path = write_image(tmp_path / "a.png")
+        processor.image_std = (1.0, 1.0)
+        assert refusal(samples_of, [path], processor).startswith(f"{path}: the image processor fails on it: ")
+
+        class Tiles:
+            def __call__(self, **kwargs):
+                return {"pixel_values": torch.zeros(1, 4, 3, 2, 2)}
+
+            def to_json_string(self):
+                return ""
+
+        assert refusal(samples_of, [path], Tiles()) == (
+            "the image processor makes 1 x 4 x 3 x 2 x 2 values of one image, not 1 x channels x height x width: "
+            "models that cut images into tiles are not supported"
+        )
+
+
+class TestCorrupt:
+    def damaged(self, tmp_path) -> list[Path]:
+        paths = write_images(tmp_path, [f"{i}.png" for i in range(8)])
+        whole = paths[2].read_bytes()
+        paths[2].write_bytes(whole[: len(whole) // 2])  # opens, and fails only when its pixels are read
+        paths[5].write_text("no image")
+        return paths
+
+    def test_named_and_left_out(self, tmp_path, processor):
+        paths = self.damaged(tmp_path)
+        samples = samples_of(paths, processor, max_corrupt=0.25)
+        assert samples.skipped == (str(paths[2]), str(paths[5]))
+        assert len(samples) == 6
+        assert samples.labels.tolist() == [0, 1, 3, 4, 6, 7]
+        assert samples.fingerprint == samples_of([*paths[:2], *paths[3:5], *paths[6:]], processor).fingerprint
+        expected = np.stack([preprocessed(paths[i]) for i in (0, 1, 3, 4, 6, 7)])
+        assert np.abs(samples.batch(slice(0, 8))["pixel_values"].numpy() - expected).max() < 1e-6
+
+    def test_more_than_the_share(self, tmp_path, processor):
+        paths = self.damaged(tmp_path)
+        start = "2 of 8 images do not decode, more than the allowed share of "
+        assert refusal(samples_of, paths, processor).startswith(f"{start}0.05; the first is {paths[2]}: ")
+        assert refusal(samples_of, paths, processor, max_corrupt=0.24).startswith(f"{start}0.24; ")
+        assert refusal(samples_of, [paths[5]], processor, max_corrupt=0) == (
+            "1 of 1 images do not decode, more than the allowed share of 0; "
+            f"the first is {paths[5]}: not a BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP image"
+        )
+
+    def test_at_least_one_must_be_whole(self, tmp_path, processor):
+        assert refusal(samples_of, [self.damaged(tmp_path)[5]], processor, max_corrupt=1) == (
+            f"none of 1 images decodes; the first is {tmp_path / '5.png'}: "
+            "not a BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP image"
+        )
+
+    def test_whatever_a_file_is(self, tmp_path, processor):
+        good = write_image(tmp_path / "a.png")
+        empty, folder, bomb = tmp_path / "empty.png", tmp_path / "folder.png", tmp_path / "bomb.ppm"
+        empty.touch()
+        folder.mkdir()
+        bomb.write_bytes(b"P6 60000 60000 255\n")
+        unusual = write_image(tmp_path / "a.pcx")  # whole, and Pillow reads it, as it does PostScript by Ghostscript
+        (tmp_path / "link.png").symlink_to("nowhere")
+        paths = [good, empty, folder, bomb, unusual, tmp_path / "link.png"]
+        assert samples_of(paths, processor, max_corrupt=1).skipped == tuple(str(path) for path in paths[1:])

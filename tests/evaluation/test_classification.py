@@ -1,0 +1,277 @@
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation import classification as module
+from ckpt_prune.evaluation.classification import (
+    Classification,
+    class_names,
+    classify,
+    compare_classifiers,
+    is_classifier,
+    is_vision,
+)
+from tests.images import ID2LABEL, MEAN, SIZE, STD, tiny_vit, write_image, write_processor
+from tests.shared_data import shared_data
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory) -> ImageSamples:
+    """Noise of several sizes, with classes that are right about as often as not."""
+    folder = tmp_path_factory.mktemp("images")
+    paths = [write_image(folder / f"{i:02}.png", i, (8 + i % 5, 8 + i % 3)) for i in range(COUNT)]
+    ranked = [oracle_ranking(oracle_probabilities(tiny_vit(), path)) for path in paths]
+    labels = tuple(ranking[i % 6] if i % 2 else ranking[0] for i, ranking in enumerate(ranked))
+    return ImageSamples(ImageFiles(tuple(paths), labels), load_processor(write_processor(folder / "vit")))
+
+
+def without_labels(samples: ImageSamples) -> ImageSamples:
+    stripped = copy.copy(samples)
+    stripped.labels = None
+    return stripped
+
+
+def oracle_probabilities(model, path) -> list[float]:
+    """Class distribution of one image: float64 from the resized pixels on, the softmax written out."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR), dtype=np.float64)
+    values = torch.from_numpy(((pixels / 255 - MEAN) / STD).transpose(2, 0, 1))
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double().eval()(pixel_values=values[None]).logits[0].tolist()
+    total = math.fsum(math.exp(x) for x in logits)
+    return [math.exp(x) / total for x in logits]
+
+
+def oracle_ranking(probabilities: list[float]) -> list[int]:
+    return sorted(range(len(probabilities)), key=lambda index: (-probabilities[index], index))
+
+
+def oracle_share(rankings: list[list[int]], labels: list[int], first: int) -> float:
+    hits = [label in ranking[:first] for ranking, label in zip(rankings, labels, strict=True)]
+    return sum(hits) / len(hits)
+
+
+class TestClassify:
+    def test_equals_the_oracle(self, samples):
+        model = tiny_vit()
+        rankings = [oracle_ranking(oracle_probabilities(model, path)) for path in samples.paths]
+        labels = samples.labels.tolist()
+        top1, top5 = oracle_share(rankings, labels, 1), oracle_share(rankings, labels, 5)
+        assert 0.4 < top1 < top5 < 1  # or the figures would say little
+        assert classify(model, samples) == Classification(top1, top5, images=COUNT, classes=6)
+
+    @pytest.mark.parametrize("batch_size", [1, 7, COUNT])
+    def test_batch_size_does_not_change_it(self, samples, batch_size):
+        assert classify(tiny_vit(), samples, batch_size=batch_size) == classify(tiny_vit(), samples)
+
+    def test_default_batch_is_below_the_budget(self, samples, monkeypatch):
+        seen = []
+        watched = copy.copy(samples)
+        watched.batch = lambda rows: seen.append(rows) or samples.batch(rows)
+        monkeypatch.setattr(module, "BATCH_PIXELS", 16 * SIZE * SIZE + 5)
+        classify(tiny_vit(), watched)
+        assert seen == [slice(0, 16), slice(16, 32), slice(32, 48)]
+        seen.clear()
+        monkeypatch.setattr(module, "BATCH_PIXELS", 1)
+        classify(tiny_vit(), watched)
+        assert len(seen) == COUNT
+
+    def test_dropout_is_off(self, samples):
+        model = tiny_vit(hidden_dropout_prob=0.5).train()
+        assert classify(model, samples) == classify(tiny_vit(), samples)
+
+    def test_top5_needs_five_classes(self, samples):
+        few = copy.copy(samples)
+        few.labels = samples.labels % 4
+        assert classify(tiny_vit(classes=4), few).top5 is None
+        assert classify(tiny_vit(classes=5), few).top5 == 1
+
+
+class TestCompare:
+    def test_a_model_with_itself(self, samples):
+        result = compare_classifiers(tiny_vit(), tiny_vit(), samples)
+        assert (result.kl, result.agreement) == (0, 1)
+        assert result.score == result.reference_score == classify(tiny_vit(), samples)
+
+    @pytest.mark.parametrize("batch_size", [None, 9])
+    def test_two_models_equal_the_oracle(self, samples, batch_size):
+        model, reference = tiny_vit(1), tiny_vit(0)
+        result = compare_classifiers(model, reference, samples, batch_size=batch_size)
+        q, p = ([oracle_probabilities(each, path) for path in samples.paths] for each in (model, reference))
+        assert result.kl == pytest.approx(oracle_divergence(p, q), rel=1e-5)
+        assert result.kl != pytest.approx(oracle_divergence(q, p), rel=1e-2)
+        same = [oracle_ranking(a)[0] == oracle_ranking(b)[0] for a, b in zip(p, q, strict=True)]
+        assert 0 < sum(same) < COUNT
+        assert result.agreement == sum(same) / COUNT
+        assert result.score == classify(model, samples)
+        assert result.reference_score == classify(reference, samples)
+
+    def test_without_labels(self, samples):
+        result = compare_classifiers(tiny_vit(1), tiny_vit(0), without_labels(samples))
+        labelled = compare_classifiers(tiny_vit(1), tiny_vit(0), samples)
+        assert (result.kl, result.agreement) == (labelled.kl, labelled.agreement)
+        assert result.score == result.reference_score == Classification(None, None, COUNT, 6)
+
+
+def oracle_divergence(p: list[list[float]], q: list[list[float]]) -> float:
+    """Mean over images of KL(p ‖ q) in nats."""
+    terms = [
+        math.fsum(x * math.log(x / y) for x, y in zip(here, there, strict=True))
+        for here, there in zip(p, q, strict=True)
+    ]
+    return math.fsum(terms) / len(terms)
+
+
+class Fixed(torch.nn.Module):
+    """A model with given logits; its images are their own numbers."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, pixel_values):
+        self.seen = pixel_values.dtype
+        return SimpleNamespace(logits=self.logits[pixel_values.flatten().long()])
+
+
+class Numbers:
+    """Images of one pixel, which is their number."""
+
+    size = (1, 1, 1)
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def batch(self, rows):
+        return {"pixel_values": torch.arange(len(self.labels)).float().view(-1, 1, 1, 1)[rows]}
+
+
+def test_images_come_in_the_dtype_of_the_model_and_kl_is_taken_wide():
+    model, reference = (Fixed(torch.tensor(logits)) for logits in ([[0.0, 3.0]], [[1.0, 2.0]]))
+    model.dtype = reference.dtype = torch.bfloat16
+    model.logits, reference.logits = model.logits.bfloat16(), reference.logits.bfloat16()
+    result = compare_classifiers(model, reference, Numbers(torch.tensor([1])))
+    assert model.seen == reference.seen == torch.bfloat16
+    e = math.exp(1)
+    p, q = [1 / (1 + e), e / (1 + e)], [1 / (1 + e**3), e**3 / (1 + e**3)]
+    assert result.kl == pytest.approx(oracle_divergence([p], [q]), rel=1e-12)
+
+
+# Few distinct values, so that ties are common.
+@given(st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(st.integers(-1, 1), min_size=n, max_size=n), min_size=1)))
+def test_of_equal_logits_the_lower_index_comes_first(logits):
+    classes = len(logits[0])
+    labels = [i % classes for i in range(len(logits))]
+    rankings = [sorted(range(classes), key=lambda index, row=row: -row[index]) for row in logits]
+    score = classify(Fixed(torch.tensor(logits, dtype=torch.float32)), Numbers(torch.tensor(labels)))
+    assert score.top1 == oracle_share(rankings, labels, 1)
+    assert score.top5 == (oracle_share(rankings, labels, 5) if classes >= 5 else None)
+
+
+class TestRefusals:
+    def said(self, call, *args, **kwargs) -> str:
+        with pytest.raises(UserError) as caught:
+            call(*args, **kwargs)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_no_labels(self, samples):
+        assert self.said(classify, tiny_vit(), without_labels(samples)) == (
+            "the images have no classes to measure accuracy with; give their labels, or a reference model"
+        )
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_not_a_number(self, samples, value):
+        broken = tiny_vit()
+        broken.classifier.bias.data[3] = value
+        rest = "'s logits are not finite numbers: its weights are damaged or overflow in this dtype"
+        assert self.said(classify, broken, samples) == f"the model{rest}"
+        assert self.said(compare_classifiers, broken, tiny_vit(), samples) == f"the model{rest}"
+        assert self.said(compare_classifiers, tiny_vit(), broken, samples) == f"the reference{rest}"
+
+    def test_different_numbers_of_classes(self, samples):
+        assert self.said(compare_classifiers, tiny_vit(), tiny_vit(classes=7), samples) == (
+            "the models have 6 and 7 classes: they cannot be compared; compare a model with the one it was made from"
+        )
+
+    @pytest.mark.parametrize("label", [6, -1])
+    def test_labels_of_another_model(self, label):
+        assert self.said(classify, Fixed(torch.zeros(2, 6)), Numbers(torch.tensor([0, label]))) == (
+            f"class {label} is none of the model's 6 classes: the labels are another model's"
+        )
+
+    def test_images_of_another_size(self, samples):
+        assert self.said(classify, tiny_vit(image_size=12), samples).startswith(
+            "the model does not take images of 3 x 8 x 8: Input image size (8*8) doesn't match model (12*12)"
+        )
+
+    def test_what_has_no_classes(self, samples):
+        assert self.said(classify, tiny_vit().vit, samples) == (
+            "the model gives no class logits: it is no image classifier"
+        )
+
+
+class TestConfigs:
+    @pytest.mark.parametrize(
+        ("config", "vision", "classifier"),
+        [
+            ({"architectures": ["ViTForImageClassification"], "model_type": "vit"}, True, True),
+            ({"architectures": ["DeiTForImageClassificationWithTeacher"], "model_type": "deit"}, True, True),
+            ({"architectures": ["PrunedViTForImageClassification"], "model_type": "ours"}, True, True),
+            ({"architectures": ["Dinov2Model"], "model_type": "dinov2"}, True, False),
+            ({"model_type": "vit"}, True, True),
+            ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False, False),
+            ({"architectures": ["PerceiverForMaskedLM"], "model_type": "perceiver"}, False, False),
+            ({"model_type": "bert"}, False, False),
+            ({"architectures": "ViT", "model_type": 3}, False, False),
+        ],
+    )
+    def test_what_a_config_is_of(self, config, vision, classifier):
+        assert (is_vision(config), is_classifier(config)) == (vision, classifier)
+
+    def test_class_names(self):
+        assert class_names(tiny_vit().config.to_dict()) == ID2LABEL
+        assert class_names(json.loads(tiny_vit().config.to_json_string())) == ID2LABEL
+        assert class_names({"num_labels": 3, "architectures": None}) == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+        assert class_names({}) == {0: "LABEL_0", 1: "LABEL_1"}
+
+    @pytest.mark.parametrize("config", [{"id2label": ["a"]}, {"id2label": {"a": "b"}}, {"num_labels": "x"}])
+    def test_damaged_class_names(self, config):
+        with pytest.raises(UserError, match=r"^config.json's id2label and num_labels cannot be read: "):
+            class_names(config)
+
+
+def test_a_trained_model():
+    """Preprocessing is pinned: with ImageNet's mean and standard deviation instead, 49 of 100 are right."""
+    from transformers import ViTForImageClassification
+
+    folder, images = shared_data("vit-tiny-imagenet", "imagenet-1per-class")
+    names = class_names(json.loads((folder / "config.json").read_text()))
+    files = find_images(images, split="eval", id2label=names)
+    assert (len(files.paths), len(find_images(images / "images", split="calib").paths)) == (744, 256)
+    assert names[files.labels[0]] == "n01440764 tench"
+    samples = ImageSamples(choose_images(files, samples=100, choose="first"), load_processor(folder))
+    assert samples.size == (3, 224, 224)
+    assert samples.skipped == ()
+    model = ViTForImageClassification.from_pretrained(folder, local_files_only=True)
+    score = classify(model, samples)
+    assert score.top1 == pytest.approx(0.85, abs=0.011)
+    assert score.top5 == pytest.approx(0.94, abs=0.011)
+    assert (score.images, score.classes) == (100, 1000)
