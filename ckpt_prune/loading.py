@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PreTrainedModel
 
 from ckpt_prune import modeling_pruned
+from ckpt_prune.architectures.family import family_of
 from ckpt_prune.errors import UserError
 
 REMOTE_MODULE = "modeling_pruned"
@@ -23,11 +25,12 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
     auto_map = config.get("auto_map")
     if not auto_map:
         return None
-    target = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
-    module, _, name = str(target).partition(".")
-    if module != REMOTE_MODULE or not isinstance(getattr(modeling_pruned, name, None), type):
-        raise UserError(f"{folder} asks for remote code that is not this tool's: it is not run")
-    return name
+    targets = list(auto_map.values()) if isinstance(auto_map, dict) else []
+    for target in targets:
+        module, _, name = str(target).partition(".")
+        if module == REMOTE_MODULE and isinstance(getattr(modeling_pruned, name, None), type):
+            return name
+    raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
 
 
 def load(
@@ -44,7 +47,7 @@ def load(
         dtype: of the parameters; the checkpoint's own by default.
 
     Raises:
-        UserError: the folder has no config, or its remote code is not this tool's.
+        UserError: the folder has no config, is of no known family, or its remote code is not this tool's.
 
     Example:
         >>> import ckpt_prune
@@ -57,7 +60,8 @@ def load(
         raise UserError(f"{folder} has no readable config.json") from error
     name = remote_class(raw, folder)
     if name is None:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype or "auto")
+        auto: Any = getattr(transformers, family_of(raw).auto_class)
+        model = auto.from_pretrained(folder, local_files_only=True, dtype=dtype or "auto")
     else:
         architecture = getattr(modeling_pruned, name)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

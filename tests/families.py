@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.architectures.family import Family, load_family
 from ckpt_prune.calibration.measure import Collect, measure
+from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.job import Job, LiveText
+from ckpt_prune.transform.job import Job, LiveSamples
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 
 CONTEXT = 32
@@ -109,7 +110,7 @@ def calibrate(
     return measure(
         checkpoint,
         load_family(checkpoint.config["model_type"]),
-        windows() if ids is None else ids,
+        TokenWindows(windows() if ids is None else ids),
         out,
         seed=0,
         folds=folds,
@@ -145,8 +146,8 @@ def job_on(
     **more: Any,
 ) -> Job:
     """A checked job; `live` are windows to measure on."""
-    text = None if live is None else LiveText(live, folds, torch.float32)
-    job = Job(Checkpoint.open(folder), wanted, statistics, text, **more)
+    samples = None if live is None else LiveSamples(TokenWindows(live), folds, torch.float32)
+    job = Job(Checkpoint.open(folder), wanted, statistics, samples, **more)
     job.check()
     return job
 

@@ -40,7 +40,9 @@ def test_code_of_others_is_never_run(tmp_path, code):
         (folder / name).write_text("raise SystemExit('run')")
     with pytest.raises(UserError) as caught:
         ckpt_prune.load(folder)
-    assert str(caught.value) == f"{folder} asks for remote code that is not this tool's: it is not run"
+    assert str(caught.value) == (
+        f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run"
+    )
 
 
 @pytest.mark.parametrize("content", [None, "{", "\xff"])

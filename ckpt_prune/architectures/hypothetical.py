@@ -1,13 +1,14 @@
 """A checkpoint that is only a config: every tensor known by name, shape and dtype, none of them there."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt_prune.architectures.family import family_of
-from ckpt_prune.architectures.skeleton import build_skeleton, parse_config, tied_names
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, tied_names
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint
 from ckpt_prune.checkpoint.shard import TensorInfo
 from ckpt_prune.errors import UserError
@@ -34,8 +35,8 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     tied = tied_names(skeleton)
     tensors = {
-        name: TensorInfo(name, dtype, tuple(tensor.shape), SINGLE, nbytes=tensor.numel() * dtype.itemsize, offset=0)
-        for name, tensor in skeleton.state_dict().items()
+        name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)
+        for name, shape in Names(skeleton).shapes.items()
         if name not in tied
     }
     return Checkpoint(path=folder, config=config, tensors=tensors, files=(SINGLE,), sharded=False, metadata={})

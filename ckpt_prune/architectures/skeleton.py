@@ -1,15 +1,20 @@
-"""Models without weights: stock transformers classes built on the meta device, the measure of every shape."""
+"""Models without weights: stock transformers classes built on the meta device, the measure of every name and shape."""
 
 import copy
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 
 from ckpt_prune.errors import UserError
+
+Shape = tuple[int, ...]
 
 
 def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
@@ -46,19 +51,70 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     return model.eval()
 
 
-def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor the model saves; a tied head appears under both names."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+class Names:
+    """A model's parameters under their on-disk names, by transformers' own conversions in both directions.
+
+    transformers 5 renames the modules of several families, and saves and loads them under the published names.
+
+    Args:
+        model: on the meta device.
+
+    Attributes:
+        shapes: on-disk name → shape of every tensor the model saves; a tied head appears under both names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = model.state_dict()
+        conversions = get_model_conversion_mapping(model)
+        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        self._renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+        self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
+        saved = revert_weight_conversion(model, dict(self._parameters)) if conversions else self._parameters
+        self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+
+    def parameters(self, disk: str) -> tuple[str, ...]:
+        """Names in the model of what a tensor on disk holds: none where the model has no place for it.
+
+        A fused tensor holds several, equal parts of its rows in this order.
+        """
+        name, pattern = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
+        if pattern is None:
+            return (name,) if name in self._parameters else ()
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        suffix = converter.target_patterns[0]
+        return tuple(name.removesuffix(suffix) + target for target in converter.target_patterns)
+
+    def saved_as(self, parameter: str) -> str:
+        """On-disk name of a parameter."""
+        if parameter in self.shapes:
+            return parameter
+        return next(disk for disk in self.shapes if parameter in self.parameters(disk))
+
+    def shape(self, disk: str) -> Shape | None:
+        """Shape that a tensor on disk must have; None where the model has no place for it."""
+        held = self.parameters(disk)
+        if not held:
+            return None
+        first, *rest = (tuple(self._parameters[name].shape) for name in held)
+        return (first[0] * (1 + len(rest)), *first[1:]) if rest else first
+
+    def missing(self, disk: Iterable[str]) -> list[str]:
+        """On-disk names of the parameters that none of these tensors holds, sorted."""
+        held = {parameter for name in disk for parameter in self.parameters(name)}
+        return sorted({self.saved_as(parameter) for parameter in self._parameters if parameter not in held})
 
 
-def is_stored_frequency(name: str) -> bool:
-    """Whether a tensor holds rotary frequencies: old transformers saved them, models compute and ignore them."""
-    return name.endswith("rotary_emb.inv_freq")
+def is_stored_buffer(name: str) -> bool:
+    """Whether a tensor holds what models compute themselves and ignore.
+
+    Old transformers saved rotary frequencies and position indices.
+    """
+    return name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids"))
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
     """Names that share another tensor and so may be absent on disk."""
-    if not model.config.tie_word_embeddings:  # type: ignore[union-attr]
+    if not getattr(model.config, "tie_word_embeddings", False):
         return frozenset()
     return frozenset(model._tied_weights_keys or ())  # type: ignore[arg-type]
 

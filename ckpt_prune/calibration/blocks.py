@@ -1,4 +1,4 @@
-"""Transformer blocks as stock transformers modules, holding just the tensors they are given."""
+"""Transformer blocks as transformers modules, holding just the tensors they are given."""
 
 import copy
 from collections.abc import Mapping
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.skeleton import build_skeleton, is_stored_frequency
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer
 
 
 class BlockFactory:
@@ -25,39 +26,67 @@ class BlockFactory:
     def __init__(self, family: Family, config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self.family, self.config, self.device, self.dtype = family, config, device, dtype
         self.skeleton = build_skeleton(config, family.architecture)
+        self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(family.layers)
+        self._pruned: Any = getattr(modeling_pruned, f"Pruned{family.architecture}")
 
     def block(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.
 
-        Widths are read off the consumers' columns, biases are there where a bias tensor is.
+        Widths are read off the tensors, biases are there where a bias tensor is.
         """
-        prefix = self.family.block.format(block=index)
-        local = {name.removeprefix(prefix): t for name, t in tensors.items() if not is_stored_frequency(name)}
-        layer_config = copy.copy(self.config)
-        for space, description in self.family.spaces.items():
-            columns = local[f"{description.consumer}.weight"].shape[1]
-            units = columns // self.family.unit_columns(self.config, space)
-            for key, factors in description.config.items():
-                setattr(layer_config, key, units * self.family.per_unit(self.config, factors))
+        family, config = self.family, self.config
+        head_dim = family.dimension(config, "head_dim")
+        layer_config = copy.copy(config)
         # Where the config leaves it out, it would be derived from the head count, which may have changed.
-        layer_config.head_dim = self.family.dimension(self.config, "head_dim")
+        layer_config.head_dim = head_dim
+        for space, description in family.columns.items():
+            columns = tensors[family.tensor(index, description.consumer)].shape[1]
+            units = columns // family.unit_columns(config, space)
+            for key, factors in description.config.items():
+                setattr(layer_config, key, units * family.per_unit(config, factors))
+        logits = family.logits
+        if logits is not None:
+            heads = tensors[family.tensor(index, family.columns["heads"].consumer)].shape[1] // head_dim
+            (key,) = logits.config
+            setattr(layer_config, key, tensors[family.tensor(index, logits.query)].shape[0] // heads)
         with torch.device("meta"):
-            module: nn.Module = type(self._layers[index])(layer_config, index)
-        self.fill(module, local)
+            module: nn.Module = self._pruned.make_block(type(self._layers[index]), layer_config, index)
+        self.fill(module, f"{family.layers}.{index}", tensors)
         return module.eval()
 
-    def fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Give a module on the meta device its parameters, by name within the module, cast and moved.
+    def module_path(self, index: int, module: str) -> str:
+        """Path inside a block of a linear module that the family names as it stands on disk."""
+        (parameter, *_) = self.names.parameters(self.family.tensor(index, module))
+        return parameter.removeprefix(f"{self.family.layers}.{index}.").removesuffix(".weight")
+
+    def fill(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> None:
+        """Give a module on the meta device its parameters, cast and moved.
+
+        Args:
+            module: at `path` of the model.
+            path: of the module.
+            tensors: by on-disk name; those outside the module are passed over.
 
         Raises:
             ValueError: a parameter is left without a tensor.
         """
-        for name, tensor in tensors.items():
-            owner_path, _, attribute = name.rpartition(".")
-            owner = module.get_submodule(owner_path)
-            value = tensor.to(self.device, self.dtype)
-            owner.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
-        for name, parameter in module.named_parameters():
-            if parameter.is_meta:
+        for disk, tensor in tensors.items():
+            held = () if is_stored_buffer(disk) else self.parameters(disk)
+            parts = tensor.chunk(len(held)) if len(held) > 1 else [tensor] * len(held)
+            for parameter, part in zip(held, parts, strict=True):
+                if parameter.startswith(f"{path}."):
+                    local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")
+                    value = nn.Parameter(part.to(self.device, self.dtype), requires_grad=False)
+                    module.get_submodule(local).register_parameter(attribute, value)
+        for name, parameter_ in module.named_parameters():
+            if parameter_.is_meta:
                 raise ValueError(f"no tensor for {name}")
+
+    def parameters(self, disk: str) -> tuple[str, ...]:
+        """Names in the model of what a tensor on disk holds, also of a bias that the dense model has not."""
+        held = self.names.parameters(disk)
+        if not held and disk.endswith(".bias"):
+            weights = self.names.parameters(f"{disk.removesuffix('.bias')}.weight")
+            return tuple(f"{name.removesuffix('.weight')}.bias" for name in weights)
+        return held

@@ -3,20 +3,22 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import Family, SpaceName
+from ckpt_prune.architectures.family import Family, LogitSpace, SpaceName
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.logits import LogitMoments, packed_width, smaller_form
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import (
     INDEX,
+    Collect,
     Statistics,
     StatisticsIndex,
     add_block,
@@ -25,15 +27,12 @@ from ckpt_prune.calibration.statistics import (
     check_addable,
     write_block,
 )
-from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.calibration.text import text_fingerprint
-from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
+from ckpt_prune.calibration.streams import HiddenStream, fold_slices
+from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
-
-Collect = Literal["moments", "gram"]
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> str:
@@ -73,22 +72,54 @@ def consumer_widths(family: Family, config: PreTrainedConfig) -> dict[str, int]:
     """Consumer's on-disk weight, with `{block}` for the block → its width, the same in every block of a dense model."""
     return {
         f"{family.block}{description.consumer}.weight": family.units(config, space) * family.unit_columns(config, space)
-        for space, description in family.spaces.items()
+        for space, description in family.columns.items()
     }
 
 
-def statistics_bytes(family: Family, checkpoint: Checkpoint, *, gram: bool, folds: int) -> int:
+def query_heads(family: Family, config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+    """Query's on-disk weight, with `{block}` for the block → heads and their width.
+
+    Of families whose q and k can be pruned.
+    """
+    if family.logits is None:
+        return {}
+    dimensions = family.dimension(config, "query_heads"), family.dimension(config, "head_dim")
+    return {f"{family.block}{family.logits.query}.weight": dimensions}
+
+
+def reader_fingerprint(checkpoint: Checkpoint, family: Family) -> str | None:
+    """Fingerprint of what turns data into the model's input: the tokenizer, or the image processor."""
+    read = processor_fingerprint if family.modality == "image" else tokenizer_fingerprint
+    return read(checkpoint.path)
+
+
+def everything(family: Family) -> tuple[Collect, ...]:
+    """All that can be collected for a family."""
+    return ("moments", "gram", "logits") if family.logits is not None else ("moments", "gram")
+
+
+def statistics_bytes(
+    family: Family, checkpoint: Checkpoint, *, collect: Sequence[Collect], folds: int, samples: int
+) -> int:
     """Bytes a statistics folder will take."""
     config = parse_config(checkpoint.config)
-    widths = consumer_widths(family, config).values()
-    per_block = sum(4 * 8 * width + (2 * width * (width + 1) if gram else 0) for width in widths)
-    return folds * per_block * family.dimension(config, "layers")
+    per_block = 0
+    for width in consumer_widths(family, config).values():
+        per_block += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
+    if "logits" in collect:
+        for heads, head_dim in query_heads(family, config).values():
+            packed = packed_width(head_dim)
+            for run in fold_slices(samples, folds):
+                count = run.stop - run.start
+                per_sample = smaller_form(count, head_dim) == "per-sample"
+                per_block += 4 * heads * (2 * count * packed if per_sample else packed**2)
+    return per_block * family.dimension(config, "layers")
 
 
 def measure(
     checkpoint: Checkpoint,
     family: Family,
-    windows: Tensor,
+    samples: Samples,
     out: Path,
     *,
     seed: int,
@@ -97,52 +128,83 @@ def measure(
     device: torch.device,
     compute_dtype: torch.dtype,
     overwrite: bool = False,
+    announce: Callable[[int], None] | None = None,
 ) -> Statistics:
-    """Measure the dense model's moments over windows (N, T) and write them to a folder.
+    """Measure the dense model's moments over samples and write them to a folder.
 
     One block and its moments are in memory at a time.
+
+    Args:
+        checkpoint: the dense model.
+        family: its description.
+        samples: what to run it on.
+        out: the folder to write.
+        seed: of the choice of samples, for the record.
+        folds: contiguous runs of samples whose moments are kept apart.
+        collect: which moments.
+        device: where blocks run.
+        compute_dtype: in which they run.
+        overwrite: replace an existing statistics folder.
+        announce: told, once everything is checked, how many bytes the folder will take.
 
     Raises:
         UserError: the folder exists, or the disk has no room.
     """
-    gram = "gram" in collect
-    if folds > len(windows):
-        raise UserError(f"{folds} folds of {len(windows)} windows: every fold needs at least one")
-    needed = statistics_bytes(family, checkpoint, gram=gram, folds=folds)
+    if folds > len(samples):
+        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+    needed = statistics_bytes(family, checkpoint, collect=collect, folds=folds, samples=len(samples))
     with _staged(out, overwrite) as partial:
         check_room(out.absolute().parent, needed)
+        if announce is not None:
+            announce(needed)
         config = parse_config(checkpoint.config)
         factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
-        stream = HiddenStream(factory, checkpoint.read, windows, folds=folds)
+        stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds)
         blocks = family.dimension(config, "layers")
-        wanted: dict[SpaceName, bool] = dict.fromkeys(family.spaces, gram)
+        wanted: dict[SpaceName, bool] = dict.fromkeys(family.columns, "gram" in collect)
+        if "logits" in collect:
+            wanted["qk"] = True
         files: dict[str, str] = {}
         for block in track(range(blocks), "calibrating", total=blocks):
             tensors = checkpoint.read(block_names(checkpoint, family, block))
             found = stream.observe(block, tensors, wanted, advance=True)
-            named = {family.tensor(block, family.spaces[space].consumer): m for space, m in found.items()}
+            named = {moments_name(family, block, space): moments for space, moments in found.items()}
             for name, moments in named.items():
-                if not torch.isfinite(moments[0].square).all():
-                    raise UserError(f"the input of {name} is not finite: the model overflows in {compute_dtype}")
+                if not all(_finite(each) for each in moments):
+                    raise UserError(f"what reaches {name} is not finite: the model overflows in {compute_dtype}")
             files[block_file(block)] = write_block(partial, block, named)
         index = StatisticsIndex(
             model=checkpoint.fingerprint,
-            tokenizer=tokenizer_fingerprint(checkpoint.path),
+            tokenizer=reader_fingerprint(checkpoint, family),
             dtype=checkpoint_dtype(checkpoint),
-            data=[text_fingerprint(windows)],
+            modality=family.modality,
+            data=[samples.fingerprint],
             seed=seed,
-            samples=windows.shape[0],
-            window=windows.shape[1],
-            tokens=windows.numel(),
+            samples=len(samples),
+            window=samples.tokens,
+            tokens=len(samples) * samples.tokens,
             folds=folds,
             collect=list(collect),
             compute_dtype=str(compute_dtype).removeprefix("torch."),
             blocks=blocks,
             consumers=consumer_widths(family, config),
+            queries=query_heads(family, config),
             files=files,
         )
         (partial / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return Statistics(out)
+
+
+def moments_name(family: Family, block: int, space: SpaceName) -> str:
+    """On-disk weight that statistics file a space's moments under: its consumer, or the query projection."""
+    description = family.spaces[space]
+    return family.tensor(block, description.query if isinstance(description, LogitSpace) else description.consumer)
+
+
+def _finite(moments: Moments | LogitMoments) -> bool:
+    if isinstance(moments, Moments):
+        return bool(torch.isfinite(moments.square).all())
+    return all(bool(torch.isfinite(t).all()) for t in (moments.queries, moments.keys, moments.fourth) if t is not None)
 
 
 def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> Statistics:

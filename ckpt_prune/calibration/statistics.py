@@ -1,13 +1,14 @@
 """Statistics on disk: a folder with an index and one safetensors file per block, keyed by on-disk tensor names.
 
-`statistics.json` says of which model, tokenizer and text they are; `block-00000.safetensors` holds, for every consumer
-and fold, the moments as `<consumer weight>/<fold>/<moment>`. Grams are symmetric and stored as their packed upper
-triangle, row by row. Additive: two folders of the same model can be summed.
+`statistics.json` says of which model, tokenizer and data they are; `block-00000.safetensors` holds, for every consumer
+and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys as
+`<query weight>/<fold>/<moment>`. Grams are symmetric and stored as their packed upper triangle, row by row. Additive:
+two folders of the same model can be summed.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ckpt_prune.architectures.family import Modality
+from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.streams import SpaceMoments
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
+_LOGITS = ("queries", "keys", "fourth")
+
+
+Collect = Literal["moments", "gram", "logits"]
+BlockMoments = dict[str, SpaceMoments]
+"""On-disk weight of a consumer, or of a query projection → moments of each fold."""
 
 
 class StatisticsIndex(BaseModel):
@@ -30,14 +40,19 @@ class StatisticsIndex(BaseModel):
 
     Attributes:
         version: of the format.
-        model, tokenizer, dtype: fingerprints of the checkpoint and its tokenizer, and the checkpoint's dtype.
-        data: fingerprints of the calibration windows; several after adding.
-        seed, samples, window, tokens: of the windows; after adding, samples and tokens are totals.
-        folds: moments are kept apart for this many contiguous runs of windows.
-        collect: moments (vectors only) or gram (vectors and Grams).
+        model, tokenizer, dtype: fingerprints of the checkpoint and of its tokenizer or image processor, and the
+            checkpoint's dtype.
+        modality: text or image.
+        data: fingerprints of the calibration samples; several after adding.
+        seed, samples, window, tokens: of the samples, windows of text or images; after adding, samples and tokens are
+            totals.
+        folds: moments are kept apart for this many contiguous runs of samples.
+        collect: moments (vectors), gram (Grams of consumers' inputs), logits (per-sample Grams of queries and keys).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
         consumers: consumer's on-disk weight → width, for every block.
+        queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
+            pruned.
         files: block file → sha256.
     """
 
@@ -47,16 +62,18 @@ class StatisticsIndex(BaseModel):
     model: str
     tokenizer: str | None
     dtype: str
+    modality: Modality = "text"
     data: list[str]
     seed: int
     samples: int = Field(ge=1)
     window: int = Field(ge=2)
     tokens: int = Field(ge=1)
     folds: int = Field(ge=1)
-    collect: list[Literal["moments", "gram"]]
+    collect: list[Collect]
     compute_dtype: str
     blocks: int = Field(ge=1)
     consumers: dict[str, int]
+    queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     files: dict[str, str]
 
     @property
@@ -87,22 +104,30 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
     return gram
 
 
-def write_block(folder: Path, block: int, moments: dict[str, tuple[Moments, ...]]) -> str:
+def _flat(moments: Moments | LogitMoments) -> dict[str, Tensor]:
+    """Moments as tensors by name."""
+    if isinstance(moments, LogitMoments):
+        known = {name: getattr(moments, name) for name in _LOGITS if getattr(moments, name) is not None}
+        counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
+        return {"counts": counts} | {name: tensor.contiguous() for name, tensor in known.items()}
+    found = {"count": torch.tensor(moments.count, dtype=torch.int64)}
+    found |= {name: getattr(moments, name).contiguous() for name in _VECTORS}
+    return found if moments.gram is None else found | {"gram": pack_symmetric(moments.gram)}
+
+
+def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     """Write one block's moments; returns the file's sha256.
 
     Args:
         folder: where to.
         block: its index.
-        moments: consumer's on-disk weight → moments of each fold.
+        moments: by on-disk weight, one for each fold.
     """
     tensors: dict[str, Tensor] = {}
-    for consumer, folds in moments.items():
-        for fold, m in enumerate(folds):
-            prefix = f"{consumer}/{fold}/"
-            tensors[f"{prefix}count"] = torch.tensor(m.count, dtype=torch.int64)
-            tensors |= {f"{prefix}{name}": getattr(m, name).contiguous() for name in _VECTORS}
-            if m.gram is not None:
-                tensors[f"{prefix}gram"] = pack_symmetric(m.gram)
+    for weight, folds in moments.items():
+        parts: Sequence[Moments | LogitMoments] = folds
+        for fold, each in enumerate(parts):
+            tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     name = block_file(block)
     save_file(tensors, folder / name)
     return sha256_files(folder, [name])[name]
@@ -133,14 +158,14 @@ class Statistics:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
 
-    def block(self, block: int) -> dict[str, tuple[Moments, ...]]:
-        """Moments of one block: consumer's on-disk weight → one for each fold.
+    def block(self, block: int) -> BlockMoments:
+        """Moments of one block: on-disk weight → one for each fold.
 
         Raises:
             UserError: the file changed since it was written, or a tensor holds NaN or Inf; the message names it.
         """
         path = self.folder / block_file(block)
-        found: dict[str, tuple[Moments, ...]] = {}
+        found: BlockMoments = {}
         try:
             with safe_open(path, framework="pt") as file:
                 names = set(file.keys())
@@ -151,16 +176,24 @@ class Statistics:
                         raise UserError(f"{path}: {name} holds NaN or Inf: measure again")
                     return tensor
 
-                for consumer, width in self._consumers(block):
-                    folds = []
-                    for fold in range(self.index.folds):
-                        prefix = f"{consumer}/{fold}/"
-                        gram = None
-                        if f"{prefix}gram" in names:
-                            gram = unpack_symmetric(get(f"{prefix}gram"), width)
-                        vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
-                        folds.append(Moments(int(get(f"{prefix}count")), **vectors, gram=gram))
-                    found[consumer] = tuple(folds)
+                def inputs(prefix: str, width: int) -> Moments:
+                    gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
+                    vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
+                    return Moments(int(get(f"{prefix}count")), **vectors, gram=gram)
+
+                def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
+                    samples, tokens = get(f"{prefix}counts").tolist()
+                    parts = {name: get(f"{prefix}{name}") for name in _LOGITS if f"{prefix}{name}" in names}
+                    return LogitMoments(samples, tokens, heads, head_dim, **parts)
+
+                folds = range(self.index.folds)
+                for consumer, width in self.index.consumers.items():
+                    name = consumer.format(block=block)
+                    found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
+                if "logits" in self.index.collect:
+                    for query, (heads, head_dim) in self.index.queries.items():
+                        name = query.format(block=block)
+                        found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): measure again") from error
         # Last, so that damage that can be named is named.
@@ -168,12 +201,15 @@ class Statistics:
             raise UserError(f"{path} is not the file that was measured (its digest differs): measure again")
         return found
 
-    def _consumers(self, block: int) -> Iterator[tuple[str, int]]:
-        for consumer, width in self.index.consumers.items():
-            yield consumer.format(block=block), width
-
     def check_model(
-        self, *, model: str, tokenizer: str | None, dtype: str, blocks: int, consumers: dict[str, int]
+        self,
+        *,
+        model: str,
+        tokenizer: str | None,
+        dtype: str,
+        blocks: int,
+        consumers: dict[str, int],
+        queries: dict[str, tuple[int, int]],
     ) -> None:
         """Refuse to be used with another model.
 
@@ -186,10 +222,11 @@ class Statistics:
                 "measure again"
             )
         if self.index.tokenizer != tokenizer:
-            raise UserError(f"{self.folder} was measured with another tokenizer than this checkpoint's: measure again")
+            reader = "tokenizer" if self.index.modality == "text" else "image processor"
+            raise UserError(f"{self.folder} was measured with another {reader} than this checkpoint's: measure again")
         if self.index.model != model:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
-        if (self.index.blocks, self.index.consumers) != (blocks, consumers):
+        if (self.index.blocks, self.index.consumers, self.index.queries) != (blocks, consumers, queries):
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
     def summary(self) -> dict[str, Any]:
@@ -214,14 +251,16 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "folds": "numbers of folds",
         "collect": "kinds of moments",
         "compute_dtype": "compute dtypes",
+        "modality": "modalities",
         "window": "windows",
         "consumers": "consumers",
+        "queries": "queries",
     }
     for field, name in same.items():
         if getattr(a.index, field) != getattr(b.index, field):
             raise UserError(f"{a.folder} and {b.folder} are of different {name}: only equal ones can be added")
     if set(a.index.data) & set(b.index.data):
-        raise UserError(f"{a.folder} and {b.folder} hold the same calibration windows: they would count twice")
+        raise UserError(f"{a.folder} and {b.folder} hold the same calibration samples: they would count twice")
 
 
 def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> StatisticsIndex:
@@ -236,7 +275,8 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
     )
 
 
-def add_block(a: Statistics, b: Statistics, block: int) -> dict[str, tuple[Moments, ...]]:
+def add_block(a: Statistics, b: Statistics, block: int) -> BlockMoments:
     """One block's moments of both, fold by fold."""
     left, right = a.block(block), b.block(block)
-    return {name: tuple(x + y for x, y in zip(left[name], right[name], strict=True)) for name in left}
+    sums = {name: [x + y for x, y in zip(left[name], right[name], strict=True)] for name in left}  # type: ignore[operator]
+    return {name: tuple(folds) for name, folds in sums.items()}

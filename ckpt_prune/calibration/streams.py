@@ -1,16 +1,18 @@
 """Hidden states of calibration windows, carried through a model one block at a time."""
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.architectures.family import LogitSpace, SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.logits import LogitMoments, smaller_form
 from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.errors import UserError
 
 TOKENS_PER_BATCH = 4096
 """Tokens that go through a block together. Fixed, so that a resumed run repeats the same arithmetic."""
@@ -18,61 +20,82 @@ TOKENS_PER_BATCH = 4096
 ReadTensors = Callable[[list[str]], dict[str, Tensor]]
 
 
+SpaceMoments = tuple[Moments, ...] | tuple[LogitMoments, ...]
+"""Moments of one space, one for each fold: of the consumer's input, or of queries and keys."""
+
+
 class _LastBlockReachedError(Exception):
     """Raised by the last recorder to stop the model before its final norm."""
 
 
-def fold_slices(windows: int, folds: int) -> list[slice]:
-    """Cut windows into `folds` contiguous runs of nearly equal length."""
-    return [slice(windows * f // folds, windows * (f + 1) // folds) for f in range(folds)]
+def fold_slices(samples: int, folds: int) -> list[slice]:
+    """Cut samples into `folds` contiguous runs of nearly equal length."""
+    return [slice(samples * f // folds, samples * (f + 1) // folds) for f in range(folds)]
 
 
 class HiddenStream:
-    """Hidden states entering the next block, for every calibration window.
+    """Hidden states entering the next block, for every calibration sample.
 
     The embedding, masks and position embeddings come from the model's own forward pass, run once with its blocks
     replaced by recorders; the blocks are then the model's own, run with what it would have passed them, cache off.
 
     Args:
         factory: builds the blocks.
+        tensors: on-disk names of the checkpoint.
         read: reads on-disk tensors by name.
-        windows: token ids, (N, T) int64.
-        folds: windows are cut into this many contiguous folds.
+        samples: N samples of T tokens.
+        folds: samples are cut into this many contiguous folds.
     """
 
-    def __init__(self, factory: BlockFactory, read: ReadTensors, windows: Tensor, *, folds: int = 1) -> None:
-        self.factory, self.windows, self.folds = factory, windows, folds
-        self._read = read
-        per_batch = max(1, TOKENS_PER_BATCH // windows.shape[1])
+    def __init__(
+        self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors, samples: Samples, *, folds: int = 1
+    ) -> None:
+        self.factory, self.samples, self.folds = factory, samples, folds
+        self._tensors, self._read = list(tensors), read
+        per_batch = max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
         self._batches: list[tuple[int, slice]] = [
             (fold, slice(start, min(start + per_batch, run.stop)))
-            for fold, run in enumerate(fold_slices(len(windows), folds))
+            for fold, run in enumerate(fold_slices(len(samples), folds))
             for start in range(run.start, run.stop, per_batch)
         ]
-        self._arguments: dict[int, list[dict[str, Any]]] = {}
+        self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self._states: list[Tensor] = []
         self._enter()
+
+    def _load(self, path: str) -> nn.Module | None:
+        """A module outside the blocks with its tensors, or None where this model has no such module."""
+        factory = self.factory
+        owner, _, name = path.rpartition(".")
+        module: nn.Module | None = getattr(factory.skeleton.get_submodule(owner), name, None)
+        if module is None:
+            return None
+        wanted = [n for n in self._tensors if any(p.startswith(f"{path}.") for p in factory.parameters(n))]
+        factory.fill(module, path, self._read(wanted))
+        if any(buffer.is_meta for buffer in module.buffers()):
+            # Buffers that no checkpoint stores: the module computes them itself, off the meta device.
+            with factory.device:
+                real: nn.Module = type(module)(factory.config)
+            if next(module.parameters(), None) is None:
+                setattr(factory.skeleton.get_submodule(owner), name, real)
+                return real
+            for buffer, values in real.named_buffers():
+                place, _, attribute = buffer.rpartition(".")
+                module.get_submodule(place).register_buffer(attribute, values, persistent=False)
+        return module
 
     @torch.inference_mode()
     def _enter(self) -> None:
         family, factory = self.factory.family, self.factory
         model = factory.skeleton
-        embedding = model.get_submodule(family.embedding)
-        factory.fill(embedding, {"weight": self._read([f"{family.embedding}.weight"])[f"{family.embedding}.weight"]})
-        rotary_owner, _, rotary_name = family.rotary.rpartition(".")
-        rotary = model.get_submodule(family.rotary)
-        # Frequencies are buffers that no checkpoint stores: the module computes them itself, off the meta device.
-        with factory.device:
-            real: nn.Module = type(rotary)(config=factory.config)
-        setattr(model.get_submodule(rotary_owner), rotary_name, real)
+        entry = [module for path in family.entry if (module := self._load(path)) is not None]
         layers: Any = model.get_submodule(family.layers)
-        captured: list[dict[str, Any]] = []
+        captured: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         states: list[Tensor] = []
 
         def recorder(index: int) -> Callable[..., Tensor]:
-            def record(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-                captured.append(kwargs)
+            def record(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                captured.append((args, kwargs))
                 if index == 0:
                     states.append(hidden_states)
                 if index == len(layers) - 1:
@@ -86,57 +109,73 @@ class HiddenStream:
         for _, rows in self._batches:
             captured.clear()
             states.clear()
-            ids = self.windows[rows].to(factory.device)
-            with contextlib.suppress(_LastBlockReachedError):
-                model(input_ids=ids, use_cache=False)
-            # Windows are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
-            self._arguments.setdefault(len(ids), list(captured))
+            batch = {name: values.to(factory.device) for name, values in self.samples.batch(rows).items()}
+            options = {"use_cache": False} if family.causal else {}
+            try:
+                model(**batch, **options)
+            except _LastBlockReachedError:
+                pass
+            except torch.OutOfMemoryError:
+                raise
+            except (ValueError, IndexError, RuntimeError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise UserError(f"the model refuses its calibration data: {reason}") from error
+            # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
+            self._arguments.setdefault(rows.stop - rows.start, list(captured))
             self._states.append(states[0].cpu())
         for layer in layers:
             del layer.forward
-        # The embedding is not needed again.
-        embedding.to("meta")
+        # What comes before the blocks is not needed again.
+        for module in entry:
+            module.to("meta")
 
     def _output(self, block: nn.Module, index: int, position: int) -> Tensor:
         """What the block makes of one batch, on the block's device."""
         state = self._states[position].to(self.factory.device)
-        output = block(state, **self._arguments[len(state)][index])
+        arguments, options = self._arguments[len(state)][index]
+        output = block(state, *arguments, **options)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
     @torch.inference_mode()
     def observe(
         self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[SpaceName, bool], *, advance: bool = False
-    ) -> dict[SpaceName, tuple[Moments, ...]]:
-        """Moments at the input of each named space's consumer, a tuple over folds.
+    ) -> dict[SpaceName, SpaceMoments]:
+        """Moments of each named space, a tuple over folds: of the input of its consumer, or of queries and keys.
 
         Args:
             index: the block.
             tensors: its on-disk tensors, of any widths.
-            gram: spaces to observe, and whether with the Gram.
+            gram: spaces to observe, and whether with the Gram (queries and keys have nothing else).
             advance: also let the block's output become the next block's input.
         """
         block = self.factory.block(index, tensors)
-        found: dict[SpaceName, list[Moments]] = {}
-        current = 0
-        handles = []
-        for space, wanted in gram.items():
-            consumer = block.get_submodule(self.factory.family.spaces[space].consumer)
-            width = int(consumer.weight.shape[1])  # type: ignore[index]
-            found[space] = [Moments.zeros(width, gram=wanted, device=self.factory.device) for _ in range(self.folds)]
-
-            def accumulate(_module: nn.Module, args: tuple[Tensor, ...], space: SpaceName = space) -> None:
-                found[space][current] = found[space][current].accumulate(args[0])
-
-            handles.append(consumer.register_forward_pre_hook(accumulate))
+        observers = {space: self._observer(block, index, space, wanted) for space, wanted in gram.items()}
         for position, (fold, _) in enumerate(self._batches):
-            current = fold
+            for observer in observers.values():
+                observer.fold = fold
             output = self._output(block, index, position)
             if advance:
                 self._states[position] = output.cpu()
-        for handle in handles:
-            handle.remove()
-        return {space: tuple(m.to("cpu") for m in folds) for space, folds in found.items()}
+        return {space: observer.moments() for space, observer in observers.items()}
+
+    def _observer(self, block: nn.Module, index: int, space: SpaceName, gram: bool) -> "_Inputs | _Logits":
+        family, factory = self.factory.family, self.factory
+        description = family.spaces[space]
+        if isinstance(description, LogitSpace):
+            query, key = (
+                block.get_submodule(factory.module_path(index, module))
+                for module in (description.query, description.key)
+            )
+            heads = consumer_columns(block, factory, index) // family.dimension(factory.config, "head_dim")
+            head_dim = int(query.weight.shape[0]) // heads  # type: ignore[index]
+            runs = fold_slices(len(self.samples), self.folds)
+            forms = [smaller_form(run.stop - run.start, head_dim) for run in runs]
+            zeros = [LogitMoments.zeros(heads, head_dim, form=form, device=factory.device) for form in forms]
+            return _Logits(query, key, zeros)
+        consumer = block.get_submodule(factory.module_path(index, description.consumer))
+        width = int(consumer.weight.shape[1])  # type: ignore[index]
+        return _Inputs(consumer, [Moments.zeros(width, gram=gram, device=factory.device) for _ in range(self.folds)])
 
     @torch.inference_mode()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -147,20 +186,79 @@ class HiddenStream:
 
     @torch.inference_mode()
     def nll(self) -> float:
-        """Mean negative log likelihood in nats per scored token after the last block (METHODS section 7)."""
+        """Mean negative log likelihood in nats per scored token after the last block (METHODS section 7).
+
+        Only of a causal language model on windows of text.
+        """
         family, factory = self.factory.family, self.factory
-        model = factory.skeleton
+        assert family.causal
+        assert family.head is not None
+        assert family.embedding is not None
+        after = [module for path in family.exit if (module := self._load(path)) is not None]
         tied = bool(factory.config.tie_word_embeddings)
-        head_name = f"{family.embedding if tied else family.head}.weight"
-        tensors = self._read([head_name, f"{family.final_norm}.weight"])
-        norm = model.get_submodule(family.final_norm)
-        factory.fill(norm, {"weight": tensors[f"{family.final_norm}.weight"]})
-        head = tensors[head_name].to(factory.device, factory.dtype)
+        head_path = family.embedding if tied else family.head
+        (head_name,) = (n for n in self._tensors if factory.parameters(n) == (f"{head_path}.weight",))
+        head = self._read([head_name])[head_name].to(factory.device, factory.dtype)
         loss, tokens = 0.0, 0
         for state, (_, rows) in zip(self._states, self._batches, strict=True):
-            for hidden, ids in zip(state, self.windows[rows], strict=True):
-                logits = functional.linear(norm(hidden.to(factory.device)), head)[:-1].float()
+            for hidden, ids in zip(state, self.samples.batch(rows)["input_ids"], strict=True):
+                output = hidden.to(factory.device)
+                for module in after:
+                    output = module(output)
+                logits = functional.linear(output, head)[:-1].float()
                 targets = ids[1:].to(factory.device)
                 loss += functional.cross_entropy(logits, targets, reduction="sum").double().item()
                 tokens += len(targets)
         return loss / tokens
+
+
+def consumer_columns(block: nn.Module, factory: BlockFactory, index: int) -> int:
+    """Columns of a block's attention output projection: heads times the width of a value head."""
+    consumer = block.get_submodule(factory.module_path(index, factory.family.columns["heads"].consumer))
+    return int(consumer.weight.shape[1])  # type: ignore[index]
+
+
+class _Inputs:
+    """Accumulates the input of one linear module."""
+
+    def __init__(self, consumer: nn.Module, folds: list[Moments]) -> None:
+        self.fold, self._folds = 0, folds
+        self._handle = consumer.register_forward_pre_hook(self._see)
+
+    def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
+
+    def moments(self) -> tuple[Moments, ...]:
+        """What was seen, on CPU; stops looking."""
+        self._handle.remove()
+        return tuple(m.to("cpu") for m in self._folds)
+
+
+class _Logits:
+    """Accumulates the outputs of the query and key projections, sample by sample."""
+
+    def __init__(self, query: nn.Module, key: nn.Module, folds: list[LogitMoments]) -> None:
+        self.fold, self._folds = 0, folds
+        self._query: Tensor | None = None
+        self._key: Tensor | None = None
+        self._handles = [query.register_forward_hook(self._see_query), key.register_forward_hook(self._see_key)]
+
+    def _see_query(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self._query = output
+        self._pair()
+
+    def _see_key(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self._key = output
+        self._pair()
+
+    def _pair(self) -> None:
+        if self._query is None or self._key is None:
+            return
+        self._folds[self.fold] = self._folds[self.fold].accumulate(self._query, self._key)
+        self._query = self._key = None
+
+    def moments(self) -> tuple[LogitMoments, ...]:
+        """What was seen, on CPU; stops looking."""
+        for handle in self._handles:
+            handle.remove()
+        return tuple(m.to("cpu") for m in self._folds)

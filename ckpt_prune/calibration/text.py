@@ -185,6 +185,36 @@ def _all_windows(stream: Tensor, window: int) -> Tensor:
     return stream[: count * window].view(count, window)
 
 
+def framed(windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Windows as an encoder was trained on them: between the tokenizer's opening and closing tokens, if it adds any.
+
+    Args:
+        windows: int64 token ids, shape (windows, window).
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        int64 token ids, shape (windows, window + `frame_length`).
+    """
+    before, after = _frame(tokenizer)
+    rows = len(windows)
+    ends = [torch.tensor(ids, dtype=torch.int64).expand(rows, len(ids)) for ids in (before, after)]
+    return torch.cat([ends[0], windows, ends[1]], 1)
+
+
+def frame_length(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that `framed` adds to a window."""
+    return sum(map(len, _frame(tokenizer)))
+
+
+def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text, found by using it."""
+    plain, special = _encode(tokenizer, "a"), _encode(tokenizer, "a", special=True)
+    starts = [i for i in range(len(special)) if special[i : i + len(plain)] == plain]
+    if not plain or not starts:
+        return [], []
+    return special[: starts[0]], special[starts[0] + len(plain) :]
+
+
 def text_fingerprint(windows: Tensor) -> str:
     """Hash the shape and the token ids (little-endian int64) of windows, shape (windows, window): sha256 in hex."""
     ids = windows.detach().to("cpu", torch.int64).contiguous().numpy().astype("<i8", copy=False)

@@ -40,15 +40,21 @@ def tokenizer_fingerprint(path: Path) -> str | None:
     return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest()
 
 
+def processor_fingerprint(path: Path) -> str | None:
+    """Hex SHA-256 over the image processor's settings in folder `path`; None where there are none."""
+    present = [name for name in ("preprocessor_config.json",) if (path / name).is_file()]
+    return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest() if present else None
+
+
 def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable[TensorInfo]) -> str:
     """Hex SHA-256 that tells a checkpoint from its fine-tuned siblings without reading all of it.
 
-    Hashed, in this order: the canonical JSON of `config` without `transformers_version`; then for each tensor, by
-    name: name, dtype, shape and a sample of its bytes. The sample is all of them up to 12,288 bytes; beyond, the first
+    Hashed, in this order: the canonical JSON of `config` without `transformers_version` and `auto_map`; then for each
+    tensor, by name: name, dtype, shape and a sample of its bytes. The sample is all of them up to 12,288 bytes; beyond, the first
     4,096, sixteen evenly spaced pieces of 256, and the last 4,096. An edit of a few elements of a large tensor can
     therefore go unseen. How the tensors are spread over files does not matter.
     """
-    kept = {key: value for key, value in config.items() if key != "transformers_version"}
+    kept = {key: value for key, value in config.items() if key not in ("transformers_version", "auto_map")}
     digest = hashlib.sha256(canonical(kept).encode())
     for info in sorted(tensors, key=lambda info: info.name):
         digest.update(canonical([info.name, CODES[info.dtype], info.shape]).encode())

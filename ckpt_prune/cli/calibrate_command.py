@@ -7,80 +7,108 @@ import click
 
 from ckpt_prune.cli.options import (
     CalibrationOptions,
+    ImageOptions,
     device_option,
     echo_json,
     json_option,
     options_of,
     overwrite_option,
+    trust_option,
 )
 
 
 @click.command("calibrate")
 @click.argument("model")
 @options_of(CalibrationOptions)
+@options_of(ImageOptions)
 @click.option(
     "--collect",
-    default="moments,gram",
-    show_default=True,
+    metavar="KIND[,KIND...]",
     help="moments: vectors only, enough for scores and bias compensation; gram: also the Gram of every consumer's "
-    "input, which rotation, ridge and the other closed forms need.",
+    "input, which rotation, ridge and the other closed forms need; logits: per-sample Grams of queries and keys, for "
+    "pruning q and k. [default: all that the model's family can use]",
 )
 @click.option(
     "-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write."
 )
 @overwrite_option
+@trust_option
 @device_option
 @json_option
-def command(model: str, collect: str, out: Path, overwrite: bool, device: str, as_json: bool, **options: Any) -> None:
-    """Run the dense MODEL over calibration text and write its activation statistics.
+def command(
+    model: str,
+    collect: str | None,
+    out: Path,
+    overwrite: bool,
+    trust: bool,
+    device: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run the dense MODEL over calibration text or images and write its activation statistics.
 
     One block is in memory at a time. The folder can be used by any recipe on the same model, and two folders measured
-    on different text can be added (`ckpt-prune statistics add`).
+    on different data can be added (`ckpt-prune statistics add`). Images go through the checkpoint's own image
+    processor; of a labels.csv with a column `split`, the rows `calib` are taken.
 
     \b
       ckpt-prune calibrate MODEL --text calib.txt --samples 128 --window 2048 -o STATS
+      ckpt-prune calibrate MODEL --images DIR --samples 4000 -o STATS
     """
     import torch
 
-    from ckpt_prune.architectures.family import family_of
-    from ckpt_prune.calibration.measure import measure
-    from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.calibration.measure import everything, measure
     from ckpt_prune.checkpoint.staging import refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
-    from ckpt_prune.cli.setup import chosen_windows, resolve_device
+    from ckpt_prune.cli.setup import chosen_samples, has_data, open_source, resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.layout import check_source
 
-    kinds = tuple(part.strip() for part in collect.split(",") if part.strip())
-    if not kinds or set(kinds) - {"moments", "gram"}:
-        raise UserError(f"--collect {collect}: expected moments or moments,gram")
-    calibration = CalibrationOptions(**options)
-    if not calibration.text:
-        raise UserError("calibrate needs --text FILE")
+    calibration, images = CalibrationOptions(**options), ImageOptions(**options)
+    if not has_data(calibration, images):
+        raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
     target = resolve_device(device)
-    checkpoint = Checkpoint.open(model)
-    family = family_of(checkpoint.config)
+    checkpoint = open_source(model, trust=trust)
+    family = fitting_family(checkpoint)
+    kinds = _kinds(collect, everything(family), family.model_type)
     check_source(checkpoint, family)
     refuse_overlap(checkpoint.path, out)
-    windows = chosen_windows(checkpoint, calibration)
+    samples = chosen_samples(checkpoint, family, calibration, images, trust=trust)
     checkpoint.check_finite()
+    folds = calibration.folds or 1
     statistics = measure(
         checkpoint,
         family,
-        windows,
+        samples,
         out,
         seed=calibration.seed,
-        folds=calibration.folds or 1,
-        collect=("moments", "gram") if "gram" in kinds else ("moments",),
+        folds=folds,
+        collect=kinds,
         device=target,
         compute_dtype=getattr(torch, calibration.compute_dtype),
         overwrite=overwrite,
+        announce=lambda size: click.echo(f"{out} will take {human_bytes(size)}", err=True),
     )
     summary = statistics.summary()
     if as_json:
         echo_json(summary)
         return
+    what = "images" if summary["modality"] == "image" else "windows"
     click.echo(
-        f"{out}: {summary['samples']} windows of {summary['window']} tokens, {summary['blocks']} blocks, "
+        f"{out}: {summary['samples']} {what} of {summary['window']} tokens, {summary['blocks']} blocks, "
         f"{'+'.join(summary['collect'])}, folds {summary['folds']}, {human_bytes(summary['bytes'])}"
     )
+
+
+def _kinds(text: str | None, known: tuple[Any, ...], family: str) -> tuple[Any, ...]:
+    """What `--collect` asks for, in a fixed order; vectors always."""
+    from ckpt_prune.errors import UserError
+
+    if text is None:
+        return known
+    asked = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in asked if part not in known]
+    if unknown or not asked:
+        raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
+    return tuple(kind for kind in known if kind in asked or kind == "moments")

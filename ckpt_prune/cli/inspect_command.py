@@ -14,10 +14,18 @@ from ckpt_prune.cli.options import echo_json, json_option, table
     "--ratio",
     "ratios",
     metavar="R[,R...]",
-    help="Also print the size after dropping these shares of heads and columns, as RCPU rounds them.",
+    help="Also print the size after dropping these shares of the units of a recipe's spaces.",
+)
+@click.option(
+    "--recipe",
+    default="rcpu",
+    show_default=True,
+    metavar="R",
+    help="Recipe whose spaces and rounding --ratio applies to: rcpu drops heads and mlp columns, corp dimensions of q "
+    "and k and mlp columns.",
 )
 @json_option
-def command(model: str, ratios: str | None, as_json: bool) -> None:
+def command(model: str, ratios: str | None, recipe: str, as_json: bool) -> None:
     """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
 
     Reads the config and the headers of the weights only. A folder with nothing but a config.json will do, for
@@ -25,16 +33,17 @@ def command(model: str, ratios: str | None, as_json: bool) -> None:
 
     \b
       ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
+      ckpt-prune inspect VIT --recipe corp --ratio 0.5
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
-    from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.cli.setup import open_source
 
     folder = Path(model)
     config_only = folder.is_dir() and is_config_only(folder)
-    checkpoint = checkpoint_of_config(folder) if config_only else Checkpoint.open(model)
+    checkpoint = checkpoint_of_config(folder) if config_only else open_source(model, trust=True)
     report = _describe(checkpoint)
     report["weights"] = not config_only
-    report["pruned"] = [_size_at(checkpoint, ratio) for ratio in _parse_ratios(ratios)]
+    report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
     if as_json:
         echo_json(report)
     else:
@@ -53,48 +62,48 @@ def _parse_ratios(text: str | None) -> list[float]:
     return values
 
 
-def _recipe(ratio: float) -> Any:
+def _recipe(name: str, ratio: float) -> Any:
     from ckpt_prune.planning.recipe import load_recipe
 
-    return load_recipe("rcpu", ratio=ratio)
+    # Whatever holds the shape: sizes are asked for, not a refusal.
+    return load_recipe(name, ("container=any",), ratio)
 
 
-def _size_at(checkpoint: Any, ratio: float) -> dict[str, Any]:
-    from ckpt_prune.transform.job import Job
+def _size_at(checkpoint: Any, recipe: str, ratio: float) -> dict[str, Any]:
+    from ckpt_prune.transform.job import Job, check_spaces
 
-    job = Job(checkpoint, _recipe(ratio))
+    job = Job(checkpoint, _recipe(recipe, ratio))
+    check_spaces(job.family, job.recipe)
+    container = job.container
     return {
         "ratio": ratio,
         "units": dict(job.widths[0]),
-        "container": job.container.model_type,
+        "container": container.model_type + (" + remote code" if container.remote_class else ""),
     } | job.after.model_dump()
 
 
 def _describe(checkpoint: Any) -> dict[str, Any]:
+    from ckpt_prune.architectures.family import ColumnSpace
     from ckpt_prune.calibration.measure import checkpoint_dtype
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.containers import choose_container
     from ckpt_prune.transform.job import Job
     from ckpt_prune.transform.layout import check_source
 
-    job = Job(checkpoint, _recipe(0.0))
+    job = Job(checkpoint, _recipe("rcpu", 0.0))
     family, config = job.family, job.config
     check_source(checkpoint, family)
-    existing = {
-        module
-        for description in family.spaces.values()
-        for module in (*description.producers, description.consumer)
-        if family.tensor(0, module, "bias") in checkpoint.tensors
-    }
+    existing = {module for module in family.linears if family.tensor(0, module, "bias") in checkpoint.tensors}
     spaces = {}
     for name, description in family.spaces.items():
         units = family.units(config, name)
-        per_block = sum(
-            checkpoint.tensors[family.tensor(0, module)].numel
-            for module in (*description.producers, description.consumer)
-        )
+        per_block = sum(checkpoint.tensors[family.tensor(0, module)].numel for module in family.modules(name))
         fits = {}
-        for label, biases in (("weights", existing), ("weights and bias", existing | {description.consumer})):
+        consumer = description.consumer if isinstance(description, ColumnSpace) else None
+        for label, biases in (
+            ("weights", existing),
+            ("weights and bias", existing | ({consumer} if consumer else set())),
+        ):
             try:
                 # One unit fewer stands for any number: the first drop is what changes the container.
                 widths = [{name: max(1, units - 1)}] * job.blocks
@@ -104,7 +113,7 @@ def _describe(checkpoint: Any) -> dict[str, Any]:
         spaces[name] = {
             "unit": description.unit,
             "units": units,
-            "consumer": description.consumer,
+            "consumer": consumer,
             "columns_per_unit": family.unit_columns(config, name),
             "parameters": per_block * job.blocks,
             "containers": fits,
@@ -116,7 +125,7 @@ def _describe(checkpoint: Any) -> dict[str, Any]:
         "dtype": checkpoint_dtype(checkpoint),
         "files": len(checkpoint.files),
         "blocks": job.blocks,
-        "tied_head": bool(config.tie_word_embeddings),
+        "tied_head": bool(getattr(config, "tie_word_embeddings", False)),
         "spaces": spaces,
         **job.before.model_dump(),
     }
@@ -131,7 +140,7 @@ def _print(report: dict[str, Any]) -> None:
         "weights": f"{report['dtype']}, {human_bytes(report['bytes'])} in {report['files']} file(s)",
         "parameters": human_count(report["parameters"]) + (", tied head" if report["tied_head"] else ""),
         "blocks": str(report["blocks"]),
-        "FLOPs": f"{human_count(report['flops'])} for {report['tokens']} tokens",
+        "FLOPs": f"{human_count(report['flops'])} for one sample of {report['tokens']} tokens",
     }
     for key, value in facts.items():
         click.echo(f"{key:<11} {value}")
@@ -148,7 +157,7 @@ def _print(report: dict[str, Any]) -> None:
     click.echo()
     click.echo(table(["space", "units per block", "parameters", "container", "with a bias"], rows))
     if report["pruned"]:
-        spaces = list(report["spaces"])
+        spaces = list(report["pruned"][0]["units"])
         rows = [
             [
                 f"{p['ratio']:g}",

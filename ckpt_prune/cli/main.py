@@ -20,7 +20,8 @@ COMMANDS = {
     "plan": "Decide what stays and predict the cost; write only the plan.",
     "prune": "Write a smaller checkpoint that stock transformers loads.",
     "verify": "Prove that an output is whole and loads.",
-    "evaluate": "Perplexity and KL divergence, or lm-eval tasks.",
+    "report": "Show what pruning cost, block by block, as one HTML page.",
+    "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",
     "recipe": "List, show, copy and check recipes.",
     "statistics": "Show or add statistics folders.",
     "demo": "The whole path on the model the package carries.",
@@ -69,8 +70,9 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Make a transformer smaller today, offline, without training.
 
-    Reads a Hugging Face checkpoint (a folder or a Hub id), drops attention heads and MLP columns, folds a closed-form
-    compensation into the tensors that stay, and writes a checkpoint that stock transformers loads.
+    Reads a Hugging Face checkpoint (a folder or a Hub id) of a language or a vision model, drops attention heads, MLP
+    columns or dimensions of q and k, folds a closed-form compensation into the tensors that stay, and writes a
+    checkpoint that stock transformers loads.
 
     \b
       ckpt-prune demo

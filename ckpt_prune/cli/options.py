@@ -1,6 +1,7 @@
 """Options shared by commands, some of them generated from the pydantic models that say what the library takes."""
 
 import json
+import math
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +17,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CalibrationOptions(BaseModel):
-    """Which windows of which text to calibrate on."""
+    """Which windows of which text, or how many images, to calibrate on."""
 
     text: tuple[Path, ...] = Field((), description="Text file to calibrate on (.txt or .jsonl); may be repeated.")
-    samples: int = Field(128, ge=1, description="Number of windows.")
+    samples: int | None = Field(
+        None, ge=1, description="Number of windows, or of images. [default: 128 windows; all images, at most 4000]"
+    )
     window: int | None = Field(
         None, ge=2, description="Tokens per window. [default: the model's context length, at most 2048]"
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Of the random choice of windows.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Of the random choice of samples.")
     choose: Literal["random", "first"] = Field(
         "random",
-        description="random: windows from all over the text; first: from its start, as several papers' code does.",
+        description="random: windows from all over the text, or any images; first: from its start, as several papers' "
+        "code does.",
     )
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
@@ -34,12 +38,26 @@ class CalibrationOptions(BaseModel):
     folds: int | None = Field(
         None,
         ge=1,
-        description="Keep moments apart for this many runs of windows, for recipes that choose lambda by folds. "
-        "[default: 1, or 4 where the recipe needs folds]",
+        description="Keep moments apart for this many runs of samples, for recipes that choose lambda by folds and for "
+        "held-out errors. [default: 1, or 4 where the recipe needs folds]",
     )
     compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Type the model runs in while it is measured."
     )
+
+
+class ImageOptions(BaseModel):
+    """Which images to calibrate on."""
+
+    images: Path | None = Field(
+        None,
+        description="Folder of images to calibrate on, in place of --text: plain, with labels.csv, or with a "
+        "sub-folder per class.",
+    )
+    labels: Path | None = Field(
+        None, description="CSV with a column file and perhaps split (calib). [default: labels.csv in or beside DIR]"
+    )
+    max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
 
 
 class EvaluationOptions(BaseModel):
@@ -47,7 +65,17 @@ class EvaluationOptions(BaseModel):
 
     text: tuple[Path, ...] = Field((), description="Text file to measure perplexity on; may be repeated.")
     window: int | None = Field(None, ge=2, description="Tokens per window; needed with --text.")
-    limit: int | None = Field(None, ge=1, description="Use only this many windows (or examples of a task).")
+    images: Path | None = Field(
+        None,
+        description="Folder of images to measure an image classifier on: with labels.csv, with a sub-folder per class, "
+        "or, with --against, plain.",
+    )
+    labels: Path | None = Field(
+        None,
+        description="CSV with columns file, label and perhaps split (eval). [default: labels.csv in or beside DIR]",
+    )
+    max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
+    limit: int | None = Field(None, ge=1, description="Use only this many windows, images or examples of a task.")
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
     )
@@ -81,11 +109,24 @@ def _click_arguments(field: Any) -> dict[str, Any]:
         return arguments | {"type": click.Choice(get_args(annotation))}
     if annotation is int and minimum is not None:
         return arguments | {"type": click.IntRange(min=minimum, max=maximum)}
+    if annotation is float and minimum is not None:
+        return arguments | {"type": _Number(min=minimum, max=maximum)}
     return arguments | {"type": _click_type(annotation)}
 
 
 def _click_type(annotation: Any) -> Any:
     return click.Path(path_type=Path) if annotation is Path else annotation
+
+
+class _Number(click.FloatRange):
+    """A float within limits, and nan is not: every comparison with it being false, click lets it through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -118,6 +159,15 @@ set_option = click.option(
     multiple=True,
     metavar="KEY=VALUE",
     help="Change a key of the recipe, dotted; may be repeated.",
+)
+
+
+trust_option = click.option(
+    "--trust-remote-code",
+    "trust",
+    is_flag=True,
+    help="Accept a MODEL whose config.json or image processor asks for code of its own. The processor's code is run; "
+    "the model's is not, except by evaluate: the stock class of its model_type is used, if every tensor fits it.",
 )
 
 

@@ -14,6 +14,7 @@ from ckpt_prune.cli.options import (
     recipe_option,
     set_option,
     table,
+    trust_option,
 )
 
 
@@ -26,6 +27,7 @@ from ckpt_prune.cli.options import (
 @container_option
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), help="Plan file to write.")
 @overwrite_option
+@trust_option
 @device_option
 @json_option
 def command(
@@ -37,22 +39,32 @@ def command(
     container: str | None,
     out: Path | None,
     overwrite: bool,
+    trust: bool,
     device: str,
     as_json: bool,
 ) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
-    Errors are those of each output projection on the calibration tokens, relative to its output's energy; floor is
-    the least that any weights and bias on the kept inputs can reach, rho2 the share of the dropped output's variance
-    that the kept inputs predict.
+    Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
+    of the attention logits. floor is the least that any weights and bias on the kept inputs can reach, rho2 the share
+    of the dropped output's variance that the kept inputs predict; held out, with statistics of several folds, is the
+    error after on each fold when fitted on the others.
 
     \b
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
-    from ckpt_prune.checkpoint.reading import Checkpoint
     from ckpt_prune.checkpoint.staging import refuse_overlap
-    from ckpt_prune.cli.setup import build_job, cost_rows, few_tokens, kept_line, resolve_device, with_container
+    from ckpt_prune.cli.setup import (
+        build_job,
+        cost_rows,
+        few_tokens,
+        held_out_lines,
+        kept_line,
+        open_source,
+        resolve_device,
+        with_container,
+    )
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import load_recipe
     from ckpt_prune.transform.job import make_plan
@@ -72,7 +84,7 @@ def command(
         raise UserError(
             f"recipe {loaded.name} needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
         )
-    job = build_job(Checkpoint.open(model), loaded, statistics=statistics, device=target, diagnostics=True)
+    job = build_job(open_source(model, trust=trust), loaded, statistics=statistics, device=target, diagnostics=True)
     if out is not None:
         refuse_overlap(job.checkpoint.path, out)
     job.checkpoint.check_finite()
@@ -86,7 +98,7 @@ def command(
     click.echo()
     rows = []
     for site in plan.sites:
-        figures = [site.error_uncompensated, site.error_compensated, site.floor, site.rho2]
+        figures = [site.error_uncompensated, site.error_compensated, site.floor, site.rho2, site.error_held_out]
         if site.floor is not None and site.j0 and site.error_uncompensated is not None:
             # The floor is per token; as a share of the output's energy it stands beside the errors.
             figures[2] = site.floor / site.j0 * site.error_uncompensated
@@ -100,12 +112,14 @@ def command(
                 *("-" if f is None else f"{f:.4f}" for f in figures),
             ]
         )
-    headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
+    headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     click.echo(table(headers, rows))
     click.echo(f"\n{kept_line(job)}")
     few = few_tokens(job, errors="above")
     if few:
         click.echo(few)
+    for line in held_out_lines([site.model_dump() for site in plan.sites]):
+        click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
     if out is not None:

@@ -7,6 +7,7 @@ import click
 
 from ckpt_prune.cli.options import (
     CalibrationOptions,
+    ImageOptions,
     container_option,
     device_option,
     echo_json,
@@ -17,6 +18,7 @@ from ckpt_prune.cli.options import (
     recipe_option,
     set_option,
     table,
+    trust_option,
 )
 
 
@@ -25,6 +27,7 @@ from ckpt_prune.cli.options import (
 @recipe_option
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @options_of(CalibrationOptions)
+@options_of(ImageOptions)
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Apply a plan file instead of a recipe.")
 @ratio_option
 @set_option
@@ -32,7 +35,15 @@ from ckpt_prune.cli.options import (
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--dry-run", is_flag=True, help="Check everything and print sizes; write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
+@click.option(
+    "--diagnostics/--no-diagnostics",
+    default=True,
+    show_default=True,
+    help="Also record floors, rho2, spectra and, with folds, held-out errors of every site: one or two more "
+    "factorisations each.",
+)
 @overwrite_option
+@trust_option
 @device_option
 @json_option
 def command(
@@ -46,57 +57,79 @@ def command(
     out: Path,
     dry_run: bool,
     resume: bool,
+    diagnostics: bool,
     overwrite: bool,
+    trust: bool,
     device: str,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Write a pruned and compensated copy of MODEL (a folder or a Hub id) that stock transformers loads.
 
-    Moments come from --statistics (the dense cache) or are measured on --text. With text, a sequential recipe measures
-    each block on the already pruned ones before it, as its paper does; a dense recipe measures the unpruned model
-    first. A recipe without scores or compensation that look at activations (magnitude) needs neither.
+    Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
+    sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
+    measures the unpruned model first. A recipe without scores or compensation that look at activations (magnitude)
+    needs neither.
 
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
     \b
       ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
       ckpt-prune prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT
+      ckpt-prune prune VIT --recipe corp --ratio 0.5 --images DIR -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
-    from ckpt_prune.architectures.family import family_of
-    from ckpt_prune.checkpoint.reading import Checkpoint
+    from ckpt_prune.architectures.fitting import fitting_family
     from ckpt_prune.checkpoint.writing import check_room
-    from ckpt_prune.cli.setup import build_job, cost_rows, kept_line, live_text, resolve_device, with_container
+    from ckpt_prune.cli.setup import (
+        build_job,
+        cost_rows,
+        has_data,
+        held_out_lines,
+        kept_line,
+        live_samples,
+        open_source,
+        resolve_device,
+        with_container,
+    )
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.transform.job import check_spaces
     from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured
     from ckpt_prune.transform.prune import check_output, prune
 
-    calibration = CalibrationOptions(**options)
+    calibration, images = CalibrationOptions(**options), ImageOptions(**options)
+    data = has_data(calibration, images)
     if (recipe is None) == (plan_file is None):
         raise UserError("prune needs exactly one of --recipe and --plan")
-    if calibration.text and statistics is not None:
-        raise UserError("give --statistics or --text, not both")
-    if plan_file is not None and (calibration.text or ratio is not None or overrides or container):
+    if data and statistics is not None:
+        raise UserError(f"give --statistics or {'--text' if calibration.text else '--images'}, not both")
+    if plan_file is not None and (data or ratio is not None or overrides or container):
         raise UserError(
-            "a plan has settled ratio, recipe and statistics: --text, --ratio, --set and --container do not go with it"
+            "a plan has settled ratio, recipe and statistics: --text, --images, --ratio, --set and --container do not "
+            "go with it"
         )
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
     loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio)
-    checkpoint = Checkpoint.open(model)
+    checkpoint = open_source(model, trust=trust)
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
     if plan is not None and plan.statistics is not None:
         statistics = statistics or Path(plan.statistics.path)
         if not statistics.is_dir():
             raise UserError(f"the plan's statistics are no longer at {statistics}: say where with --statistics")
-    # Before the text: tokenising it takes time, and a broken config would be blamed on the tokenizer.
-    check_source(checkpoint, family_of(checkpoint.config))
-    live = live_text(checkpoint, loaded, calibration) if calibration.text and loaded.needs_moments else None
-    job = build_job(checkpoint, loaded, statistics=statistics, live=live, device=target, plan=plan)
+    # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
+    family = fitting_family(checkpoint)
+    check_source(checkpoint, family)
+    check_spaces(family, loaded)
+    live = None
+    if data and loaded.needs_moments:
+        live = live_samples(checkpoint, family, loaded, calibration, images, trust=trust)
+    job = build_job(
+        checkpoint, loaded, statistics=statistics, live=live, device=target, plan=plan, diagnostics=diagnostics
+    )
     if dry_run and live is not None and loaded.allocation != "uniform":
         raise UserError(
             f"allocation {loaded.allocation} has no widths before the model is measured: "
@@ -133,6 +166,8 @@ def command(
     click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
     click.echo(kept_line(ready))
     _print_errors(report)
+    for line in held_out_lines(report["sites"]):
+        click.echo(line)
     if report["lambda_search"]:
         click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
     click.echo(f"written to {out}")

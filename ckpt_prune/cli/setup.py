@@ -1,19 +1,35 @@
 """What commands share between their options and the library: devices, windows and jobs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
-from torch import Tensor
 
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
+from ckpt_prune.calibration.text import (
+    calibration_windows,
+    frame_length,
+    framed,
+    load_tokenizer,
+    read_text,
+    token_stream,
+)
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.cli.options import CalibrationOptions
+from ckpt_prune.cli.options import CalibrationOptions, ImageOptions
 from ckpt_prune.errors import UserError
+from ckpt_prune.loading import remote_class
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.job import Job, LiveText
+from ckpt_prune.transform.job import Job, LiveSamples
+
+DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
+"""Samples where none are asked for: windows, and at most so many of the images there are (CORP's number)."""
 
 
 def resolve_device(text: str) -> torch.device:
@@ -39,32 +55,113 @@ def with_container(overrides: tuple[str, ...], container: str | None) -> tuple[s
     return overrides if container is None else (*overrides, f"container={container}")
 
 
+def open_source(model: str, *, trust: bool = False) -> Checkpoint:
+    """Open a checkpoint to be measured or pruned.
+
+    Args:
+        model: a folder or a Hub id.
+        trust: accept one that asks for code of its own; the code is not run.
+
+    Raises:
+        UserError: not a checkpoint, or it asks for remote code and is not trusted.
+    """
+    checkpoint = Checkpoint.open(model)
+    try:
+        remote_class(checkpoint.config, checkpoint.path)
+    except UserError as error:
+        if not trust:
+            raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
+        config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+        return replace(checkpoint, config=config)
+    return checkpoint
+
+
 def default_window(checkpoint: Checkpoint) -> int:
     """The model's context length, at most 2048."""
     return min(2048, int(checkpoint.config.get("max_position_embeddings", 2048)))
 
 
-def chosen_windows(checkpoint: Checkpoint, options: CalibrationOptions) -> Tensor:
-    """The calibration windows, (samples, window) int64.
+def has_data(calibration: CalibrationOptions, images: ImageOptions) -> bool:
+    """Whether there is something to calibrate on.
 
     Raises:
-        UserError: unreadable or too short text, or a window longer than the model's context.
+        UserError: both text and images.
     """
-    window = options.window or default_window(checkpoint)
+    if calibration.text and images.images is not None:
+        raise UserError("give --text or --images, not both")
+    return bool(calibration.text) or images.images is not None
+
+
+def chosen_samples(
+    checkpoint: Checkpoint,
+    family: Family,
+    calibration: CalibrationOptions,
+    images: ImageOptions,
+    *,
+    trust: bool = False,
+) -> Samples:
+    """The calibration samples that options ask for; says on stderr what could not be read.
+
+    Raises:
+        UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
+    """
+    if family.modality == "image":
+        if images.images is None:
+            raise UserError(f"{checkpoint.path} reads images: calibrate it with --images DIR")
+        if calibration.window is not None or calibration.bos != "auto":
+            raise UserError("--window and --bos are for text: they do not go with --images")
+        return _images(checkpoint, family, calibration, images, trust)
+    if images.images is not None:
+        raise UserError(f"{checkpoint.path} reads text: calibrate it with --text FILE")
+    window = calibration.window or default_window(checkpoint)
     limit = checkpoint.config.get("max_position_embeddings")
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
-    stream = token_stream(load_tokenizer(checkpoint.path), read_text(options.text), bos=options.bos)
-    return calibration_windows(stream, samples=options.samples, window=window, seed=options.seed, choose=options.choose)
+    tokenizer = load_tokenizer(checkpoint.path)
+    # A causal model reads one long text; an encoder reads each window between its own opening and closing tokens.
+    frame = 0 if family.causal else frame_length(tokenizer)
+    stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
+    windows = calibration_windows(
+        stream,
+        samples=calibration.samples or DEFAULT_WINDOWS,
+        window=window - frame,
+        seed=calibration.seed,
+        choose=calibration.choose,
+    )
+    return TokenWindows(framed(windows, tokenizer) if frame else windows)
 
 
-def live_text(checkpoint: Checkpoint, recipe: Recipe, options: CalibrationOptions) -> LiveText:
-    """The windows and how a job is to measure on them."""
-    folds = options.folds or (4 if recipe.needs_folds else 1)
-    windows = chosen_windows(checkpoint, options)
-    if folds > len(windows):
-        raise UserError(f"{folds} folds of {len(windows)} windows: every fold needs at least one")
-    return LiveText(windows, folds, getattr(torch, options.compute_dtype))
+def _images(
+    checkpoint: Checkpoint, family: Family, calibration: CalibrationOptions, options: ImageOptions, trust: bool
+) -> Samples:
+    assert options.images is not None
+    processor = load_processor(checkpoint.path, trust_remote_code=trust)
+    found = find_images(options.images, labels=options.labels, split="calib")
+    count = calibration.samples or min(len(found.paths), MOST_IMAGES)
+    chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
+    samples = ImageSamples(chosen, processor, max_corrupt=options.max_corrupt)
+    samples.tokens = family.image_tokens(parse_config(checkpoint.config), samples.size[-2:])
+    if samples.skipped:
+        named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
+        click.echo(f"{len(samples.skipped)} of {count} images do not decode and are left out: {named}", err=True)
+    return samples
+
+
+def live_samples(
+    checkpoint: Checkpoint,
+    family: Family,
+    recipe: Recipe,
+    calibration: CalibrationOptions,
+    images: ImageOptions,
+    *,
+    trust: bool = False,
+) -> LiveSamples:
+    """The samples and how a job is to measure on them."""
+    folds = calibration.folds or (4 if recipe.needs_folds else 1)
+    samples = chosen_samples(checkpoint, family, calibration, images, trust=trust)
+    if folds > len(samples):
+        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+    return LiveSamples(samples, folds, getattr(torch, calibration.compute_dtype))
 
 
 def build_job(
@@ -72,7 +169,7 @@ def build_job(
     recipe: Recipe,
     *,
     statistics: Path | None = None,
-    live: LiveText | None = None,
+    live: LiveSamples | None = None,
     device: torch.device,
     plan: Plan | None = None,
     diagnostics: bool = False,
@@ -102,7 +199,9 @@ def few_tokens(job: Job, *, errors: str) -> str | None:
         job: what was measured on how much.
         errors: where they stand: above or below.
     """
-    tokens = job.statistics.index.tokens if job.statistics else job.live.windows.numel() if job.live else 0
+    tokens = job.statistics.index.tokens if job.statistics else 0
+    if job.live is not None and not tokens:
+        tokens = len(job.live.samples) * job.live.samples.tokens
     widths = [
         max(width[space] for width in job.widths) * job.family.unit_columns(job.config, space)
         for space in job.recipe.spaces
@@ -124,6 +223,21 @@ def cost_rows(job: Job) -> list[list[str]]:
     before: dict[str, Any] = job.before.model_dump()
     after: dict[str, Any] = job.after.model_dump()
     for key, show in (("parameters", human_count), ("bytes", human_bytes), ("flops", human_count)):
-        name = f"FLOPs / {before['tokens']} tokens" if key == "flops" else key
+        sample = "image" if job.family.modality == "image" else f"{before['tokens']} tokens"
+        name = f"FLOPs / {sample}" if key == "flops" else key
         rows.append([name, show(before[key]), show(after[key]), f"{after[key] / before[key]:.1%}"])
     return rows
+
+
+def held_out_lines(sites: list[dict[str, Any]]) -> list[str]:
+    """What cross-validation over folds says of the compensation: where it does not help on samples it has not seen."""
+    known = [s for s in sites if s["error_held_out"] is not None and s["error_uncompensated"] is not None]
+    if not known:
+        return []
+    mean = sum(s["error_held_out"] for s in known) / len(known)
+    lines = [f"mean error on held-out folds, compensated: {mean:.4f}"]
+    worse = [f"{s['space']} of block {s['block']}" for s in known if s["error_held_out"] > s["error_uncompensated"]]
+    if worse:
+        named = ", ".join(worse[:5]) + (f" and {len(worse) - 5} more" if len(worse) > 5 else "")
+        lines.append(f"compensation does not help on held-out samples at {named}: use more samples or a larger lambda")
+    return lines

@@ -27,11 +27,15 @@ def show(folder: Path, as_json: bool) -> None:
         echo_json(summary)
         return
     for key, value in summary.items():
+        if value == {}:
+            continue
         shown = human_bytes(value) if key == "bytes" else value
         if isinstance(value, list):
             shown = ", ".join(map(str, value))
         if isinstance(value, dict):
-            shown = ", ".join(f"{k} ({v})" for k, v in value.items())
+            shown = ", ".join(
+                f"{k} ({' x '.join(map(str, v if isinstance(v, list) else [v]))})" for k, v in value.items()
+            )
         click.echo(f"{key:<14} {shown}")
 
 
@@ -46,4 +50,5 @@ def add_command(a: Path, b: Path, out: Path, overwrite: bool) -> None:
     from ckpt_prune.calibration.statistics import Statistics
 
     statistics = add(Statistics(a), Statistics(b), out, overwrite=overwrite)
-    click.echo(f"{out}: {statistics.index.samples} windows, {statistics.index.tokens} tokens")
+    what = "images" if statistics.index.modality == "image" else "windows"
+    click.echo(f"{out}: {statistics.index.samples} {what}, {statistics.index.tokens} tokens")

@@ -14,18 +14,16 @@ Units = Literal["relative", "absolute"]
 
 
 @dataclass(frozen=True)
-class Method:
-    """One closed form.
+class Traits:
+    """What a recipe must know of a compensation.
 
     Attributes:
         name: as written in a recipe.
         summary: one line for a listing.
         source: paper and equation.
-        needs_gram: whether the fit must have second moments.
+        needs_gram: whether it needs the Gram of a consumer's input.
         uses_lambda: whether the strength λ changes the result.
-        adds_bias: whether the result has a bias.
-        fit: (W_K (d_out, k) float64, fit, absolute λ) to the fold; methods without λ ignore it.
-        shrinks_to: where the weight goes as λ grows; None for methods without λ.
+        adds_bias: whether the result has a bias that the dense module may lack.
     """
 
     name: str
@@ -34,6 +32,17 @@ class Method:
     needs_gram: bool
     uses_lambda: bool
     adds_bias: bool
+
+
+@dataclass(frozen=True)
+class Method(Traits):
+    """One closed form of an output projection.
+
+    Attributes:
+        fit: (W_K (d_out, k) float64, fit, absolute λ) to the fold; methods without λ ignore it.
+        shrinks_to: where the weight goes as λ grows; None for methods without λ.
+    """
+
     fit: Callable[[Tensor, Fit, float], Fold]
     shrinks_to: Literal["kept", "zero"] | None = None
 
@@ -107,6 +116,23 @@ METHODS: dict[str, Method] = {
         Method("grail", "refit the weights, shrunk towards zero", "GRAIL", True, True, False, ls.grail, "zero"),
     )
 }
+
+
+LOGIT_METHODS: dict[str, Traits] = {
+    traits.name: traits
+    for traits in (
+        Traits("none", "keep the surviving rows of q and k as they are", "no compensation", False, False, False),
+        Traits(
+            "logit",
+            "refit the attention logits on the kept dimensions, folded into q and k",
+            "CORP eq. 14-16",
+            False,
+            True,
+            False,
+        ),
+    )
+}
+"""Every way to make the kept dimensions of q and k make up for the dropped ones (`compensation.logit`)."""
 
 
 def absolute_lambda(value: float, units: Units, fit: Fit) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, token_stream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.demo import corpus
@@ -15,7 +16,7 @@ from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe import load_recipe
-from ckpt_prune.transform.job import Job, LiveText
+from ckpt_prune.transform.job import Job, LiveSamples
 from ckpt_prune.transform.prepare import measured
 from ckpt_prune.transform.prune import prune
 
@@ -83,7 +84,7 @@ def run(out: Path, device: torch.device) -> list[Row]:
     for ratio in RATIOS:
         for name in RECIPES:
             start = time.monotonic()
-            live = LiveText(calibration, folds=1, compute_dtype=torch.float32)
+            live = LiveSamples(TokenWindows(calibration), folds=1, compute_dtype=torch.float32)
             job = Job(checkpoint, load_recipe(name, ratio=ratio), live=live, device=device)
             target = out / f"{name}-{round(ratio * 100)}"
             with measured(job, out, seed=0) as ready:

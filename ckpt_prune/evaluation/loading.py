@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ckpt_prune.architectures.family import described, known_families
 from ckpt_prune.errors import UserError
 
 
@@ -30,7 +33,13 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
 
-def load_model(folder: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_model(
+    folder: Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """Load a WHOLE model into memory for evaluation, in evaluation mode.
 
     Tensors that the model has no place for are left out, as stock transformers does: the figure measured is the one
@@ -40,23 +49,29 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: torch.dtype |
         folder: A checkpoint folder.
         device: Where the model goes.
         dtype: Of its parameters. None is float32 on CPU, where bf16 is slow, and the checkpoint's own elsewhere.
+        trust_remote_code: Run code that the folder brings, where it is not this tool's.
 
     Raises:
         UserError: The folder wants remote code that is not ours, does not load, or lacks tensors of its model.
     """
     if dtype is None and torch.device(device).type == "cpu":
         dtype = torch.float32
-    if _wants_remote_code(folder):
-        if not (folder / "ckpt_prune.json").is_file():
-            raise UserError(
-                f"{folder}: config.json asks for remote code (auto_map), which is never run; "
-                "use a checkpoint of a model type that transformers knows"
-            )
-        from ckpt_prune.loading import load  # here: everything else in this module does without our own loader
+    config = read_config(folder)
+    if config.get("auto_map"):
+        from ckpt_prune.loading import load, remote_class  # here: the rest does without our own loader
 
-        with quiet_transformers():
-            return load(folder, device=device, dtype=dtype).eval()
-    model, report = stock_load(folder, dtype=dtype)
+        try:
+            ours = remote_class(config, folder) is not None
+        except UserError as error:
+            if not trust_remote_code:
+                raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
+            ours = False
+        if ours:
+            with quiet_transformers():
+                return load(folder, device=device, dtype=dtype).eval()
+        model, report = stock_load(folder, dtype=dtype, trust_remote_code=True)
+    else:
+        model, report = stock_load(folder, dtype=dtype)
     wanting = (*report.missing, *report.mismatched)
     if wanting:
         more = f" and {len(wanting) - 1} more" if len(wanting) > 1 else ""
@@ -67,22 +82,27 @@ def load_model(folder: Path, *, device: torch.device | str, dtype: torch.dtype |
     return model.to(device)
 
 
-def stock_load(folder: Path, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, LoadReport]:
-    """Load a folder as `AutoModelForCausalLM.from_pretrained` does for anyone, on CPU, and say what did not fit.
+def stock_load(
+    folder: Path, *, dtype: torch.dtype | None = None, auto: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, LoadReport]:
+    """Load a folder as its Auto class's `from_pretrained` does for anyone, on CPU, and say what did not fit.
 
     Args:
-        folder: A checkpoint folder, single-file or sharded. Its code, if any, is not run; pickles are not read.
+        folder: A checkpoint folder, single-file or sharded. Pickles are not read.
         dtype: Of the parameters; None is the checkpoint's own.
+        auto: The Auto class; that of the architecture in config.json by default.
+        trust_remote_code: Run the folder's own code, if any.
 
     Raises:
         UserError: transformers cannot load the folder at all.
     """
+    loader: Any = getattr(transformers, auto or auto_class(read_config(folder)))
     with quiet_transformers():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = loader.from_pretrained(
                 folder,
                 local_files_only=True,
-                trust_remote_code=False,
+                trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name, where transformers would stop with a table
                 output_loading_info=True,
@@ -114,7 +134,12 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _wants_remote_code(folder: Path) -> bool:
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json.
+
+    Raises:
+        UserError: It is not there, or not a JSON object.
+    """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -122,4 +147,20 @@ def _wants_remote_code(folder: Path) -> bool:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
-    return isinstance(config, dict) and bool(config.get("auto_map"))
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: not a JSON object; name a checkpoint folder")
+    return config
+
+
+def auto_class(config: dict[str, Any]) -> str:
+    """The Auto class of the architecture that a config names: by its family where that is known, else by its name."""
+    name = str(next(iter(config.get("architectures") or []), "")).removeprefix("Pruned")
+    if config.get("model_type") in known_families():
+        return described(config).of(name).auto_class if name in described(config).architectures else _by_name(name)
+    return _by_name(name)
+
+
+def _by_name(architecture: str) -> str:
+    task = architecture.rpartition("For")[2]
+    auto = f"AutoModelFor{task}"
+    return auto if "For" in architecture and hasattr(transformers, auto) else "AutoModelForCausalLM"

@@ -10,15 +10,19 @@ from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_
 from ckpt_prune.evaluation.loading import LoadReport, stock_load
 
 
-def stock_load_report(folder: Path) -> LoadReport:
+def stock_load_report(folder: Path, auto: str | None = None) -> LoadReport:
     """Load a checkpoint folder, single-file or sharded, with stock transformers and say what did not fit.
 
     The whole model is in memory while this runs, in the checkpoint's own dtype, on CPU.
 
+    Args:
+        folder: the checkpoint.
+        auto: the Auto class to load it with; that of the architecture in config.json by default.
+
     Raises:
         UserError: transformers cannot load the folder at all.
     """
-    return stock_load(folder)[1]
+    return stock_load(folder, auto=auto)[1]
 
 
 @torch.inference_mode()

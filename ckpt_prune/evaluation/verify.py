@@ -1,6 +1,6 @@
 """Proving that a checkpoint is whole: it loads, it is finite, and it is what its report says it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 
-from ckpt_prune.architectures.family import Family, SpaceName, family_of
-from ckpt_prune.architectures.skeleton import expected_shapes, parse_config, tied_names
+from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
@@ -18,9 +19,9 @@ from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.loading import load, remote_class
 from ckpt_prune.progress import track
 from ckpt_prune.transform.containers import Container
-from ckpt_prune.transform.engine import unit_columns
 from ckpt_prune.transform.layout import check_shapes
 from ckpt_prune.transform.prune import REPORT
+from ckpt_prune.transform.sites import rows_of_heads_left, unit_rows
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,18 @@ class _Site(BaseModel):
     space: SpaceName
     units: int
     kept: list[int]
+    method: str = "none"
+
+
+class _Container(BaseModel):
+    padded: list[SpaceName] = []
 
 
 class _Report(BaseModel):
     """What is checked of an output's report; the rest of it is for readers."""
 
     source: _Source
+    container: _Container
     files: dict[str, str]
     sites: list[_Site]
 
@@ -103,16 +110,15 @@ def _dense(folder: Path, report: _Report | None, against: Path) -> Checkpoint:
 
 
 def _container(checkpoint: Checkpoint) -> Container:
-    return Container(
-        checkpoint.config["model_type"], checkpoint.config, remote_class(checkpoint.config, checkpoint.path)
-    )
+    remote = remote_class(checkpoint.config, checkpoint.path)
+    architecture = "" if remote else fitting_family(checkpoint).architecture
+    return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
-    family_of(checkpoint.config)
     skeleton = _container(checkpoint).skeleton()
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    check_shapes(shapes, expected_shapes(skeleton), tied_names(skeleton), str(checkpoint.path))
+    check_shapes(shapes, skeleton, str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
 
 
@@ -131,10 +137,10 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
         except Exception as error:  # transformers raises anything here
             return False, f"ckpt_prune.load: {' '.join(str(error).split())[:300]}"
         return True, f"{remote} (remote code) by ckpt_prune.load"
-    found = stock_load_report(checkpoint.path)
+    family = fitting_family(checkpoint)
+    found = stock_load_report(checkpoint.path, family.auto_class)
     if found.clean:
-        architecture = family_of(checkpoint.config).architecture
-        return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
+        return True, f"{family.architecture} by stock transformers: no key missing, unexpected or mismatched"
     parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
     return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
 
@@ -152,27 +158,55 @@ def _digests(folder: Path, report: _Report | None) -> tuple[bool | None, str]:
 
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
-    """Every producer of a pruned space holds exactly the dense rows of the kept units."""
-    family = family_of(dense.config)
+    """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is folded in."""
+    family = fitting_family(dense)
     config = parse_config(dense.config)
-    sites = report.sites
-    for site in track(sites, "comparing", total=len(sites), unit="site"):
-        if not set(site.kept) <= set(range(family.units(config, site.space))):
-            return False, f"{REPORT} keeps units of {site.space} in block {site.block} that the dense model has not"
-        for name, rows in _producer_rows(family, config, site):
-            if name not in dense.tensors:
-                continue
+    padded = frozenset(report.container.padded)
+    compared = 0
+    for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
+        sites = {site.space: site for site in report.sites if site.block == block}
+        for site in sites.values():
+            if not set(site.kept) <= set(range(site.units)) or site.units != _units(family, config, site.space):
+                return False, f"{REPORT} keeps units of {site.space} in block {block} that the dense model has not"
+        in_heads = {
+            family.tensor(block, module, kind)
+            for module in (family.modules("qk") if family.logits else [])
+            for kind in ("weight", "bias")
+        }
+        for name, rows in _producer_rows(family, config, block, sites, dense):
             ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
-            if not torch.equal(ours, theirs[rows]):
+            own = rows
+            if "heads" in sites and "heads" not in padded and name in in_heads:
+                width = family.dimension(config, "head_dim")
+                own = rows_of_heads_left(rows, torch.tensor(sites["heads"].kept), width)
+            held = ours if len(ours) == len(rows) else ours[own]
+            if not torch.equal(held, theirs[rows]):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
-    pruned = {(s.block, s.space) for s in sites if len(s.kept) < s.units}
-    return True, f"producers of {len(pruned)} pruned spaces hold the dense rows, bit for bit"
+        compared += sum(len(site.kept) < site.units and site.method != "logit" for site in sites.values())
+    return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit"
 
 
-def _producer_rows(family: Family, config: Any, site: _Site) -> list[tuple[str, torch.Tensor]]:
-    kept = torch.tensor(site.kept, dtype=torch.int64)
-    found = []
-    for module, factors in family.spaces[site.space].producers.items():
-        rows = unit_columns(kept, family.per_unit(config, factors))
-        found += [(family.tensor(site.block, module, kind), rows) for kind in ("weight", "bias")]
-    return found
+def _units(family: Family, config: Any, space: SpaceName) -> int:
+    heads = family.dimension(config, "query_heads") if space == "qk" else 1
+    return family.units(config, space) * heads
+
+
+def _producer_rows(
+    family: Family, config: Any, block: int, sites: Mapping[SpaceName, _Site], dense: Checkpoint
+) -> list[tuple[str, torch.Tensor]]:
+    """On-disk names of what only loses rows, and the dense rows that stay."""
+    rows: dict[str, torch.Tensor] = {}
+    folded: set[str] = set()
+    for site in sites.values():
+        kept, description = torch.tensor(site.kept, dtype=torch.int64), family.spaces[site.space]
+        producers = description.producers if isinstance(description, ColumnSpace) else None
+        for module, stacked in (producers or dict.fromkeys(family.modules(site.space), 1)).items():
+            if site.method == "logit":
+                folded.add(module)
+            for kind in ("weight", "bias"):
+                name = family.tensor(block, module, kind)
+                if name in dense.tensors and module not in folded:
+                    own = unit_rows(kept, site.units, dense.tensors[name].shape[0], stacked)
+                    earlier = rows.get(name)
+                    rows[name] = own if earlier is None else earlier[torch.isin(earlier, own)]
+    return list(rows.items())

@@ -17,24 +17,40 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class HeadErrors(_Record):
+    """Errors of one head's logits, as shares of Σ‖Q Kᵀ‖²; rho2 as in `SitePlan`."""
+
+    head: int
+    error_uncompensated: float
+    error_compensated: float
+    floor: float
+    rho2: float
+
+
 class SitePlan(_Record):
     """One space of one block.
 
     Attributes:
-        block, space, consumer: where; the consumer by its on-disk weight.
-        units: before.
+        block, space, consumer: where; the consumer by its on-disk weight, None for q and k, which end in logits.
+        units: before; of q and k, all rows.
         kept: units that stay, ascending.
         scores: of all units, six significant digits.
         method: of compensation; none where nothing is dropped.
         strength: λ in the recipe's units, where the method has one.
         error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² at the consumer's output on the calibration
-            tokens, without and with compensation; None without a Gram.
-        j0, floor, rho2: CORP's diagnostics per token (METHODS section 1); None unless asked for.
+            tokens, or of the logits, without and with compensation; None without second moments.
+        error_held_out: the compensated error on each fold when fitted on the others; None with one fold or unless
+            asked for.
+        j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, of logits per sample; None
+            unless asked for.
+        width, effective_rank, k95, active: of the consumer's input in the dense model (`compensation.spectrum`, CORP
+            Table 9); None unless asked for.
+        heads: of q and k, the errors of every head; None unless asked for.
     """
 
     block: int
     space: SpaceName
-    consumer: str
+    consumer: str | None
     units: int
     kept: list[int]
     scores: list[float]
@@ -42,9 +58,15 @@ class SitePlan(_Record):
     strength: float | None = None
     error_uncompensated: float | None = None
     error_compensated: float | None = None
+    error_held_out: float | None = None
     j0: float | None = None
     floor: float | None = None
     rho2: float | None = None
+    width: int | None = None
+    effective_rank: float | None = None
+    k95: int | None = None
+    active: float | None = None
+    heads: list[HeadErrors] | None = None
 
 
 class StatisticsReference(_Record):

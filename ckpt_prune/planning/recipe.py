@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,9 +11,11 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from ckpt_prune.architectures.family import SpaceName
-from ckpt_prune.compensation.methods import METHODS
+from ckpt_prune.calibration.statistics import Collect
+from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS, Traits
 from ckpt_prune.errors import UserError
-from ckpt_prune.scoring.scores import SCORES
+from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
+from ckpt_prune.scoring.scores import SCORES, Score
 
 
 def _one_of(what: str, known: Iterable[str]) -> Any:
@@ -34,9 +36,19 @@ if TYPE_CHECKING:
     ScoreName = str
     MethodName = str
 else:
-    ScoreName = _one_of("score", SCORES)
-    MethodName = _one_of("method", METHODS)
+    ScoreName = _one_of("score", SCORES | LOGIT_SCORES)
+    MethodName = _one_of("method", METHODS | LOGIT_METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
+
+
+def methods_of(space: SpaceName) -> Mapping[str, Traits]:
+    """Compensations of a space: those of logits for q and k, those of projections for the others."""
+    return LOGIT_METHODS if space == "qk" else METHODS
+
+
+def scores_of(space: SpaceName) -> Mapping[str, Score] | Mapping[str, LogitScore]:
+    """Scores that rank the units of a space."""
+    return LOGIT_SCORES if space == "qk" else SCORES
 
 
 class _Strict(BaseModel):
@@ -44,11 +56,11 @@ class _Strict(BaseModel):
 
 
 class Compensation(_Strict):
-    """How the consumer of a space is rewritten after columns are dropped (METHODS section 1)."""
+    """How what stays is rewritten after units are dropped (METHODS sections 1 and 3)."""
 
-    method: MethodName = Field("none", description="Closed form folded into the consumer.")
+    method: MethodName = Field("none", description="Closed form folded into the consumer; logit: into q and k.")
     lam: float | None = Field(
-        None, alias="lambda", ge=0, description="Ridge strength, for ridge, affine and grail. Default 0.01."
+        None, alias="lambda", ge=0, description="Ridge strength, for ridge, affine, grail and logit. Default 0.01."
     )
     lambda_units: Literal["relative", "absolute"] = Field(
         "relative", description="relative: times the mean diagonal of the kept Gram; absolute: as it stands."
@@ -67,7 +79,7 @@ class Compensation(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Compensation":
-        uses = METHODS[self.method].uses_lambda
+        uses = (LOGIT_METHODS | METHODS)[self.method].uses_lambda
         given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
         if given and not uses:
             raise ValueError(f"method {self.method} has no lambda")
@@ -91,7 +103,8 @@ class SpaceRecipe(_Strict):
     score: ScoreName = Field(description="Which units to keep: those with the highest score.")
     ratio: float | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
     rounding: Rounding | None = Field(
-        None, description="Of units x ratio to units dropped. Default: floor for heads, ceil for columns."
+        None,
+        description="Of units x ratio to units dropped. Default: floor for heads and dimensions, ceil for columns.",
     )
     multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")
@@ -121,11 +134,27 @@ class Recipe(_Strict):
     widths: Literal["uniform", "per_layer"] = Field(
         "uniform", description="per_layer: blocks may differ in width; the output then carries remote code."
     )
-    container: str = Field("auto", description="auto, a stock model_type to force, or remote.")
+    container: str = Field(
+        "auto",
+        description="auto: a stock class, or remote code where blocks differ in width; any: a stock class, or remote "
+        "code where none fits; remote: remote code; padded: a stock class, with zeros where it has no narrower shape, "
+        "which saves nothing there; or a model_type to force.",
+    )
     spaces: dict[SpaceName, SpaceRecipe] = Field(min_length=1, description="Spaces to prune; others stay whole.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
+        for space, own in self.spaces.items():
+            if own.score not in scores_of(space):
+                allowed = ", ".join(scores_of(space))
+                raise ValueError(f"spaces.{space}: score {own.score} does not rank its units; allowed here: {allowed}")
+            if own.compensation.method not in methods_of(space):
+                allowed = ", ".join(methods_of(space))
+                raise ValueError(
+                    f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
+                )
+        if self.allocation != "uniform" and "qk" in self.spaces:
+            raise ValueError("q and k keep the same number of dimensions in every head and layer: allocation: uniform")
         if self.allocation != "uniform" and self.widths == "uniform":
             raise ValueError(
                 f"allocation {self.allocation} gives every block its own widths, which no stock model can load: "
@@ -161,11 +190,26 @@ class Recipe(_Strict):
     @property
     def needs_moments(self) -> bool:
         """Whether any score or compensation needs statistics."""
-        return any(SCORES[s.score].needs_moments or s.compensation.method != "none" for s in self.spaces.values())
+        return any(self.space_needs_moments(space) for space in self.spaces)
+
+    def space_needs_moments(self, space: SpaceName) -> bool:
+        """Whether the space's score or compensation needs statistics."""
+        own = self.spaces[space]
+        return scores_of(space)[own.score].needs_moments or own.compensation.method != "none"
 
     def needs_gram(self, space: SpaceName) -> bool:
-        """Whether the space's compensation needs the Gram."""
-        return METHODS[self.spaces[space].compensation.method].needs_gram
+        """Whether the space's compensation needs the Gram of a consumer's input."""
+        return methods_of(space)[self.spaces[space].compensation.method].needs_gram
+
+    @property
+    def collect(self) -> tuple[Collect, ...]:
+        """What statistics must hold for this recipe, at least."""
+        found: list[Collect] = ["moments"]
+        if any(self.needs_gram(space) for space in self.spaces):
+            found.append("gram")
+        if "qk" in self.spaces and self.space_needs_moments("qk"):
+            found.append("logits")
+        return tuple(found)
 
     @property
     def perplexity_grid(self) -> list[float] | None:

@@ -41,6 +41,25 @@ def select(scores: Tensor, keep: int) -> Tensor:
     return order[:keep].sort().values
 
 
+def select_in_heads(scores: Tensor, keep: int) -> Tensor:
+    """The `keep` highest scores of every head, as ascending indices into the rows of q and k.
+
+    Args:
+        scores: (H, d).
+        keep: d', per head.
+
+    Returns:
+        (H d') int64: head h's dimension j is h d + j.
+    """
+    width = scores.shape[1]
+    return torch.cat([select(head, keep) + index * width for index, head in enumerate(scores)])
+
+
+def in_heads(kept: Tensor, heads: int, width: int) -> Tensor:
+    """Kept rows of q and k (H d',) as dimensions of each head, (H, d') int64."""
+    return kept.view(heads, -1) - torch.arange(heads, device=kept.device)[:, None] * width
+
+
 def standardise(columns: Tensor, per_unit: int) -> Tensor:
     """FLAP's adaptive metric: z-scores over a block's columns (unbiased deviation), averaged over a unit's columns.
 

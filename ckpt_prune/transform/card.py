@@ -24,12 +24,13 @@ def model_card(report: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for key, show in (("parameters", human_count), ("bytes", human_bytes), ("flops", human_count)):
-        name = f"FLOPs of {before['tokens']} tokens" if key == "flops" else key
+        name = f"FLOPs of a sample of {before['tokens']} tokens" if key == "flops" else key
         lines.append(f"| {name} | {show(before[key])} | {show(after[key])} | {after[key] / before[key]:.1%} |")
     lines.append("")
     if "window" in calibration:
+        what = "images" if calibration["modality"] == "image" else "windows"
         lines.append(
-            f"Calibrated on {calibration['samples']} windows of {calibration['window']} tokens, "
+            f"Calibrated on {calibration['samples']} {what} of {calibration['window']} tokens, "
             f"target {calibration['target']}."
         )
     if container["note"]:
@@ -39,10 +40,11 @@ def model_card(report: dict[str, Any]) -> str:
             "No stock class has this shape. Load it as below, or with `trust_remote_code=True`; plain "
             "`from_pretrained` either refuses it or, where only biases have no slot, drops them with a mere warning."
         )
+    auto = container["auto_class"]
     loader = (
         'import ckpt_prune\n\nmodel = ckpt_prune.load("PATH")'
         if container["remote_code"]
-        else 'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("PATH")'
+        else f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("PATH")'
     )
     lines += ["", "```python", loader, "```", "", "Kept units and errors of every layer are in `ckpt_prune.json`.", ""]
     return "\n".join(lines)

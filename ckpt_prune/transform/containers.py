@@ -6,7 +6,7 @@ function, else, where widths differ per block or on request, the source's type w
 
 import copy
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.family import Family, SpaceName, load_family
+from ckpt_prune.architectures.family import Family, SpaceName, family_of, load_family
 from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
 from ckpt_prune.errors import UserError
 from ckpt_prune.loading import REMOTE_MODULE
 
-REMOTE = "remote"
+REMOTE, PADDED, ANY = "remote", "padded", "any"
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
@@ -36,6 +36,8 @@ class Container:
         biases: linear modules of a block that have a bias tensor in the output; those that gain none from a fold hold
             zeros because the config key that opens the slot opens theirs too.
         note: a line for the user where the container is not the source's own.
+        architecture: the stock class it loads with, or that its remote class stands for.
+        padded: spaces held at their dense width, with zeros for what was dropped.
     """
 
     model_type: str
@@ -43,12 +45,14 @@ class Container:
     remote_class: str | None = None
     biases: frozenset[str] = field(default_factory=frozenset)
     note: str | None = None
+    architecture: str = ""
+    padded: frozenset[SpaceName] = frozenset()
 
     def skeleton(self) -> nn.Module:
         """The container's model on the meta device."""
         config = parse_config(self.config)
         if self.remote_class is None:
-            return build_skeleton(config, load_family(self.model_type).architecture)
+            return build_skeleton(config, self.architecture or family_of(self.config).architecture)
         return remote_skeleton(config, self.remote_class)
 
 
@@ -57,6 +61,32 @@ def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = getattr(modeling_pruned, remote_class)(config)
     return model.eval()
+
+
+def stock_mlp_ratio(family: Family, config: PreTrainedConfig, width: int) -> int | None:
+    """The integer `mlp_ratio` that gives this width, or None where none does."""
+    hidden = family.dimension(config, "hidden")
+    for ratio in range(1, 4 * width // hidden + 2):
+        if family.mlp_width(hidden, ratio) == width:
+            return ratio
+    return None
+
+
+def stockless(family: Family, config: PreTrainedConfig, widths: Widths) -> dict[SpaceName, str]:
+    """Spaces whose new width the family's stock class cannot have, and why."""
+    found: dict[SpaceName, str] = {}
+    name = family.model_type
+    for units in widths:
+        pruned = {space for space, count in units.items() if count < family.units(config, space)}
+        if "qk" in pruned:
+            found["qk"] = "no stock class has queries and keys narrower than values"
+        if "heads" in pruned and family.heads_fill_hidden:
+            found["heads"] = f"the heads of {name} are always as wide together as the hidden size"
+        if "mlp" in pruned and family.mlp_ratio and stock_mlp_ratio(family, config, units["mlp"]) is None:
+            hidden, dense = family.dimension(config, "hidden"), getattr(config, family.mlp_ratio)
+            known = ", ".join(str(family.mlp_width(hidden, ratio)) for ratio in range(1, dense))
+            found["mlp"] = f"{name} knows only mlp widths of {known}, not {units['mlp']}"
+    return found
 
 
 def space_keys(family: Family, config: PreTrainedConfig, units: Mapping[SpaceName, int]) -> dict[str, int]:
@@ -68,10 +98,33 @@ def space_keys(family: Family, config: PreTrainedConfig, units: Mapping[SpaceNam
     }
 
 
+def _stock_keys(family: Family, config: PreTrainedConfig, units: Mapping[SpaceName, int]) -> dict[str, int]:
+    """The same for a stock class: none for what it has at its dense width, and an mlp width as it says it."""
+    pruned = {space: count for space, count in units.items() if count < family.units(config, space)}
+    keys = space_keys(family, config, pruned)
+    if family.mlp_ratio is not None and "mlp" in pruned:
+        (width_key,) = family.spaces["mlp"].config
+        ratio = stock_mlp_ratio(family, config, keys.pop(width_key))
+        assert ratio is not None
+        keys[family.mlp_ratio] = ratio
+    return keys
+
+
 def _obstacle(
-    candidate: Family, source: Family, config: PreTrainedConfig, widths: Widths, biases: Set[str], *, remote: bool
+    candidate: Family,
+    source: Family,
+    config: PreTrainedConfig,
+    widths: Widths,
+    biases: Set[str],
+    *,
+    remote_code: bool,
+    slotless_ok: bool,
 ) -> str | None:
     """Why a family cannot hold the output, or None."""
+    if not remote_code:
+        reasons = stockless(candidate, config, widths) if candidate is source else {}
+        if reasons:
+            return "; ".join(reasons.values())
     hidden = source.dimension(config, "hidden")
     heads = {space_keys(source, config, w).get("num_attention_heads") for w in widths} - {None}
     uneven = sorted(h for h in heads if h is not None and hidden % h)
@@ -80,7 +133,7 @@ def _obstacle(
     if candidate.heads_divide_hidden and len(heads) > 1:
         return f"{candidate.model_type} refuses head counts that differ per block"
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
-    if slotless and not remote:
+    if slotless and not slotless_ok:
         return f"{candidate.model_type} has no slot for a bias on {', '.join(slotless)}"
     if candidate is not source and source.uses_sliding_window(config):
         return f"{candidate.model_type} is not offered for a model with sliding-window attention"
@@ -132,7 +185,8 @@ def choose_container(
         raw_config: the source's config.json.
         widths: units kept per block and space.
         biases: linear modules of a block that need a bias: those the source has, and those compensation adds.
-        requested: auto, a model_type to force, or remote.
+        requested: auto (stock, or remote where widths differ), any (stock, or remote where no stock one fits), padded,
+            remote, or a model_type to force.
         per_layer: whether the recipe accepts widths that differ per block, and with them remote code.
 
     Raises:
@@ -145,11 +199,20 @@ def choose_container(
             "blocks would differ in width, which no stock model can load: say widths: per_layer in the recipe "
             "to accept remote code"
         )
+    if requested == ANY:
+        try:
+            return choose_container(family, raw_config, widths, biases, per_layer=per_layer)
+        except UserError:
+            requested = REMOTE
     if uneven and requested not in ("auto", REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
+    padded: frozenset[SpaceName] = frozenset()
+    if requested == PADDED:
+        padded = frozenset(stockless(family, config, widths))
+        widths = [{s: family.units(config, s) if s in padded else n for s, n in w.items()} for w in widths]
     remote = uneven or requested == REMOTE
     names = [family.model_type, *family.stand_ins]
-    if requested not in ("auto", REMOTE):
+    if requested not in ("auto", REMOTE, PADDED):
         if requested not in names:
             raise UserError(
                 f"container {requested!r} cannot hold a {family.model_type}: {', '.join(names)} or remote can"
@@ -160,15 +223,27 @@ def choose_container(
     # A stock type with all the slots is preferred even as the base of remote code; one without them comes last.
     for lacking_slots in (False, True) if remote else (False,):
         for candidate in candidates:
-            reason = _obstacle(candidate, family, config, widths, biases, remote=lacking_slots)
+            reason = _obstacle(candidate, family, config, widths, biases, remote_code=remote, slotless_ok=lacking_slots)
             if reason is None:
-                return _build(candidate, family, raw_config, config, widths, biases, remote=remote, reasons=reasons)
+                made = _build(candidate, family, raw_config, config, widths, biases, remote=remote, reasons=reasons)
+                return _with_padding(made, padded)
             if not lacking_slots:
                 reasons.append(reason)
-    raise UserError(
-        f"no stock container fits: {'; '.join(reasons)}. Choose a compensation without a bias, another ratio, "
-        "or container: remote for remote code"
-    )
+    advice = "Choose a compensation without a bias, another ratio, or container: remote for remote code"
+    if stockless(family, config, widths):
+        advice = (
+            "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
+            "which saves nothing there"
+        )
+    raise UserError(f"no stock container fits: {'; '.join(reasons)}. {advice}")
+
+
+def _with_padding(container: Container, padded: frozenset[SpaceName]) -> Container:
+    if not padded:
+        return container
+    spaces = " and ".join(sorted(padded))
+    note = f"{spaces} padded with zeros to the dense width for a stock class: nothing is saved there"
+    return replace(container, padded=padded, note=f"{container.note}; {note}" if container.note else note)
 
 
 def _build(
@@ -186,17 +261,22 @@ def _build(
     values = copy.deepcopy(dict(raw_config)) if same else _relabelled(candidate, family, config)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
-    values |= space_keys(family, config, widths[0])
-    if "heads" in widths[0]:
+    if remote or family.logits is None:
+        values |= space_keys(family, config, widths[0])
+    else:
+        values |= _stock_keys(family, config, widths[0])
+    if "heads" in widths[0] and (remote or not family.heads_fill_hidden):
+        values["head_dim"] = family.dimension(config, "head_dim")
+    if remote and family.logits is not None:
         values["head_dim"] = family.dimension(config, "head_dim")
     switches, opened = _open_slots(candidate, biases)
     values |= switches
     note = None if same else f"stored as {candidate.model_type}: {'; '.join(reasons)}"
     if not remote:
-        return Container(candidate.model_type, values, None, opened, note)
+        return Container(candidate.model_type, values, None, opened, note, candidate.architecture)
     remote_class = f"Pruned{candidate.architecture}"
     values["architectures"] = [remote_class]
-    values["auto_map"] = {"AutoModelForCausalLM": f"{REMOTE_MODULE}.{remote_class}"}
+    values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless:
         values["ckpt_prune_biases"] = slotless
@@ -208,6 +288,7 @@ def _build(
             overrides[str(index)] = own
     if overrides:
         values["per_layer_config"] = overrides
-    why = "blocks differ in width" if overrides else "on request"
+    reason = next(iter(stockless(candidate, config, widths).values()), "on request") if same else "on request"
+    why = "blocks differ in width" if overrides else reason
     note = f"stored as {candidate.model_type} with remote code ({why}): load with ckpt_prune.load or trust_remote_code"
-    return Container(candidate.model_type, values, remote_class, opened, note)
+    return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

@@ -2,24 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import Family, SpaceName
-from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import Fit, Fold, error, from_moments
-from ckpt_prune.compensation.methods import METHODS, absolute_lambda
-from ckpt_prune.compensation.strength import choose_lambda
+from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
+from ckpt_prune.calibration.streams import SpaceMoments
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.selection import Site, select, unit_scores, units_kept
-from ckpt_prune.scoring.scores import SCORES
+from ckpt_prune.planning.selection import Site, units_kept
+from ckpt_prune.transform.sites import Settled, Sites, rows_of_heads_left, unit_columns, unit_rows
 from ckpt_prune.transform.sources import MomentSource
 
 
@@ -48,8 +42,9 @@ class Pruner:
         config: the dense model's config.
         decisions: what is settled.
         biases: linear modules of a block that have a bias in the output container.
+        padded: spaces that the output container holds at their dense width, with zeros.
         device: where the closed forms are solved, in float64.
-        diagnostics: also compute CORP's j0, floor and rho2 per site (one more factorisation each).
+        diagnostics: also compute CORP's errors, spectra and held-out errors per site.
     """
 
     family: Family
@@ -58,97 +53,27 @@ class Pruner:
     biases: frozenset[str]
     device: torch.device
     diagnostics: bool = False
+    padded: frozenset[SpaceName] = frozenset()
+
+    @property
+    def sites(self) -> Sites:
+        """What solves single sites."""
+        return Sites(self.family, self.config, self.decisions.recipe, self.device, self.diagnostics)
 
     def keep_count(self, space: SpaceName) -> int:
-        """Units of a space that stay under the recipe's ratio."""
+        """Units of a space that stay under the recipe's ratio; of q and k, in every head."""
         recipe, description = self.decisions.recipe, self.family.spaces[space]
         own = recipe.spaces[space]
         units = self.family.units(self.config, space)
         return units_kept(units, recipe.ratio_of(space), own.rounding or description.rounding, own.multiple_of)
 
-    def column_scores(self, space: SpaceName, weight: Tensor, moments: Moments | None) -> Tensor:
-        """Score of every consumer column, (d_in,) float64."""
-        score = SCORES[self.decisions.recipe.spaces[space].score]
-        if score.needs_moments and moments is None:
-            raise ValueError(f"score {self.decisions.recipe.spaces[space].score} needs moments")
-        return score.function(weight, moments)  # type: ignore[arg-type]
-
     def site(
-        self, block: int, space: SpaceName, weight: Tensor, folds: tuple[Moments, ...] | None
-    ) -> tuple[SitePlan, Fold | None]:
-        """Select the units of one site and solve its compensation.
-
-        Args:
-            block: index of the block.
-            space: which of its spaces.
-            weight: the consumer's, (d_out, d_in).
-            folds: moments of its input, or None where the recipe needs none.
-
-        Returns:
-            The site's plan, and the consumer's new weight and bias; None where nothing is dropped.
-
-        Raises:
-            UserError: λ is to be chosen on folds and there is one only.
-        """
-        recipe = self.decisions.recipe.spaces[space]
-        per_unit = self.family.unit_columns(self.config, space)
-        weight = weight.to(self.device)
-        folds = tuple(f.to(self.device) for f in folds) if folds else None
-        whole = total(folds) if folds else None
-        scores = unit_scores(self.column_scores(space, weight, whole), per_unit)
-        kept = self.decisions.kept.get((block, space))
-        if kept is None:
-            kept = select(scores, self.keep_count(space))
-        plan = SitePlan(
-            block=block,
-            space=space,
-            consumer=self.family.tensor(block, self.family.spaces[space].consumer),
-            units=scores.numel(),
-            kept=kept.tolist(),
-            scores=[float(f"{s:.6g}") for s in scores.tolist()],
-            method="none",
-        )
-        if kept.numel() == scores.numel():
-            return plan, None
-        columns = unit_columns(kept, per_unit).to(self.device)
-        weight_kept = weight[:, columns].double()
-        method = METHODS[recipe.compensation.method]
-        plan.method = method.name
-        if whole is None or folds is None:
-            return plan, Fold(weight_kept)
-        if method.needs_gram and whole.gram is None:
-            raise UserError(
-                f"compensation {method.name} needs Grams, and these statistics have none: "
-                "calibrate with --collect moments,gram"
-            )
-        by_folds = recipe.compensation.lambda_by == "folds" and len(folds) > 1
-        fits = [from_moments(weight, f, columns) for f in folds] if by_folds else []
-        fit = reduce(add, fits) if fits else from_moments(weight, whole, columns)
-        strength = 0.0
-        if method.uses_lambda:
-            plan.strength = self._strength((block, space), weight_kept, fits)
-            strength = absolute_lambda(plan.strength, recipe.compensation.lambda_units, fit)
-        fold = method.fit(weight_kept, fit, strength)
-        if fit.target_energy:
-            plan.error_uncompensated = error(Fold(weight_kept), fit) / fit.target_energy
-            plan.error_compensated = error(fold, fit) / fit.target_energy
-        if self.diagnostics and whole.gram is not None:
-            found = diagnose(weight, whole, columns)
-            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
-        return plan, fold
-
-    def _strength(self, site: Site, weight_kept: Tensor, fits: list[Fit]) -> float:
-        settled = self.decisions.strengths.get(site)
-        if settled is not None:
-            return settled
-        compensation = self.decisions.recipe.spaces[site[1]].compensation
-        if compensation.lambda_by != "folds":
-            return compensation.strength
-        if not fits:
-            raise UserError("lambda_by: folds needs statistics with at least two folds: calibrate with --folds 4")
-        assert compensation.lambda_grid is not None
-        method = METHODS[compensation.method]
-        return choose_lambda(method, weight_kept, fits, compensation.lambda_grid, compensation.lambda_units).value
+        self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: SpaceMoments | None
+    ) -> tuple[SitePlan, dict[str, Tensor] | None]:
+        """Select the units of one site and solve its compensation (`Sites.solve`)."""
+        site = (block, space)
+        settled = Settled(self.keep_count(space), self.decisions.kept.get(site), self.decisions.strengths.get(site))
+        return self.sites.solve(block, space, tensors, moments, settled)
 
     def block(
         self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
@@ -168,16 +93,15 @@ class Pruner:
         """
         current = dict(tensors)
         plans: list[SitePlan] = []
-        # The order of the description: heads feed the mlp of the same block.
+        # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
         spaces = [space for space in self.family.spaces if space in self.decisions.recipe.spaces]
         for stage in source.stages(spaces):
             moments = source.moments(block, current, stage)
             for space in stage:
-                consumer = self.family.tensor(block, self.family.spaces[space].consumer)
-                plan, fold = self.site(block, space, current[consumer], moments.get(space))
+                plan, new = self.site(block, space, current, moments.get(space))
                 plans.append(plan)
-                if fold is not None:
-                    self._apply(block, space, current, torch.tensor(plan.kept), fold)
+                if new is not None:
+                    self._apply(block, space, current, torch.tensor(plan.kept), plan.units, new)
         self._fill_biases(block, current)
         for name, tensor in current.items():
             if tensor is not tensors.get(name) and not torch.isfinite(tensor).all():
@@ -185,23 +109,60 @@ class Pruner:
                     f"{name}: the folded tensor does not fit its dtype {tensor.dtype}: use a gentler recipe"
                 )
         source.advance(block, current)
+        self._pad(block, plans, current)
         return current, plans
 
-    def _apply(self, block: int, space: SpaceName, tensors: dict[str, Tensor], kept: Tensor, fold: Fold) -> None:
+    def _apply(
+        self,
+        block: int,
+        space: SpaceName,
+        tensors: dict[str, Tensor],
+        kept: Tensor,
+        units: int,
+        new: Mapping[str, Tensor],
+    ) -> None:
         description = self.family.spaces[space]
-        for module, factors in description.producers.items():
-            rows = unit_columns(kept, self.family.per_unit(self.config, factors))
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        if isinstance(description, ColumnSpace):
+            weight_name = self.family.tensor(block, description.consumer)
+            dtypes[self.family.tensor(block, description.consumer, "bias")] = tensors[weight_name].dtype
+            for module, stacked in description.producers.items():
+                for name in (self.family.tensor(block, module), self.family.tensor(block, module, "bias")):
+                    if name in tensors:
+                        tensors[name] = tensors[name][unit_rows(kept, units, tensors[name].shape[0], stacked)]
+        for name, tensor in new.items():
+            tensors[name] = tensor.to(dtypes[name])
+
+    def _pad(self, block: int, plans: list[SitePlan], tensors: dict[str, Tensor]) -> None:
+        """Put what stayed back in its dense place, with zeros where the dropped units were: nothing they held acts."""
+        kept = {plan.space: torch.tensor(plan.kept) for plan in plans}
+        units = {plan.space: plan.units for plan in plans}
+        if {"qk", "heads"} <= kept.keys() and "heads" not in self.padded:
+            # Rows of q and k of the heads that are left, counted anew.
+            width = self.family.dimension(self.config, "head_dim")
+            kept["qk"] = rows_of_heads_left(kept["qk"], kept["heads"], width)
+            units["qk"] = len(kept["heads"]) * width
+        # From the last to the first: heads were dropped from rows that q and k had lost some of already.
+        for space in reversed(list(kept)):
+            if space in self.padded and len(kept[space]) < units[space]:
+                self._pad_space(block, space, kept[space], units[space], tensors)
+
+    def _pad_space(self, block: int, space: SpaceName, kept: Tensor, units: int, tensors: dict[str, Tensor]) -> None:
+        description = self.family.spaces[space]
+        producers = description.producers if isinstance(description, ColumnSpace) else None
+        for module, stacked in (producers or dict.fromkeys(self.family.modules(space), 1)).items():
             for name in (self.family.tensor(block, module), self.family.tensor(block, module, "bias")):
                 if name in tensors:
-                    tensors[name] = tensors[name][rows]
-        weight_name = self.family.tensor(block, description.consumer)
-        dtype = tensors[weight_name].dtype
-        tensors[weight_name] = fold.weight.to("cpu", dtype)
-        if fold.bias is not None:
-            bias_name = self.family.tensor(block, description.consumer, "bias")
-            existing = tensors.get(bias_name)
-            bias = fold.bias.cpu() if existing is None else fold.bias.cpu() + existing.double()
-            tensors[bias_name] = bias.to(dtype)
+                    rows = tensors[name].shape[0] // len(kept) * units
+                    full = tensors[name].new_zeros(rows, *tensors[name].shape[1:])
+                    full[unit_rows(kept, units, rows, stacked)] = tensors[name]
+                    tensors[name] = full
+        if isinstance(description, ColumnSpace):
+            name = self.family.tensor(block, description.consumer)
+            per_unit = tensors[name].shape[1] // len(kept)
+            full = tensors[name].new_zeros(tensors[name].shape[0], units * per_unit)
+            full[:, unit_columns(kept, per_unit)] = tensors[name]
+            tensors[name] = full
 
     def _fill_biases(self, block: int, tensors: dict[str, Tensor]) -> None:
         """Zeros in the slots that the container opens and nothing fills."""
@@ -210,8 +171,3 @@ class Pruner:
             if name not in tensors:
                 weight = tensors[self.family.tensor(block, module)]
                 tensors[name] = torch.zeros(weight.shape[0], dtype=weight.dtype)
-
-
-def unit_columns(kept: Tensor, per_unit: int) -> Tensor:
-    """Columns (or rows) of the kept units: unit u covers u * per_unit ... (u + 1) * per_unit - 1."""
-    return (kept[:, None] * per_unit + torch.arange(per_unit, device=kept.device)).flatten()

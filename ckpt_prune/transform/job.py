@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,21 +13,26 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ckpt_prune._version import __version__
-from ckpt_prune.architectures.family import Family, SpaceName, family_of
+from ckpt_prune.architectures.family import Family, SpaceName
+from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.measure import block_names, checkpoint_dtype, consumer_widths
+from ckpt_prune.calibration.measure import (
+    block_names,
+    checkpoint_dtype,
+    consumer_widths,
+    query_heads,
+    reader_fingerprint,
+)
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.calibration.text import text_fingerprint
-from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe import Recipe, methods_of
 from ckpt_prune.planning.selection import Site, select_ranked, standardise
 from ckpt_prune.progress import track
 from ckpt_prune.transform.containers import Container, Widths, choose_container
@@ -36,16 +42,16 @@ from ckpt_prune.transform.sources import CachedMoments, MomentSource, NoMoments,
 
 
 @dataclass(frozen=True)
-class LiveText:
-    """Calibration windows to measure on while pruning.
+class LiveSamples:
+    """Calibration samples to measure on while pruning.
 
     Attributes:
-        windows: token ids, (N, T) int64.
+        samples: windows of text, or images.
         folds: contiguous folds the moments are kept apart for.
         compute_dtype: in which blocks run.
     """
 
-    windows: Tensor
+    samples: Samples
     folds: int
     compute_dtype: torch.dtype
 
@@ -58,7 +64,7 @@ class Job:
         checkpoint: the source.
         recipe: what to do.
         statistics: the dense cache, or None.
-        live: text for a sequential recipe, or None.
+        live: samples for a sequential recipe, or None.
         device: where blocks run and closed forms are solved.
         plan: decisions made earlier, or None.
 
@@ -69,7 +75,7 @@ class Job:
     checkpoint: Checkpoint
     recipe: Recipe
     statistics: Statistics | None = None
-    live: LiveText | None = None
+    live: LiveSamples | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     plan: Plan | None = None
     diagnostics: bool = False
@@ -77,7 +83,7 @@ class Job:
     @cached_property
     def family(self) -> Family:
         """The checkpoint's family."""
-        return family_of(self.checkpoint.config)
+        return fitting_family(self.checkpoint)
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -101,33 +107,73 @@ class Job:
             UserError: with the first thing that does not fit.
         """
         check_source(self.checkpoint, self.family)
+        check_spaces(self.family, self.recipe)
         if self.recipe.needs_moments and self.statistics is None and self.live is None:
-            raise UserError(f"recipe {self.recipe.name} needs statistics: give --statistics, or --text to measure them")
+            data = "--images" if self.family.modality == "image" else "--text"
+            raise UserError(f"recipe {self.recipe.name} needs statistics: give --statistics, or {data} to measure them")
         if self.statistics is not None:
             self.statistics.check_model(
                 model=self.checkpoint.fingerprint,
-                tokenizer=tokenizer_fingerprint(self.checkpoint.path),
+                tokenizer=reader_fingerprint(self.checkpoint, self.family),
                 dtype=checkpoint_dtype(self.checkpoint),
                 blocks=self.blocks,
                 consumers=consumer_widths(self.family, self.config),
+                queries=query_heads(self.family, self.config),
             )
             if "gram" not in self.statistics.index.collect:
-                lacking = [s.compensation.method for s in self.recipe.spaces.values()]
-                lacking = [m for m in lacking if METHODS[m].needs_gram]
+                lacking = [
+                    own.compensation.method
+                    for space, own in self.recipe.spaces.items()
+                    if self.recipe.needs_gram(space)
+                ]
                 if lacking:
                     raise UserError(
                         f"compensation {lacking[0]} needs Grams, and {self.statistics.folder} has none: "
                         "calibrate with --collect moments,gram"
                     )
+            if "logits" in self.recipe.collect and "logits" not in self.statistics.index.collect:
+                raise UserError(
+                    f"recipe {self.recipe.name} prunes q and k, and {self.statistics.folder} has no moments of them: "
+                    "calibrate with --collect moments,gram,logits"
+                )
         folds = self.live.folds if self.live else self.statistics.index.folds if self.statistics else 0
         if self.recipe.needs_folds and folds < 2 and self.plan is None:
             raise UserError("lambda_by: folds needs at least two folds: calibrate with --folds 4")
+        if self.recipe.perplexity_grid and not self.family.causal:
+            raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
         if self.recipe.perplexity_grid and self.live is None and self.plan is None:
             raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
+        self._check_samples()
         if self.plan is not None and self.plan.model != self.checkpoint.fingerprint:
             raise UserError(f"the plan was made for another model ({self.plan.model_path}), not {self.checkpoint.path}")
         if self.plan is not None:
             self._check_plan(self.plan)
+
+    def _check_samples(self) -> None:
+        """With λ = 0 nothing but data determines a fit: there must be enough of it."""
+        index = self.statistics.index if self.statistics else None
+        live = self.live.samples if self.live else None
+        tokens = index.window if index else live.tokens if live else 0
+        samples = index.samples if index else len(live) if live else 0
+        if not samples:
+            return
+        what = "images" if self.family.modality == "image" else f"windows of {tokens} tokens"
+        for space, own in self.recipe.spaces.items():
+            method = own.compensation.method
+            bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
+            if not bare or not methods_of(space)[method].uses_lambda:
+                continue
+            kept = max(width[space] for width in self.widths)
+            if space == "qk":
+                needed, unknowns = -(-(kept**2) // min(tokens, kept) ** 2), f"{kept} x {kept} unknowns of a head"
+            else:
+                inputs = kept * self.family.unit_columns(self.config, space)
+                needed, unknowns = -(-inputs // tokens), f"{inputs} inputs of a projection"
+            if samples < needed:
+                raise UserError(
+                    f"{method} with lambda 0 needs at least {needed} {what} for the {unknowns}, and there are "
+                    f"{samples}: give more, or a lambda above 0"
+                )
 
     def _check_plan(self, plan: Plan) -> None:
         """Every pruned space of every block once, its kept units ascending and among those there are."""
@@ -135,11 +181,17 @@ class Job:
         if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
             raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
         for site in plan.sites:
-            units = self.family.units(self.config, site.space)
+            heads = self.family.dimension(self.config, "query_heads") if site.space == "qk" else 1
+            units = self.family.units(self.config, site.space) * heads
             if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
                 raise UserError(
                     f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
                     f"below {units}: plan again instead of editing it"
+                )
+            if site.space == "qk" and len(set(Counter(row // (units // heads) for row in site.kept).values())) != 1:
+                raise UserError(
+                    f"the plan keeps different numbers of q and k dimensions in the heads of block {site.block}: "
+                    "plan again instead of editing it"
                 )
 
     def source(self) -> MomentSource:
@@ -156,7 +208,9 @@ class Job:
         """A fresh stream of hidden states at the first block."""
         assert self.live is not None
         factory = BlockFactory(self.family, self.config, device=self.device, dtype=self.live.compute_dtype)
-        return HiddenStream(factory, self.checkpoint.read, self.live.windows, folds=self.live.folds)
+        return HiddenStream(
+            factory, self.checkpoint.tensors, self.checkpoint.read, self.live.samples, folds=self.live.folds
+        )
 
     def read_block(self, block: int) -> dict[str, Tensor]:
         """A block's tensors."""
@@ -182,11 +236,11 @@ class Job:
             spaces = list(self.recipe.spaces)
             moments = source.moments(block, {}, spaces)
             for space in spaces:
-                name = self.family.tensor(block, self.family.spaces[space].consumer)
+                (name,) = pruner.sites.tensors(block, space)
                 weight = self.checkpoint.read([name])[name].to(self.device)
-                folds = moments.get(space)
-                whole = None if folds is None else _vectors(folds).to(self.device)
-                columns = pruner.column_scores(space, weight, whole)
+                folds = tuple(m for m in moments.get(space, ()) if isinstance(m, Moments))
+                whole = _vectors(folds).to(self.device) if folds else None
+                columns = pruner.sites.column_scores(space, weight, whole)
                 scores[block, space] = standardise(columns, self.family.unit_columns(self.config, space))
         costs: dict[SpaceName, float] = {space: float(self._unit_parameters(space)) for space in self.recipe.spaces}
         if self.recipe.allocation == "across-layers":
@@ -204,9 +258,11 @@ class Job:
 
     def _unit_parameters(self, space: SpaceName) -> int:
         """Weights that go with one unit of a space."""
-        description = self.family.spaces[space]
-        rows = sum(self.family.per_unit(self.config, factors) for factors in description.producers.values())
-        return (rows + self.family.unit_columns(self.config, space)) * self.family.dimension(self.config, "hidden")
+        description = self.family.columns[space]
+        units = self.family.units(self.config, space)
+        rows = sum(self.checkpoint.tensors[self.family.tensor(0, m)].shape[0] for m in description.producers)
+        columns = self.family.unit_columns(self.config, space)
+        return (rows // units + columns) * self.family.dimension(self.config, "hidden")
 
     @cached_property
     def widths(self) -> Widths:
@@ -215,20 +271,22 @@ class Job:
 
         def width(block: int, space: SpaceName) -> int:
             kept = self.decisions.kept.get((block, space))
-            return pruner.keep_count(space) if kept is None else kept.numel()
+            if kept is None:
+                return pruner.keep_count(space)
+            heads = self.family.dimension(self.config, "query_heads") if space == "qk" else 1
+            return kept.numel() // heads
 
         return [{space: width(block, space) for space in self.recipe.spaces} for block in range(self.blocks)]
 
     @cached_property
     def container(self) -> Container:
         """What the output is stored as."""
-        modules = {m for d in self.family.spaces.values() for m in (*d.producers, d.consumer)}
-        biases = {m for m in modules if self.family.tensor(0, m, "bias") in self.checkpoint.tensors}
+        biases = {m for m in self.family.linears if self.family.tensor(0, m, "bias") in self.checkpoint.tensors}
         for space, own in self.recipe.spaces.items():
             units = self.family.units(self.config, space)
             pruned = any(w[space] < units for w in self.widths)
-            if pruned and METHODS[own.compensation.method].adds_bias:
-                biases.add(self.family.spaces[space].consumer)
+            if pruned and methods_of(space)[own.compensation.method].adds_bias:
+                biases.add(self.family.columns[space].consumer)
         return choose_container(
             self.family,
             self.checkpoint.config,
@@ -256,8 +314,15 @@ class Job:
 
     def pruner(self) -> Pruner:
         """The engine for this job."""
+        container = self.container
         return Pruner(
-            self.family, self.config, self.decisions, self.container.biases, self.device, diagnostics=self.diagnostics
+            self.family,
+            self.config,
+            self.decisions,
+            container.biases,
+            self.device,
+            diagnostics=self.diagnostics,
+            padded=container.padded,
         )
 
     @cached_property
@@ -265,7 +330,7 @@ class Job:
         """sha256 of all that the output depends on: what a resumed run must share with the one it continues."""
         live = None
         if self.live is not None:
-            live = [text_fingerprint(self.live.windows), self.live.folds, str(self.live.compute_dtype)]
+            live = [self.live.samples.fingerprint, self.live.folds, str(self.live.compute_dtype)]
         parts = [
             __version__,
             self.checkpoint.fingerprint,
@@ -284,6 +349,7 @@ class Job:
             index = self.statistics.index
             return {
                 "target": "dense",
+                "modality": index.modality,
                 "statistics": index.digest,
                 "samples": index.samples,
                 "window": index.window,
@@ -291,16 +357,31 @@ class Job:
                 "folds": index.folds,
             }
         if self.live is not None:
-            samples, window = self.live.windows.shape
+            samples = self.live.samples
             return {
                 "target": "sequential" if self.recipe.true_sequential else "sequential, once per block",
-                "text": text_fingerprint(self.live.windows),
-                "samples": samples,
-                "window": window,
-                "tokens": samples * window,
+                "modality": self.family.modality,
+                "data": samples.fingerprint,
+                "samples": len(samples),
+                "window": samples.tokens,
+                "tokens": len(samples) * samples.tokens,
                 "folds": self.live.folds,
             }
         return {"target": "none"}
+
+
+def check_spaces(family: Family, recipe: Recipe) -> None:
+    """Refuse a recipe that prunes what a family has not.
+
+    Raises:
+        UserError: q and k of a family that rotates them by position.
+    """
+    if "qk" in recipe.spaces and family.logits is None:
+        raise UserError(
+            f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Leave out spaces.qk; "
+            "heads and mlp can be pruned"
+        )
 
 
 def _vectors(folds: tuple[Moments, ...]) -> Moments:
@@ -323,8 +404,8 @@ def make_plan(job: Job) -> Plan:
         spaces = [space for space in job.family.spaces if space in job.recipe.spaces]
         moments: Mapping[SpaceName, Any] = source.moments(block, {}, spaces)
         for space in spaces:
-            name = job.family.tensor(block, job.family.spaces[space].consumer)
-            sites.append(pruner.site(block, space, job.checkpoint.read([name])[name], moments.get(space))[0])
+            names = [name for name in pruner.sites.tensors(block, space) if name in job.checkpoint.tensors]
+            sites.append(pruner.site(block, space, job.checkpoint.read(names), moments.get(space))[0])
     statistics = None
     if job.statistics is not None:
         path = str(job.statistics.folder.resolve())

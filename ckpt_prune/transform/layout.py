@@ -3,17 +3,13 @@
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
-from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.skeleton import (
-    build_skeleton,
-    expected_shapes,
-    is_stored_frequency,
-    parse_config,
-    tied_names,
-)
+from ckpt_prune.architectures.family import ColumnSpace, Family
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, tied_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
+from ckpt_prune.loading import remote_class
 from ckpt_prune.transform.containers import Container, Widths
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -32,47 +28,43 @@ def check_source(checkpoint: Checkpoint, family: Family) -> None:
     Raises:
         UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
     """
-    if checkpoint.config.get("per_layer_config") or checkpoint.config.get("ckpt_prune_biases"):
+    if remote_class(checkpoint.config, checkpoint.path) is not None:
         raise UserError(
             f"{checkpoint.path} was pruned into a shape that no stock class has (remote code): it cannot be pruned or "
             "measured again; start from the dense model"
         )
     skeleton = build_skeleton(parse_config(checkpoint.config), family.architecture)
-    check_shapes(
-        {name: info.shape for name, info in checkpoint.tensors.items()},
-        expected_shapes(skeleton),
-        tied_names(skeleton),
-        f"{checkpoint.path}",
-    )
+    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, skeleton, f"{checkpoint.path}")
     for name, info in checkpoint.tensors.items():
+        if is_stored_buffer(name):
+            continue
         if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
 
 
-def check_shapes(
-    actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], tied: frozenset[str], where: str
-) -> None:
+def check_shapes(actual: Mapping[str, tuple[int, ...]], model: nn.Module, where: str) -> None:
     """Compare names and shapes with what a config asks for.
 
     Args:
         actual: name → shape on disk.
-        expected: name → shape in the model.
-        tied: names that may be absent.
+        model: of the config, on the meta device.
         where: begins every message.
 
     Raises:
         UserError: a tensor is missing, has no place, or has another shape.
     """
-    names = {name for name in actual if not is_stored_frequency(name)}
-    missing = sorted(expected.keys() - names - tied)
-    unknown = sorted(names - expected.keys())
+    known = Names(model)
+    names = sorted(name for name in actual if not is_stored_buffer(name))
+    expected = {name: known.shape(name) for name in names}
+    missing = [name for name in known.missing(names) if name not in tied_names(model)]
+    unknown = [name for name, shape in expected.items() if shape is None]
     if missing:
         raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")
     if unknown:
         raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
-    for name in sorted(names):
-        if tuple(actual[name]) != expected[name]:
-            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(expected[name])}")
+    for name, shape in expected.items():
+        if tuple(actual[name]) != shape:
+            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")
 
 
 def plan_layout(checkpoint: Checkpoint, family: Family, widths: Widths, container: Container) -> Layout:
@@ -84,30 +76,28 @@ def plan_layout(checkpoint: Checkpoint, family: Family, widths: Widths, containe
     config = parse_config(checkpoint.config)
     shapes = source_shapes(checkpoint)
     files = {name: info.file for name, info in checkpoint.tensors.items()}
-    for block, units in enumerate(widths):
-        for space, count in units.items():
+    for block, kept in enumerate(widths):
+        for space, count in kept.items():
+            if space in container.padded:
+                continue
             description = family.spaces[space]
-            for module, factors in description.producers.items():
-                rows = count * family.per_unit(config, factors)
+            units = family.units(config, space)
+            producers = description.producers if isinstance(description, ColumnSpace) else family.modules(space)
+            for module in producers:
                 for name in (family.tensor(block, module), family.tensor(block, module, "bias")):
                     if name in shapes:
                         dtype, shape = shapes[name]
-                        shapes[name] = (dtype, (rows, *shape[1:]))
-            name = family.tensor(block, description.consumer)
-            dtype, shape = shapes[name]
-            shapes[name] = (dtype, (shape[0], count * family.unit_columns(config, space)))
+                        shapes[name] = (dtype, (shape[0] // units * count, *shape[1:]))
+            if isinstance(description, ColumnSpace):
+                name = family.tensor(block, description.consumer)
+                dtype, shape = shapes[name]
+                shapes[name] = (dtype, (shape[0], count * family.unit_columns(config, space)))
         for module in sorted(container.biases):
             weight, bias = family.tensor(block, module), family.tensor(block, module, "bias")
             if bias not in shapes:
                 shapes[bias] = (shapes[weight][0], (shapes[weight][1][0],))
                 files[bias] = files[weight]
-    skeleton = container.skeleton()
-    check_shapes(
-        {name: shape for name, (_, shape) in shapes.items()},
-        expected_shapes(skeleton),
-        tied_names(skeleton),
-        "the output",
-    )
+    check_shapes({name: shape for name, (_, shape) in shapes.items()}, container.skeleton(), "the output")
     layout: Layout = {file: {} for file in checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]

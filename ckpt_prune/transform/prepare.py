@@ -1,4 +1,4 @@
-"""Statistics for a dense recipe that is given text: measured first, in a scratch folder beside the output."""
+"""Statistics for a dense recipe that is given data: measured first, in a scratch folder beside the output."""
 
 import shutil
 import tempfile
@@ -16,27 +16,26 @@ def measured(job: Job, beside: Path, *, seed: int) -> Iterator[Job]:
     """The job with all the moments it needs.
 
     A recipe that is sequential, needs no moments or has its statistics is passed on as it is; for a dense one, the
-    unpruned model is measured on the job's text, and the statistics live as long as the context.
+    unpruned model is measured on the job's data, and the statistics live as long as the context.
 
     Args:
         job: a checked job.
         beside: the folder that the scratch folder is made in.
-        seed: of the windows, for the record.
+        seed: of the samples, for the record.
     """
     if job.live is None or job.statistics is not None or job.sequential or not job.recipe.needs_moments:
         yield job
         return
     scratch = Path(tempfile.mkdtemp(prefix=".ckpt-prune-statistics-", dir=beside))
     try:
-        gram = any(job.recipe.needs_gram(space) for space in job.recipe.spaces)
         statistics = measure(
             job.checkpoint,
             job.family,
-            job.live.windows,
+            job.live.samples,
             scratch / "statistics",
             seed=seed,
             folds=job.live.folds,
-            collect=("moments", "gram") if gram else ("moments",),
+            collect=job.recipe.collect,
             device=job.device,
             compute_dtype=job.live.compute_dtype,
         )

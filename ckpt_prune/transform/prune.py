@@ -43,7 +43,7 @@ def search_strength(job: Job) -> StrengthSearch:
     assert grid is not None
     found: dict[float, float] = {}
     for strength in grid:
-        trial = replace(job, recipe=job.recipe.with_strength(strength))
+        trial = replace(job, recipe=job.recipe.with_strength(strength), diagnostics=False)
         pruner, source = trial.pruner(), trial.source()
         stream = source.stream if isinstance(source, SequentialMoments) else trial.stream()
         for block in track(range(trial.blocks), f"trying lambda {strength:g}", total=trial.blocks):
@@ -166,6 +166,8 @@ def _report(job: Job, sites: list[SitePlan], search: StrengthSearch | None) -> d
         "container": {
             "model_type": container.model_type,
             "remote_code": container.remote_class is not None,
+            "auto_class": job.family.auto_class,
+            "padded": sorted(container.padded),
             "note": container.note,
         },
         "before": job.before.model_dump(),

@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family, SpaceName
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream, SpaceMoments
 
-FoldedMoments = dict[SpaceName, tuple[Moments, ...]]
+FoldedMoments = dict[SpaceName, SpaceMoments]
 
 
 class MomentSource(Protocol):
@@ -24,7 +24,7 @@ class MomentSource(Protocol):
         ...
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
-        """Moments at the consumers of these spaces, a tuple over folds; `tensors` is the block as it stands now."""
+        """Moments of these spaces, a tuple over folds; `tensors` is the block as it stands now."""
         ...
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
@@ -56,7 +56,8 @@ class CachedMoments(NoMoments):
     def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
         """The block's moments, read from disk."""
         found = self._statistics.block(block)
-        return {s: found[self._family.tensor(block, self._family.spaces[s].consumer)] for s in spaces}
+        names = {space: moments_name(self._family, block, space) for space in spaces}
+        return {space: found[name] for space, name in names.items() if name in found}
 
 
 class SequentialMoments:

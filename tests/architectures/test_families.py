@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ckpt_prune.architectures.family import family_of, known_families, load_family
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
 from ckpt_prune.architectures.skeleton import (
+    Names,
     build_skeleton,
-    expected_shapes,
     parameter_count,
     parse_config,
     tied_names,
@@ -19,10 +19,15 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from tests.families import BLOCKS, SIZES, VARIANTS, make, stock
 
-KNOWN = "llama, mistral, qwen2, qwen3, seed_oss"
-FAMILIES = KNOWN.split(", ")
+KNOWN = "bert, deit, dinov2, llama, mistral, opt, qwen2, qwen3, seed_oss, vit"
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "seed_oss"]
+"""Those with rotary positions and gated projections, which the variants here are of."""
 UNEQUAL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 """Every dimension differs from every other, so that no two can be mistaken."""
+ROWS_PER_UNIT = {
+    "heads": {"self_attn.q_proj": 12, "self_attn.k_proj": 6, "self_attn.v_proj": 6},
+    "mlp": {"mlp.gate_proj": 1, "mlp.up_proj": 1},
+}
 
 
 def config_of(model_type, **changes):
@@ -30,11 +35,11 @@ def config_of(model_type, **changes):
 
 
 def shapes_of(config) -> dict[str, tuple[int, ...]]:
-    return expected_shapes(build_skeleton(config, load_family(config.model_type).architecture))
+    return Names(build_skeleton(config, load_family(config.model_type).architecture)).shapes
 
 
 def test_the_known_families():
-    assert list(known_families()) == FAMILIES
+    assert list(known_families()) == KNOWN.split(", ")
     assert {variant.model_type for variant in VARIANTS.values()} == set(FAMILIES)
 
 
@@ -49,7 +54,9 @@ def test_named_modules_exist(name):
     family = load_family(name)
     skeleton = build_skeleton(config_of(name), family.architecture)
     assert len(skeleton.get_submodule(family.layers)) == BLOCKS
-    for path in (family.embedding, family.rotary, family.final_norm, family.head):
+    assert family.entry == [family.embedding, "model.rotary_emb"]
+    assert (family.exit, family.head) == (["model.norm"], "lm_head")
+    for path in (*family.entry, *family.exit, family.head):
         skeleton.get_submodule(path)
     names = set(skeleton.state_dict())
     for space in family.spaces.values():
@@ -57,7 +64,7 @@ def test_named_modules_exist(name):
             assert {family.tensor(block, module) for block in range(BLOCKS)} <= names
     prefixes = tuple(family.block.format(block=block) for block in range(BLOCKS))
     outside = {name for name in names if not name.startswith(prefixes)}
-    assert outside == {f"{family.embedding}.weight", f"{family.final_norm}.weight", f"{family.head}.weight"}
+    assert outside == {f"{path}.weight" for path in (family.embedding, *family.exit, family.head)}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -68,8 +75,10 @@ def test_rows_and_columns_are_counted_in_units(name):
         units = family.units(config, key)
         assert units == {"heads": 2, "mlp": 22}[key]
         assert shapes[family.tensor(1, space.consumer)][1] == units * family.unit_columns(config, key)
-        for module, factors in space.producers.items():
-            assert shapes[family.tensor(1, module)][0] == units * family.per_unit(config, factors)
+        assert set(space.producers) == set(ROWS_PER_UNIT[key])
+        for module, stacked in space.producers.items():
+            assert stacked == 1
+            assert shapes[family.tensor(1, module)][0] == units * ROWS_PER_UNIT[key][module]
 
 
 @pytest.mark.parametrize("kept", [1, 2])
@@ -82,11 +91,11 @@ def test_config_keys_change_the_widths_of_their_space_and_nothing_else(name, key
     pruned = shapes_of(config_of(name, **changes))
     expected = dict(dense)
     for block in range(BLOCKS):
-        for module, factors in space.producers.items():
+        for module in space.producers:
             for kind in ("weight", "bias"):
                 tensor = family.tensor(block, module, kind)
                 if tensor in expected:
-                    expected[tensor] = (kept * family.per_unit(config, factors), *expected[tensor][1:])
+                    expected[tensor] = (kept * ROWS_PER_UNIT[key][module], *expected[tensor][1:])
         tensor = family.tensor(block, space.consumer)
         expected[tensor] = (expected[tensor][0], kept * family.unit_columns(config, key))
     assert pruned == expected
@@ -215,7 +224,7 @@ def test_experts(model_type, key):
 
 
 def test_no_experts_is_no_mixture():
-    assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) is load_family("llama")
+    assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
 
 
 # ---- skeletons -------------------------------------------------------------------------------------------------
@@ -227,7 +236,7 @@ def test_a_skeleton_has_every_shape_and_no_memory(tmp_path, variant):
     checkpoint = Checkpoint.open(folder)
     skeleton = build_skeleton(parse_config(checkpoint.config), VARIANTS[variant].family.architecture)
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-    expected, tied = expected_shapes(skeleton), tied_names(skeleton)
+    expected, tied = Names(skeleton).shapes, tied_names(skeleton)
     assert tied == ({"lm_head.weight"} if variant in ("llama-gqa-tied", "qwen2") else set())
     assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
         name: shape for name, shape in expected.items() if name not in tied

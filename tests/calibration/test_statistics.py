@@ -88,7 +88,9 @@ def test_measuring_twice_gives_the_same_bytes(model, measured, tmp_path):
 
 def test_the_announced_size_is_the_written_one(model, measured):
     """Within the headers of a few tensors for each block."""
-    announced = statistics_bytes(VARIANTS["llama"].family, Checkpoint.open(model), gram=True, folds=2)
+    announced = statistics_bytes(
+        VARIANTS["llama"].family, Checkpoint.open(model), collect=("moments", "gram"), folds=2, samples=8
+    )
     written = sum(path.stat().st_size for path in measured.folder.glob("*.safetensors"))
     headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in measured.folder.glob("*.safetensors"))
     counts = BLOCKS * 2 * 2 * 8
@@ -109,7 +111,7 @@ def test_added_statistics_are_those_of_both_texts(model, tmp_path):
     assert (summed.index.samples, summed.index.tokens) == (10, 240)
     assert summed.index.data == [text_fingerprint(first), text_fingerprint(second)]
     assert summed.index.digest not in (a.index.digest, b.index.digest)
-    assert "hold the same calibration windows: they would count twice" in refusal(add, summed, a, tmp_path / "twice")
+    assert "hold the same calibration samples: they would count twice" in refusal(add, summed, a, tmp_path / "twice")
     assert not (tmp_path / "twice").exists()
 
 
@@ -252,7 +254,7 @@ def test_a_folder_that_is_not_statistics_is_never_overwritten(model, measured, t
 
 def test_more_folds_than_windows(model, tmp_path):
     message = refusal(calibrate, model, tmp_path / "out", windows(2), folds=3)
-    assert message == "3 folds of 2 windows: every fold needs at least one"
+    assert message == "3 folds of 2 samples: every fold needs at least one"
 
 
 def test_nothing_is_left_of_an_interrupted_measurement(model, tmp_path, monkeypatch):
@@ -280,7 +282,7 @@ def test_a_model_that_overflows_is_named(tmp_path):
     weights["model.layers.1.mlp.gate_proj.weight"] *= 1e38
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     message = refusal(calibrate, folder, tmp_path / "out")
-    assert message == f"the input of {DOWN} is not finite: the model overflows in torch.float32"
+    assert message == f"what reaches {DOWN} is not finite: the model overflows in torch.float32"
     assert not (tmp_path / "out").exists()
 
 

@@ -145,7 +145,8 @@ def test_dense_recipes_with_text_look_before_they_measure(place):
 def test_an_unknown_family(place, command):
     set_config("dense", model_type="gpt_neox")
     assert refusal(command, "dense") == (
-        "model_type 'gpt_neox' is not a family this version knows (llama, mistral, qwen2, qwen3, seed_oss): "
+        "model_type 'gpt_neox' is not a family this version knows (bert, deit, dinov2, llama, mistral, opt, "
+        "qwen2, qwen3, seed_oss, vit): "
         "a new one is a JSON description in ckpt_prune/architectures/families/"
     )
 
@@ -156,7 +157,7 @@ def test_a_mixture_of_experts(place, command, model_type):
     set_config("dense", model_type=model_type, num_local_experts=8)
     assert refusal(command, "dense") == (
         "this checkpoint is a mixture of experts (num_local_experts in config.json), which is not supported; "
-        "known families: llama, mistral, qwen2, qwen3, seed_oss; "
+        "known families: bert, deit, dinov2, llama, mistral, opt, qwen2, qwen3, seed_oss, vit; "
         "a description goes in ckpt_prune/architectures/families/"
     )
 
@@ -292,7 +293,7 @@ def test_windows_samples_and_folds(place, command):
             f"the text holds 98 windows of 16 tokens, {many} are asked for; give more text, or at most 98 samples"
         )
     assert refusal([*text, "--window", "16", "--samples", "3", "--folds", "4"], "dense") == (
-        "4 folds of 3 windows: every fold needs at least one"
+        "4 folds of 3 samples: every fold needs at least one"
     )
     for option, least in (("--samples", 1), ("--window", 2), ("--folds", 1)):
         for value in (0, -1):

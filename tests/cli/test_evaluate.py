@@ -56,7 +56,7 @@ def test_against_itself(place):
 
 
 def test_what_evaluate_needs(place):
-    assert refused("evaluate", "dense") == "evaluate needs --text FILE, or --tasks"
+    assert refused("evaluate", "dense") == "evaluate needs --text FILE, --images DIR for a vision model, or --tasks"
     assert refused("evaluate", "dense", "--text", "calib.txt") == (
         "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
     )
@@ -114,6 +114,6 @@ def test_models_that_are_not_whole(place):
     )
     set_config("sharded", auto_map={"AutoModelForCausalLM": "other.Model"})
     assert refused("evaluate", "sharded", *TEXT) == (
-        "sharded: config.json asks for remote code (auto_map), which is never run; "
-        "use a checkpoint of a model type that transformers knows"
+        "sharded asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
+        "where you have read and trust it, say --trust-remote-code"
     )

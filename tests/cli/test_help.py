@@ -7,18 +7,26 @@ from ckpt_prune.cli.main import COMMANDS
 from tests.cli.running import misused, ok, run
 
 TAKES = {
-    "inspect": ["MODEL", "--ratio", "--json"],
+    "inspect": ["MODEL", "--ratio", "--recipe", "--json"],
     "calibrate": [
         *["MODEL", "--text", "--samples", "--window", "--seed", "--collect", "--folds", "--output", "--overwrite"],
+        *["--images", "--labels", "--max-corrupt", "--trust-remote-code", "--device", "--json"],
+    ],
+    "plan": [
+        *["MODEL", "--recipe", "--statistics", "--ratio", "--set KEY=VALUE", "--output", "--trust-remote-code"],
         *["--device", "--json"],
     ],
-    "plan": ["MODEL", "--recipe", "--statistics", "--ratio", "--set KEY=VALUE", "--output", "--device", "--json"],
     "prune": [
         *["MODEL", "--recipe", "--statistics", "--text", "--samples", "--window", "--seed", "--plan", "--ratio"],
         *["--set KEY=VALUE", "--output", "--dry-run", "--resume", "--overwrite", "--device", "--json"],
+        *["--images", "--labels", "--max-corrupt", "--trust-remote-code", "--no-diagnostics"],
     ],
     "verify": ["OUT", "--against MODEL", "--json"],
-    "evaluate": ["MODEL", "--text", "--window", "--against MODEL2", "--tasks", "--limit", "--device", "--json"],
+    "report": ["OUT", "--output", "--overwrite"],
+    "evaluate": [
+        *["MODEL", "--text", "--window", "--images", "--labels", "--max-corrupt", "--against MODEL2", "--tasks"],
+        *["--limit", "--trust-remote-code", "--device", "--json"],
+    ],
     "recipe": ["list", "show", "copy", "validate", "schema"],
     "recipe list": ["--json"],
     "recipe show": ["NAME"],

@@ -28,7 +28,7 @@ family      llama (LlamaForCausalLM)
 weights     float32, 20.3 KiB in 1 file(s)
 parameters  5.20K
 blocks      2
-FLOPs       418K for 32 tokens
+FLOPs       418K for one sample of 32 tokens
 
 space  units per block  parameters  container  with a bias
 heads     2 x KV group       1.54K      llama        llama
@@ -120,6 +120,12 @@ def test_wrong_arguments(place):
     assert misused("inspect", "dense", "dense") == "Got unexpected extra argument (dense)"
     assert refused("inspect", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
     assert refused("inspect", "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
+
+
+def test_code_of_others_is_no_obstacle(place):
+    """Only the config and headers are read."""
+    set_config("dense", auto_map={"AutoModelForCausalLM": "theirs.Model"})
+    assert ok("inspect", "dense") == DENSE
 
 
 def test_odd_paths(place):

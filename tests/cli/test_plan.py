@@ -21,7 +21,7 @@ def test_text(place):
         "",
     ]
     assert re.split("  +", lines[5]) == [
-        *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2"]
+        *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     ]
     rows = [line.split() for line in lines[6:10]]
     assert lines[10:] == ["", "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"]
@@ -32,9 +32,22 @@ def test_text(place):
         ["1", "mlp", "12/24", "rotation"],
     ]
     for row in rows:
-        before, after, floor, rho2 = map(float, row[4:])
+        before, after, floor, rho2 = map(float, row[4:8])
         assert 0 < floor <= after <= before < 1
         assert 0 <= rho2 <= 1
+        assert row[8:] == ["-"]
+
+
+def test_with_folds_the_error_on_unseen_windows_is_told(place):
+    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
+    lines = ok("plan", "dense", "--recipe", "ridge", "--statistics", "folded", "--ratio", "0.5").splitlines()
+    held_out = []
+    for line in lines[6:10]:
+        after, unseen = float(line.split()[6]), float(line.split()[9])
+        assert unseen > after
+        held_out.append(unseen)
+    (told,) = (line for line in lines if line.startswith("mean error on held-out folds, compensated: "))
+    assert float(told.split()[-1]) == pytest.approx(sum(held_out) / 4, abs=1e-4)
 
 
 def test_without_output_nothing_is_written(place):
@@ -61,7 +74,7 @@ def test_json_is_the_plan(place):
 
 def test_a_weights_only_recipe_needs_no_statistics(place):
     lines = ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5").splitlines()
-    assert lines[6].split() == ["0", "heads", "1/2", "none", "-", "-", "-", "-"]
+    assert lines[6].split() == ["0", "heads", "1/2", "none", "-", "-", "-", "-", "-"]
 
 
 def test_applying_the_plan_is_applying_the_recipe(place):
@@ -98,9 +111,10 @@ def test_an_edited_plan(place):
 def test_a_plan_has_settled_everything(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     message = (
-        "a plan has settled ratio, recipe and statistics: --text, --ratio, --set and --container do not go with it"
+        "a plan has settled ratio, recipe and statistics: --text, --images, --ratio, --set and --container do not "
+        "go with it"
     )
-    for option in (["--ratio", "0.3"], ["--set", "ratio=0.3"], [*TEXT]):
+    for option in (["--ratio", "0.3"], ["--set", "ratio=0.3"], [*TEXT], ["--images", "."]):
         assert refused("prune", "dense", "--plan", "plan.json", *option, "-o", "out") == message
 
 

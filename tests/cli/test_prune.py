@@ -254,11 +254,12 @@ def test_ctrl_c_and_resume(place, recipe, commit):
 
 def test_ctrl_c_while_measuring_leaves_nothing(place):
     before = listing()
+    announced = {"calibrate": "out will take 5.91 KiB\n", "prune": ""}
     for job in (["calibrate", "dense"], ["prune", "dense", "--recipe", "flap"]):
         with pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, HiddenStream, "observe", 2)
             result = run(*job, *TEXT, "-o", "out")
-        assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
+        assert (result.exit_code, result.stderr) == (130, f"{announced[job[0]]}Interrupted.\n")
         assert listing() == before
 
 
@@ -290,7 +291,12 @@ def test_a_forced_container(place):
 
 def test_remote_code_of_the_source_does_not_travel(place):
     set_config("dense", auto_map={"AutoModelForCausalLM": "theirs.Model"})
-    ok("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out")
+    job = ("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out")
+    assert refused(*job) == (
+        "dense asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
+        "where you have read and trust it, say --trust-remote-code"
+    )
+    ok(*job, "--trust-remote-code")
     assert "auto_map" not in read_json("out/config.json")
     assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
 

@@ -91,7 +91,8 @@ def test_schema():
         (
             GOOD.replace("rotation", "rotate"),
             "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
-            "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, grail",
+            "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
+            "grail, logit",
         ),
         (
             GOOD + "ratio: ten\n",

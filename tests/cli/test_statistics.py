@@ -58,9 +58,11 @@ def test_missing_parent(place):
 
 
 def test_bad_options(place):
-    assert refused("calibrate", "dense", "-o", "s") == "calibrate needs --text FILE"
+    assert refused("calibrate", "dense", "-o", "s") == (
+        "calibrate needs --text FILE, or --images DIR for a vision model"
+    )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: expected moments or moments,gram"
+        "--collect grams: of a llama, one or more of moments,gram can be collected"
     )
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
     assert misused("calibrate", "dense", "-o", "s", "--folds", "0") == (
@@ -90,7 +92,20 @@ def test_weights_that_are_not_finite(place, value):
 def test_show(place):
     said = dict(line.split(maxsplit=1) for line in ok("statistics", "show", "stats").splitlines())
     assert list(said) == [
-        *["version", "model", "tokenizer", "dtype", "data", "seed", "samples", "window", "tokens", "folds", "collect"],
+        *[
+            "version",
+            "model",
+            "tokenizer",
+            "dtype",
+            "modality",
+            "data",
+            "seed",
+            "samples",
+            "window",
+            "tokens",
+            "folds",
+            "collect",
+        ],
         *["compute_dtype", "blocks", "consumers", "digest", "bytes"],
     ]
     assert said["collect"] == "moments, gram"
@@ -119,7 +134,7 @@ def test_add(place):
 
 def test_what_is_not_to_be_added(place):
     assert refused("statistics", "add", "stats", "stats", "-o", "sum") == (
-        "stats and stats hold the same calibration windows: they would count twice"
+        "stats and stats hold the same calibration samples: they would count twice"
     )
     ok("calibrate", "dense", *TEXT, "--seed", "1", "--collect", "moments", "-o", "vectors")
     assert refused("statistics", "add", "stats", "vectors", "-o", "sum") == (

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ckpt_prune.architectures.family import load_family
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
-from ckpt_prune.architectures.skeleton import build_skeleton, expected_shapes, parse_config
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import load_recipe
@@ -92,7 +92,7 @@ def test_tokens_are_the_context_but_no_more_than_2048():
 
 def shapes_of(config):
     skeleton = build_skeleton(parse_config(config), "LlamaForCausalLM")
-    return {name: (torch.bfloat16, shape) for name, shape in expected_shapes(skeleton).items()}
+    return {name: (torch.bfloat16, shape) for name, shape in Names(skeleton).shapes.items()}
 
 
 def test_a_tied_head_on_disk_counts_once_in_parameters_and_twice_in_bytes():

@@ -59,6 +59,21 @@ def test_shipped_recipes_are_the_published_methods(name):
     assert set(loaded.spaces) == ({"mlp"} if name == "vbp" else {"heads", "mlp"})
 
 
+CORP = {"qk": ("logit-energy", "logit", None), "heads": ("corp", "affine", None), "mlp": ("corp", "affine", "floor")}
+
+
+@pytest.mark.parametrize(
+    ("name", "spaces"),
+    [("corp", {"qk", "mlp"}), ("corp-mlp", {"mlp"}), ("corp-qk", {"qk"}), ("corp-heads", {"heads", "mlp"})],
+)
+def test_shipped_recipes_of_corp_round_down(name, spaces):
+    loaded = load_recipe(name)
+    assert (loaded.name, loaded.target, bool(loaded.summary), bool(loaded.source)) == (name, "dense", True, True)
+    assert {s: (own.score, own.compensation.method, own.rounding) for s, own in loaded.spaces.items()} == {
+        space: CORP[space] for space in spaces
+    }
+
+
 def test_every_shipped_recipe_loads():
     assert set(shipped_recipes()) >= set(SHIPPED)
     for name in shipped_recipes():
@@ -93,7 +108,7 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
     [
         ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
         ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
-        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: heads, mlp"),
+        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, heads, mlp"),
         (
             "    compensation:",
             "    compensate:",
@@ -120,7 +135,7 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
             "score: wanda",
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
-            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp",
+            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, logit-energy",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (
@@ -197,7 +212,9 @@ def test_code_in_yaml_is_not_run(tmp_path):
 
 def test_an_unknown_name():
     message = refusal("rcup")
-    assert message.startswith("no recipe 'rcup': did you mean 'rcpu'? shipped are flap, flap-global, grail, ")
+    assert message.startswith(
+        "no recipe 'rcup': did you mean 'rcpu'? shipped are corp, corp-heads, corp-mlp, corp-qk, "
+    )
     assert message.endswith("; or give a path to a .yaml file")
 
 

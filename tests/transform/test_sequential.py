@@ -12,6 +12,7 @@ from ckpt_prune.calibration import streams
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.transform.prune import prune
@@ -91,7 +92,8 @@ def stream_on(folder, *, folds: int = 1, ids=None) -> Stream:
     config = parse_config(checkpoint.config)
     family = next(v.family for v in VARIANTS.values() if v.model_type == config.model_type)
     factory = BlockFactory(family, config, device=torch.device("cpu"), dtype=torch.float32)
-    stream = Stream(factory, checkpoint.read, windows() if ids is None else ids, folds=folds)
+    samples = TokenWindows(windows() if ids is None else ids)
+    stream = Stream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds)
     stream.checkpoint = checkpoint
     return stream
 

@@ -1,0 +1,41 @@
+"""Which class of its family a checkpoint holds, by its tensors."""
+
+from ckpt_prune.architectures.family import Family, described, family_of
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+
+
+def fitting_family(checkpoint: Checkpoint) -> Family:
+    """The checkpoint's family with the class that has a place for every tensor, and with the prefix its tensors have.
+
+    Some published checkpoints hold more than the class they name (bert-base-uncased names BertForMaskedLM and holds
+    BertForPreTraining), others lack the prefix of their base model. What config.json names is taken where it fits,
+    and where nothing does, so that errors speak of it.
+    """
+    declared = family_of(checkpoint.config)
+    names = {name for name in checkpoint.tensors if not is_stored_buffer(name)}
+    family = described(checkpoint.config)
+    others = [family.of(name) for name in family.architectures if name != declared.architecture]
+    for candidate in [declared, *others]:
+        if _fits(candidate, checkpoint, names):
+            return _prefixed(candidate, names)
+    return _prefixed(declared, names)
+
+
+def _fits(family: Family, checkpoint: Checkpoint, names: set[str]) -> bool:
+    try:
+        known = Names(build_skeleton(parse_config(checkpoint.config), family.architecture))
+    except UserError:  # whoever builds it next says why
+        return False
+    return all(known.parameters(name) for name in names)
+
+
+def _prefixed(family: Family, names: set[str]) -> Family:
+    """The family with the prefix that the tensors of its base model have on disk."""
+    for prefixed in (family.prefixed, not family.prefixed):
+        found = family.model_copy(update={"prefixed": prefixed})
+        block = found.on_disk(family.block)
+        if any(name.startswith(block.format(block=0)) for name in names):
+            return found.model_copy(update={"block": block})
+    return family

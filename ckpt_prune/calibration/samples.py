@@ -1,0 +1,59 @@
+"""What a model is run on while it is measured: samples of equal length, handed out in batches."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ckpt_prune.calibration.text import text_fingerprint
+
+
+class Samples(Protocol):
+    """Calibration samples; folds are contiguous runs of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample inside the model."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of what the model is run on."""
+        ...
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """What the model is called with for these samples, on CPU."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWindows:
+    """Windows of a text.
+
+    Attributes:
+        windows: token ids, (N, T) int64.
+    """
+
+    windows: Tensor
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.windows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a window."""
+        return int(self.windows.shape[1])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the token ids (`text_fingerprint`)."""
+        return text_fingerprint(self.windows)
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """`input_ids` of these windows."""
+        return {"input_ids": self.windows[rows]}

@@ -1,0 +1,38 @@
+"""Scores of the dimensions inside a head that q and k share: higher = keep (METHODS section 2). Pure functions.
+
+Each takes the query and key weights (H d, hidden), the moments of queries and keys, and H, and returns (H, d) float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ckpt_prune.calibration.logits import LogitMoments
+
+
+def logit_energy(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: int) -> Tensor:
+    """E_b[‖q_j‖² ‖k_j‖²] over samples b: CORP section 3.3."""
+    if moments is None:
+        raise ValueError("logit-energy needs moments")
+    return moments.logit_energy()
+
+
+def magnitude(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: int) -> Tensor:
+    """‖W_Q,j‖₂ ‖W_K,j‖₂; needs no moments."""
+    norms = [weight.double().square().sum(1).sqrt().view(heads, -1) for weight in (query, key)]
+    return norms[0] * norms[1]
+
+
+@dataclass(frozen=True)
+class LogitScore:
+    """A score by name: its function and whether it needs statistics."""
+
+    function: Callable[[Tensor, Tensor, LogitMoments | None, int], Tensor]
+    needs_moments: bool = True
+
+
+LOGIT_SCORES: dict[str, LogitScore] = {
+    "logit-energy": LogitScore(logit_energy),
+    "magnitude": LogitScore(magnitude, needs_moments=False),
+}

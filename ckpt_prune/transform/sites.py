@@ -1,0 +1,320 @@
+"""One site: select the units of one space of one block, and solve what makes up for the dropped ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ckpt_prune.architectures.family import ColumnSpace, Family, LogitSpace, SpaceName
+from ckpt_prune.calibration import logits as logit_moments
+from ckpt_prune.calibration.logits import LogitMoments
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.streams import SpaceMoments
+from ckpt_prune.compensation import logit
+from ckpt_prune.compensation.diagnostics import diagnose
+from ckpt_prune.compensation.fit import Fit, Fold, error, from_moments
+from ckpt_prune.compensation.methods import METHODS, Method, absolute_lambda
+from ckpt_prune.compensation.spectrum import spectrum
+from ckpt_prune.compensation.strength import choose_lambda
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.plan import HeadErrors, SitePlan
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.selection import in_heads, select, select_in_heads, unit_scores
+from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
+from ckpt_prune.scoring.scores import SCORES
+
+SPECTRUM_WIDTH = 4096
+"""Eigenvalues of wider Grams take minutes of a CPU for every site: they are left out."""
+NO_FOLDS = "lambda_by: folds needs statistics with at least two folds: calibrate with --folds 4"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is settled of a site before it is reached.
+
+    Attributes:
+        keep: how many units stay; of q and k, in every head.
+        kept: which ones, where a plan or a ranking over blocks has settled them.
+        strength: λ, where a plan has settled it.
+    """
+
+    keep: int
+    kept: Tensor | None = None
+    strength: float | None = None
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Solves the sites of one model.
+
+    Args:
+        family: the model's description.
+        config: the dense model's config.
+        recipe: scores and compensation.
+        device: where the closed forms are solved, in float64.
+        diagnostics: also compute CORP's errors, spectra and held-out errors.
+    """
+
+    family: Family
+    config: PreTrainedConfig
+    recipe: Recipe
+    device: torch.device
+    diagnostics: bool = False
+
+    def tensors(self, block: int, space: SpaceName) -> list[str]:
+        """On-disk names of what a site is solved from; a bias may be absent."""
+        description = self.family.spaces[space]
+        if isinstance(description, ColumnSpace):
+            return [self.family.tensor(block, description.consumer)]
+        modules = (description.query, description.key)
+        return [self.family.tensor(block, m, kind) for m in modules for kind in ("weight", "bias")]
+
+    def solve(
+        self,
+        block: int,
+        space: SpaceName,
+        tensors: Mapping[str, Tensor],
+        moments: SpaceMoments | None,
+        settled: Settled,
+    ) -> tuple[SitePlan, dict[str, Tensor] | None]:
+        """Select and compensate.
+
+        Args:
+            block: index of the block.
+            space: which of its spaces.
+            tensors: at least those that `tensors` names and the block has.
+            moments: one for each fold, or None where the recipe needs none.
+            settled: what is settled already.
+
+        Returns:
+            The site's plan, and the new tensors of the modules that compensation rewrites: float64, a bias complete;
+            None where nothing is dropped.
+
+        Raises:
+            UserError: λ is to be chosen on folds and there is one only, or statistics lack what the method needs.
+        """
+        description = self.family.spaces[space]
+        if isinstance(description, LogitSpace):
+            found = tuple(m for m in moments or () if isinstance(m, LogitMoments))
+            return self._logits(block, description, tensors, found, settled)
+        inputs = tuple(m for m in moments or () if isinstance(m, Moments))
+        return self._columns(block, space, description, tensors, inputs, settled)
+
+    # ---- columns ----------------------------------------------------------------------------------------------
+
+    def column_scores(self, space: SpaceName, weight: Tensor, moments: Moments | None) -> Tensor:
+        """Score of every consumer column, (d_in,) float64."""
+        score = SCORES[self.recipe.spaces[space].score]
+        if score.needs_moments and moments is None:
+            raise ValueError(f"score {self.recipe.spaces[space].score} needs moments")
+        return score.function(weight, moments)  # type: ignore[arg-type]
+
+    def _columns(
+        self,
+        block: int,
+        space: SpaceName,
+        description: ColumnSpace,
+        tensors: Mapping[str, Tensor],
+        folds: tuple[Moments, ...],
+        settled: Settled,
+    ) -> tuple[SitePlan, dict[str, Tensor] | None]:
+        own = self.recipe.spaces[space].compensation
+        name = self.family.tensor(block, description.consumer)
+        per_unit = self.family.unit_columns(self.config, space)
+        weight = tensors[name].to(self.device)
+        folds = tuple(f.to(self.device) for f in folds)
+        whole = total(folds) if folds else None
+        scores = unit_scores(self.column_scores(space, weight, whole), per_unit)
+        kept = select(scores, settled.keep) if settled.kept is None else settled.kept
+        plan = _plan(block, space, name, kept, scores)
+        if kept.numel() == scores.numel():
+            return plan, None
+        columns = unit_columns(kept, per_unit).to(self.device)
+        weight_kept = weight[:, columns].double()
+        method = METHODS[own.method]
+        plan.method = method.name
+        if whole is None:
+            return plan, {name: weight_kept.cpu()}
+        if method.needs_gram and whole.gram is None:
+            raise UserError(
+                f"compensation {method.name} needs Grams, and these statistics have none: "
+                "calibrate with --collect moments,gram"
+            )
+        by_folds = own.lambda_by == "folds" and len(folds) > 1
+        cross_validated = self.diagnostics and len(folds) > 1 and whole.gram is not None
+        fits = [from_moments(weight, f, columns) for f in folds] if by_folds or cross_validated else []
+        # The sum of folds only where λ is chosen on them: diagnostics must not change a bit of the result.
+        fit = reduce(add, fits) if by_folds else from_moments(weight, whole, columns)
+        strength = 0.0
+        if method.uses_lambda:
+            plan.strength = settled.strength
+            if plan.strength is None:
+                plan.strength = self._column_strength(method, space, weight_kept, fits if by_folds else [])
+            strength = absolute_lambda(plan.strength, own.lambda_units, fit)
+        fold = method.fit(weight_kept, fit, strength)
+        if fit.target_energy:
+            plan.error_uncompensated = error(Fold(weight_kept), fit) / fit.target_energy
+            plan.error_compensated = error(fold, fit) / fit.target_energy
+        if self.diagnostics and whole.gram is not None:
+            found = diagnose(weight, whole, columns)
+            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
+            plan.width = whole.width
+            if whole.width <= SPECTRUM_WIDTH:
+                spread = spectrum(whole)
+                plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
+            if cross_validated and fit.target_energy:
+                held_out = 0.0
+                for each in fits:
+                    train = fit - each
+                    fixed = absolute_lambda(plan.strength or 0.0, own.lambda_units, train)
+                    held_out += error(method.fit(weight_kept, train, fixed), each)
+                plan.error_held_out = held_out / fit.target_energy
+        new = {name: fold.weight.cpu()}
+        if fold.bias is not None:
+            bias_name = self.family.tensor(block, description.consumer, "bias")
+            existing = tensors.get(bias_name)
+            new[bias_name] = fold.bias.cpu() if existing is None else fold.bias.cpu() + existing.double()
+        return plan, new
+
+    def _column_strength(self, method: Method, space: SpaceName, weight_kept: Tensor, fits: list[Fit]) -> float:
+        compensation = self.recipe.spaces[space].compensation
+        if compensation.lambda_by != "folds":
+            return compensation.strength
+        if not fits:
+            raise UserError(NO_FOLDS)
+        assert compensation.lambda_grid is not None
+        return choose_lambda(method, weight_kept, fits, compensation.lambda_grid, compensation.lambda_units).value
+
+    # ---- logits -----------------------------------------------------------------------------------------------
+
+    def _logits(
+        self,
+        block: int,
+        description: LogitSpace,
+        tensors: Mapping[str, Tensor],
+        folds: tuple[LogitMoments, ...],
+        settled: Settled,
+    ) -> tuple[SitePlan, dict[str, Tensor] | None]:
+        own = self.recipe.spaces["qk"]
+        modules = (description.query, description.key)
+        names = [self.family.tensor(block, module) for module in modules]
+        biases = [self.family.tensor(block, module, "bias") for module in modules]
+        query, key = (tensors[name].to(self.device) for name in names)
+        head_dim = self.family.dimension(self.config, "head_dim")
+        heads = query.shape[0] // head_dim
+        folds = tuple(f.to(self.device) for f in folds)
+        whole = logit_moments.total(folds) if folds else None
+        scores = LOGIT_SCORES[own.score].function(query, key, whole, heads)
+        kept = select_in_heads(scores, settled.keep) if settled.kept is None else settled.kept
+        plan = _plan(block, "qk", None, kept, scores.flatten())
+        if kept.numel() == scores.numel():
+            return plan, None
+        dimensions = in_heads(kept, heads, head_dim).to(self.device)
+        plan.method = own.compensation.method
+        M = torch.zeros(heads, *[dimensions.shape[1]] * 2, dtype=torch.float64, device=self.device)
+        if whole is not None:
+            M = self._solve_logits(plan, dimensions, folds, whole, settled.strength, M)
+        values = [tensors[name].to(self.device) if name in tensors else None for name in biases]
+        if plan.method == "none":
+            rows = kept.to(self.device)
+            new = [query[rows].double(), key[rows].double(), *(v if v is None else v[rows].double() for v in values)]
+        else:
+            new = list(logit.fold_projections(query, key, values[0], values[1], dimensions, M))
+        found = zip([*names, *biases], new, strict=True)
+        return plan, {name: tensor.cpu() for name, tensor in found if tensor is not None}
+
+    def _solve_logits(
+        self,
+        plan: SitePlan,
+        dimensions: Tensor,
+        folds: Sequence[LogitMoments],
+        whole: LogitMoments,
+        settled: float | None,
+        M: Tensor,
+    ) -> Tensor:
+        """Solve, and enter errors and diagnostics into the plan."""
+        own = self.recipe.spaces["qk"].compensation
+        system = logit.logit_system(whole, dimensions)
+        energy = float(system.energy.sum())
+        if own.method != "none":
+            plan.strength = settled
+            if plan.strength is None and own.lambda_by == "folds":
+                if len(folds) < 2:
+                    raise UserError(NO_FOLDS)
+                assert own.lambda_grid is not None
+                plan.strength = logit.choose_strength(folds, dimensions, own.lambda_grid, own.lambda_units).value
+            elif plan.strength is None:
+                plan.strength = own.strength
+            M = logit.solve_logit(system, logit.absolute_strength(plan.strength, own.lambda_units, system)).M
+        after = logit.logit_error(system, M)
+        if energy > 0:
+            plan.error_uncompensated = float(system.dropped_energy.sum()) / energy
+            plan.error_compensated = float(after.sum()) / energy
+        if self.diagnostics and energy > 0:
+            found = logit.diagnose_logit(system)
+            plan.j0 = float(found.uncompensated.sum()) / whole.samples
+            plan.floor = float(found.floor.sum()) / whole.samples
+            plan.rho2 = 1 - plan.floor / plan.j0 if plan.j0 > 0 else 1.0
+            plan.heads = [
+                HeadErrors(
+                    head=head,
+                    error_uncompensated=float(found.uncompensated[head] / system.energy[head]),
+                    error_compensated=float(after[head] / system.energy[head]),
+                    floor=float(found.floor[head] / system.energy[head]),
+                    rho2=float(found.rho2[head]),
+                )
+                for head in range(whole.heads)
+                if system.energy[head] > 0
+            ]
+            if len(folds) > 1:
+                plan.error_held_out = plan.error_uncompensated
+                if plan.strength is not None:
+                    plan.error_held_out = logit.held_out_error(folds, dimensions, plan.strength, own.lambda_units)
+        return M
+
+
+def _plan(block: int, space: SpaceName, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:
+    return SitePlan(
+        block=block,
+        space=space,
+        consumer=consumer,
+        units=scores.numel(),
+        kept=kept.tolist(),
+        scores=[float(f"{s:.6g}") for s in scores.tolist()],
+        method="none",
+    )
+
+
+def unit_columns(kept: Tensor, per_unit: int) -> Tensor:
+    """Columns of the kept units: unit u covers u * per_unit ... (u + 1) * per_unit - 1."""
+    return (kept[:, None] * per_unit + torch.arange(per_unit, device=kept.device)).flatten()
+
+
+def rows_of_heads_left(rows: Tensor, heads: Tensor, width: int) -> Tensor:
+    """Rows of q or k that belong to the kept heads, counted anew among these.
+
+    Args:
+        rows: of the dense model, ascending.
+        heads: kept ones, ascending.
+        width: rows of one head.
+    """
+    own = rows[torch.isin(rows // width, heads)]
+    return torch.searchsorted(heads, own // width) * width + own % width
+
+
+def unit_rows(kept: Tensor, units: int, rows: int, stacked: int) -> Tensor:
+    """Rows of the kept units in a producer.
+
+    Args:
+        kept: units, ascending.
+        units: in all.
+        rows: of the producer.
+        stacked: how many times the units stand in its rows, one after the other.
+    """
+    part = rows // stacked
+    own = unit_columns(kept, part // units)
+    return torch.cat([own + copy * part for copy in range(stacked)])

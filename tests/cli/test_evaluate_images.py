@@ -1,0 +1,258 @@
+"""`evaluate --images`: accuracy, and two classifiers side by side."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.calibration.images import ImageFiles, ImageSamples, load_processor
+from ckpt_prune.cli.options import ImageOptions, options_of
+from ckpt_prune.evaluation.classification import classify, compare_classifiers
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
+from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit
+
+LABELS = [3, 0, 5, 1, 2, 4, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of the same classes, and twelve images in each layout."""
+    folder = tmp_path_factory.mktemp("pictured")
+    with quiet_transformers():
+        write_vit(folder / "vit", 0)
+        write_vit(folder / "other", 1)
+    names = [f"{i:02}.png" for i in range(len(LABELS))]
+    write_images(folder / "listed" / "images", names)
+    rows = [f"images/{name},{label},eval" for name, label in zip(names, LABELS, strict=True)]
+    write_images(folder / "listed" / "images", ["calib.png"])
+    write_csv(folder / "listed" / "labels.csv", "file,label,split", *rows, "images/calib.png,0,calib")
+    for name, label in zip(names, LABELS, strict=True):
+        target = folder / "foldered" / f"n0{label + 1}"
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "listed" / "images" / name, target / name)
+    shutil.copytree(folder / "listed" / "images", folder / "flat")
+    (folder / "flat" / "calib.png").unlink()
+    return folder
+
+
+@pytest.fixture
+def pictures(pictured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with `vit`, `other`, `listed`, `foldered` and `flat` of its own."""
+    shutil.copytree(pictured, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def expected(limit: int | None = None) -> ImageSamples:
+    paths = sorted(Path("flat").iterdir())[:limit]
+    return ImageSamples(ImageFiles(tuple(paths), tuple(LABELS[:limit])), load_processor(Path("vit")))
+
+
+def shown(share: float | None) -> str:
+    return "–" if share is None else f"{share:.2%}"
+
+
+def test_json(pictures):
+    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--json"))
+    score = classify(tiny_vit(), expected())
+    assert said == {"model": "vit", "images": 12, "top1": score.top1, "top5": score.top5, "skipped": []}
+    assert list(said) == ["model", "images", "top1", "top5", "skipped"]
+
+
+def test_table(pictures):
+    score = classify(tiny_vit(), expected())
+    lines = ok("evaluate", "vit", "--images", "listed").splitlines()
+    assert [line.split() for line in lines] == [
+        ["model", "top-1", "top-5", "images"],
+        ["vit", shown(score.top1), shown(score.top5), "12"],
+    ]
+
+
+def test_layouts_agree(pictures):
+    whole = json.loads(ok("evaluate", "vit", "--images", "listed", "--json"))
+    assert json.loads(ok("evaluate", "vit", "--images", "listed/images", "--json")) == whole
+    assert json.loads(ok("evaluate", "vit", "--images", "foldered", "--json")) == whole
+    shutil.move("listed/labels.csv", "mine.csv")
+    write_csv(Path("mine.csv"), *[line.removeprefix("images/") for line in Path("mine.csv").read_text().splitlines()])
+    assert json.loads(ok("evaluate", "vit", "--images", "flat", "--labels", "mine.csv", "--json")) == whole
+
+
+def test_limit(pictures):
+    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--limit", "5", "--json"))
+    assert (said["images"], said["top1"]) == (5, classify(tiny_vit(), expected(5)).top1)
+    assert json.loads(ok("evaluate", "vit", "--images", "listed", "--limit", "99", "--json"))["images"] == 12
+
+
+def test_against(pictures):
+    found = compare_classifiers(tiny_vit(1), tiny_vit(0), expected())
+    said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
+    assert list(said) == ["model", "images", "top1", "top5", "agreement", "kl", "against", "skipped"]
+    assert said == {
+        "model": "other",
+        "images": 12,
+        "top1": found.score.top1,
+        "top5": found.score.top5,
+        "agreement": found.agreement,
+        "kl": pytest.approx(found.kl, rel=1e-6),
+        "against": {"model": "vit", "top1": found.reference_score.top1, "top5": found.reference_score.top5},
+        "skipped": [],
+    }
+    assert said["kl"] > 0.01
+    lines = ok("evaluate", "other", "--against", "vit", "--images", "listed").splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["model", "other", "vit"]
+    assert lines[3:] == [
+        "",
+        f"KL divergence {found.kl:.4f} nats per image, top-1 agreement {found.agreement:.1%}",
+    ]
+
+
+def test_against_without_labels(pictures):
+    labelled = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
+    said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "flat", "--json"))
+    assert (said["kl"], said["agreement"]) == (labelled["kl"], labelled["agreement"])
+    assert (said["top1"], said["top5"]) == (None, None)
+    assert said["against"] == {"model": "vit", "top1": None, "top5": None}
+    lines = ok("evaluate", "other", "--against", "vit", "--images", "flat").splitlines()
+    assert lines[1].split() == ["other", "–", "–", "12"]
+
+
+def test_images_that_do_not_decode(pictures):
+    for i in (4, 7):
+        Path(f"listed/images/{i:02}.png").write_text("no image")
+    assert refused("evaluate", "vit", "--images", "listed") == (
+        "2 of 12 images do not decode, more than the allowed share of 0.05; the first is listed/images/04.png: "
+        "not a BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP image"
+    )
+    lenient = ("--images", "listed", "--max-corrupt", "0.2")
+    said = json.loads(ok("evaluate", "vit", *lenient, "--json"))
+    assert (said["images"], said["skipped"]) == (10, ["listed/images/04.png", "listed/images/07.png"])
+    result = ok("evaluate", "vit", *lenient)
+    assert result.splitlines()[1].split()[-1] == "10"
+
+
+def test_images_that_do_not_decode_are_named(pictures, capfd):
+    from ckpt_prune.cli.main import main
+
+    for i in range(11):
+        Path(f"flat/{i:02}.png").write_text("no image")
+    main(["evaluate", "vit", "--against", "other", "--images", "flat", "--max-corrupt", "1"], standalone_mode=False)
+    named = ", ".join(f"flat/{i:02}.png" for i in range(10))
+    assert capfd.readouterr().err == f"left out, 11 not decoding: {named} and 1 more\n"
+
+
+def test_options_that_do_not_go_together(pictures):
+    message = "--images does not go with --text, --window or --tasks"
+    for options in (["--text", "calib.txt"], ["--window", "16"], ["--tasks", "arc_easy"]):
+        assert refused("evaluate", "vit", "--images", "listed", *options) == message
+    assert refused("evaluate", "vit", "--labels", "listed/labels.csv") == "--labels goes with --images"
+    assert refused("evaluate", "vit", "--tasks", "arc_easy", "--trust-remote-code") == (
+        "--tasks never runs a checkpoint's own code: --trust-remote-code does not go with it"
+    )
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf"])
+def test_a_share_is_between_0_and_1(pictures, value):
+    said = misused("evaluate", "vit", "--images", "listed", f"--max-corrupt={value}")
+    assert said.startswith("Invalid value for '--max-corrupt': ")
+
+
+def test_options_for_calibration_are_those_of_the_class():
+    import click
+    from click.testing import CliRunner
+
+    got = []
+    command = click.command()(options_of(ImageOptions)(lambda **options: got.append(ImageOptions(**options))))
+    for args in ([], ["--images", "a", "--labels", "b", "--max-corrupt", "0.5"], ["--max-corrupt", "1"]):
+        assert CliRunner().invoke(command, args).exit_code == 0
+    assert got == [
+        ImageOptions(images=None, labels=None, max_corrupt=0.05),
+        ImageOptions(images=Path("a"), labels=Path("b"), max_corrupt=0.5),
+        ImageOptions(images=None, labels=None, max_corrupt=1.0),
+    ]
+
+
+def test_images_without_labels_and_no_reference(pictures):
+    assert refused("evaluate", "vit", "--images", "flat") == (
+        "flat: images without classes say nothing of one model; "
+        "give --labels FILE, a sub-folder per class, or --against MODEL2"
+    )
+
+
+def test_images_that_do_not_fit(pictures):
+    assert refused("evaluate", "vit", "--images", "nowhere") == "nowhere: no such image folder"
+    assert refused("evaluate", "vit", "--images", "listed", "--labels", "no.csv") == "no.csv: no such labels file"
+    Path("foldered/n01").rename("foldered/goldfish")
+    assert refused("evaluate", "vit", "--images", "foldered") == (
+        "foldered/goldfish: label 'goldfish' is none of the model's 6 classes; "
+        "give a class's index or its name in config.json's id2label"
+    )
+
+
+def test_models_that_cannot_be_compared(pictures):
+    write_processor(Path("other"), resample=3)
+    assert refused("evaluate", "other", "--against", "vit", "--images", "listed") == (
+        "other and vit have different image processors: their figures cannot be compared"
+    )
+    with quiet_transformers():
+        write_vit(Path("seven"), classes=7)
+    assert refused("evaluate", "seven", "--against", "vit", "--images", "listed") == (
+        "seven and vit have 7 and 6 classes: their figures cannot be compared"
+    )
+
+
+def test_no_processor(pictures):
+    Path("vit/preprocessor_config.json").unlink()
+    message = (
+        "vit: no image processor (preprocessor_config.json); copy the model's preprocessor_config.json into the folder"
+    )
+    assert refused("evaluate", "vit", "--images", "listed") == message
+    assert refused("evaluate", "other", "--against", "vit", "--images", "listed") == message
+
+
+def test_text_models_and_images(place, pictured):
+    images = str(pictured / "listed")
+    message = (
+        "dense is no image classifier (LlamaForCausalLM): --images does not go with it; "
+        "measure a language model with --text"
+    )
+    assert refused("evaluate", "dense", "--images", images) == message
+    assert refused("evaluate", str(pictured / "vit"), "--against", "dense", "--images", images) == message
+
+
+def test_vision_models_and_text(place, pictured):
+    shutil.copytree(pictured / "vit", "vit")
+    message = "vit is a vision model: --text does not go with it; measure it with --images"
+    text = ("--text", "calib.txt", "--window", "16")
+    assert refused("evaluate", "vit", *text) == message
+    assert refused("evaluate", "dense", "--against", "vit", *text) == message
+
+
+def test_models_that_are_not_whole(pictures):
+    edit_weights("vit", poison("classifier.bias"))
+    assert refused("evaluate", "vit", "--images", "listed") == (
+        "the model's logits are not finite numbers: its weights are damaged or overflow in this dtype"
+    )
+    set_config("vit", id2label={"a": "b"})
+    assert refused("evaluate", "vit", "--images", "listed").startswith("config.json's id2label and num_labels cannot ")
+    Path("vit/config.json").unlink()
+    assert refused("evaluate", "vit", "--images", "listed") == (
+        "vit has no config.json; give a checkpoint folder as published on the Hub"
+    )
+
+
+def test_remote_code_is_run_only_when_trusted(pictures, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(pictures / "modules"))
+    set_config("vit", auto_map={"AutoModelForImageClassification": "modeling_ours.Ours"})
+    Path("vit/modeling_ours.py").write_text(
+        "from pathlib import Path\nfrom transformers import ViTForImageClassification\n"
+        f"Path({str(pictures / 'ran')!r}).touch()\n"
+        "class Ours(ViTForImageClassification):\n    pass\n"
+    )
+    assert re.search(r"remote", refused("evaluate", "vit", "--images", "listed"))
+    assert not Path("ran").exists()
+    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--trust-remote-code", "--json"))
+    assert Path("ran").exists()
+    assert said["top1"] == classify(tiny_vit(), expected()).top1

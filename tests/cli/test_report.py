@@ -1,0 +1,255 @@
+"""`report`: one file beside the output, whole or not at all, and one line for whatever is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.reporting.reading import REPORT
+from tests.cli.running import listing, misused, ok, refused
+from tests.reporting.examples import Json, parse, plan, report, site, words, write
+
+WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """A working folder with an output `out` and a plan."""
+    folder = tmp_path / "own"
+    write(folder / "out" / REPORT, report([site(0), site(1)]))
+    write(folder / "plan.json", plan([site(0), site(1)]))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def heading(path: str) -> str:
+    return words(parse(Path(path).read_text(encoding="utf-8")).find(".//h1"))
+
+
+# ---- where it goes ---------------------------------------------------------------------------------------------
+
+
+def test_beside_the_folder(here):
+    before = listing()
+    assert ok("report", "out") == "report written to out.report.html\n"
+    assert heading("out.report.html") == "tiny, pruned by corp"
+    assert set(listing()) - set(before) == {"out.report.html"}
+    assert {name: value for name, value in listing().items() if name in before} == before
+
+
+@pytest.mark.parametrize("name", ["out/", "out/ckpt_prune.json", "./out", "other/../out"])
+def test_other_names_of_the_folder(here, name):
+    Path("other").mkdir()
+    ok("report", name)
+    assert heading("out.report.html") == "tiny, pruned by corp"
+
+
+def test_the_working_folder(here, monkeypatch):
+    monkeypatch.chdir("out")
+    assert ok("report", ".") == f"report written to {here / 'out.report.html'}\n"
+    assert heading("../out.report.html") == "tiny, pruned by corp"
+    assert ok("report", REPORT, "--overwrite") == f"report written to {here / 'out.report.html'}\n"
+    assert [path.name for path in Path().iterdir()] == [REPORT]
+
+
+def test_the_parent_of_the_working_folder(here, monkeypatch):
+    Path("out/inner").mkdir()
+    monkeypatch.chdir("out/inner")
+    assert ok("report", "..") == f"report written to {here / 'out.report.html'}\n"
+
+
+def test_a_plan(here):
+    assert ok("report", "plan.json") == "report written to plan.report.html\n"
+    assert heading("plan.report.html") == "Plan for tiny, by corp"
+
+
+def test_a_place_of_ones_own(here):
+    assert ok("report", "out", "-o", "a.html") == "report written to a.html\n"
+    assert heading("a.html") == "tiny, pruned by corp"
+    assert not Path("out.report.html").exists()
+
+
+def test_overwrite(here):
+    ok("report", "out", "-o", "a.html")
+    ok("report", "plan.json", "-o", "a.html", "--overwrite")
+    assert heading("a.html") == "Plan for tiny, by corp"
+
+
+def test_a_new_file_may_be_read_by_whom_the_umask_lets(here):
+    ok("report", "out")
+    assert Path("out.report.html").stat().st_mode == write("other.json", {}).stat().st_mode
+
+
+def test_a_link_is_replaced_and_what_it_names_stays(here):
+    ok("report", "out", "-o", "a.html")
+    Path("b.html").symlink_to("a.html")
+    before = Path("a.html").stat()
+    ok("report", "plan.json", "-o", "b.html", "--overwrite")
+    assert Path("a.html").stat() == before
+    assert not Path("b.html").is_symlink()
+
+
+def test_neither_torch_nor_transformers_is_loaded(here):
+    """Reading numbers must not take seconds: a fresh interpreter tells."""
+    code = (
+        "import sys\nfrom ckpt_prune.cli.main import main\n"
+        "main(['report', 'out'], standalone_mode=False)\nprint({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_the_report_has_the_name_that_prune_gives_it():
+    from ckpt_prune.transform import prune
+
+    assert prune.REPORT == REPORT
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_a_place_that_is_taken(here):
+    ok("report", "out")
+    message = "out.report.html exists: choose another name or say --overwrite"
+    assert refused("report", "out") == message
+    Path("gone.html").symlink_to("nowhere")
+    assert refused("report", "out", "-o", "gone.html") == "gone.html exists: choose another name or say --overwrite"
+
+
+@pytest.mark.parametrize("place", ["plan.json", "other", "gone.html"])
+def test_what_is_no_report_is_never_overwritten(here, place):
+    Path("other").mkdir()
+    Path("gone.html").symlink_to("nowhere")
+    assert refused("report", "out", "-o", place, "--overwrite") == (
+        f"{place} exists and is not a report: it is not overwritten"
+    )
+
+
+@pytest.mark.parametrize("place", ["out/a.html", "out/sub/a.html", "link/a.html"])
+def test_nothing_is_written_into_the_checkpoint(here, place):
+    Path("link").symlink_to("out")
+    for source in ("out", f"out/{REPORT}"):
+        assert (
+            refused("report", source, "-o", place) == f"{place} is inside out, a checkpoint: choose a place outside it"
+        )
+
+
+def test_a_parent_that_is_not_there(here):
+    assert refused("report", "out", "-o", "no/a.html") == f"{here / 'no'} does not exist"
+    assert refused("report", "out", "-o", "plan.json/a.html") == f"{here / 'plan.json'} does not exist"
+
+
+def test_a_place_that_cannot_be_written(here):
+    place = "a" * 300 + ".html"
+    assert refused("report", "out", "-o", place) == (
+        f"cannot write {place} (File name too long); free space or choose another place"
+    )
+
+
+def test_a_full_disk_leaves_nothing(here, monkeypatch):
+    def full(_path: Path) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("ckpt_prune.checkpoint.staging.sync", full)
+    message = "cannot write {} (No space left on device); free space or choose another place"
+    assert refused("report", "out") == message.format("out.report.html")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    ok("report", "plan.json", "-o", "a.html")
+    before = Path("a.html").read_bytes()
+    monkeypatch.setattr("ckpt_prune.checkpoint.staging.sync", full)
+    assert refused("report", "out", "-o", "a.html", "--overwrite") == message.format("a.html")
+    assert Path("a.html").read_bytes() == before
+
+
+def test_what_is_not_there(here):
+    assert refused("report", "nowhere") == f"nowhere cannot be read (No such file or directory): {WANTED}"
+    name = "b" * 300
+    assert refused("report", name) == f"{name} cannot be read (File name too long): {WANTED}"
+
+
+def test_a_folder_without_a_report(here):
+    Path("dense").mkdir()
+    assert refused("report", "dense") == f"dense has no ckpt_prune.json: {WANTED}"
+    assert (
+        refused("report", f"dense/{REPORT}") == f"dense/{REPORT} cannot be read (No such file or directory): {WANTED}"
+    )
+
+
+def without(*keys: str) -> Json:
+    made: Json = report([site(0)])
+    place = made
+    for key in keys[:-1]:
+        place = place[key]
+    del place[keys[-1]]
+    return made
+
+
+DAMAGE = {
+    "empty": ("", "Expecting value: line 1 column 1 (char 0)"),
+    "cut": ('{"version": 1, "sites": [', "Expecting value: line 1 column 26 (char 25)"),
+    "list": ("[]", "a list instead of an object"),
+    "twice": ('{"sites": [], "sites": []}', "key 'sites' is given twice"),
+    "no sites": (without("sites"), "sites: field required"),
+    "no name": (without("source", "name"), "source.name: field required"),
+    "no cost": (without("after", "flops"), "after.flops: field required"),
+    "no parameters": (
+        report([], before={"parameters": 0, "bytes": 1, "flops": 1}),
+        "before.parameters: input should be greater than or equal to 1",
+    ),
+    "a block below 0": (report([site(-1)]), "sites.0.block: input should be greater than or equal to 0"),
+    "a block beyond all": (report([site(10**7)]), "sites.0.block: input should be less than or equal to 1000000"),
+    "no units": (report([site(0), site(1, units=0)]), "sites.1.units: input should be greater than or equal to 1"),
+    "kept is text": (report([site(0, kept="all")]), "sites.0.kept: input should be a valid list"),
+    "a head without a number": (report([site(0, heads=[{}])]), "sites.0.heads.0.head: field required"),
+}
+
+
+@pytest.mark.parametrize(("value", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_report(here, value, reason):
+    path = Path("out") / REPORT
+    if isinstance(value, str):
+        path.write_text(value)
+    else:
+        write(path, value)
+    assert refused("report", "out") == f"out/ckpt_prune.json is damaged ({reason}): prune again"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000], ids=["not text", "too deep"])
+def test_what_is_not_json_at_all(here, content):
+    (Path("out") / REPORT).write_bytes(content)
+    message = refused("report", "out")
+    assert message.startswith("out/ckpt_prune.json is damaged (")
+    assert message.endswith("): prune again")
+
+
+def test_what_is_no_plan(here):
+    write("config.json", {"model_type": "vit"})
+    assert refused("report", "config.json") == f"config.json is no plan (recipe: field required): {WANTED}"
+    write("plan.json", plan([site(0)], model=None))
+    assert refused("report", "plan.json") == f"plan.json is no plan (model: input should be a valid string): {WANTED}"
+    Path("text.txt").write_text("words")
+    assert refused("report", "text.txt").startswith("text.txt is no plan (Expecting value")
+
+
+def test_usage(here):
+    assert misused("report") == "Missing argument 'OUT'."
+
+
+# ---- real outputs ----------------------------------------------------------------------------------------------
+
+
+def test_what_prune_and_plan_write(place):
+    """Nothing in the output changes: `verify` still finds the files as written."""
+    ok("report", "pruned")
+    assert heading("pruned.report.html") == "dense, pruned by rcpu"
+    figures = [words(h) for h in parse(Path("pruned.report.html").read_text(encoding="utf-8")).iter("h3")]
+    assert {"MLP: output error", "Attention heads: output error"} <= set(figures)
+    ok("verify", "pruned", "--against", "dense")
+    ok("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", "-o", "p.json")
+    ok("report", "p.json")
+    assert heading("p.report.html") == "Plan for dense, by ridge"
+    figures = [words(h) for h in parse(Path("p.report.html").read_text(encoding="utf-8")).iter("h3")]
+    assert "ρ²: what the kept units predict" in figures

@@ -1,0 +1,288 @@
+"""CORP on the ViT and the OPT model of shared/data: accuracy and perplexity over ratios and data sizes, and speed.
+
+    PYTHONPATH=. python tools/bench_corp.py accuracy|sequential|calibration|opt|speed|reference [--data ../shared/data]
+
+Prints markdown. Every cell of a table comes from one run on the same machine, the same images and the same statistics.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.calibration.measure import everything, measure
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, read_text, token_stream
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.transform.job import Job, LiveSamples
+from ckpt_prune.transform.prune import prune
+
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+TARGETS = {"MLP": ("mlp",), "Q/K": ("qk",), "joint": ("qk", "mlp")}
+
+
+class Pixels:
+    """Images decoded once and kept: many models are run on the same ones."""
+
+    def __init__(self, samples: ImageSamples) -> None:
+        self.tokens, self.fingerprint = samples.tokens, samples.fingerprint
+        self.values = samples.batch(slice(0, len(samples)))["pixel_values"]
+        self.labels = samples.labels
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.values)
+
+    def batch(self, rows: slice) -> dict[str, torch.Tensor]:
+        """`pixel_values` of these images."""
+        return {"pixel_values": self.values[rows]}
+
+
+def images(folder: Path, files: ImageFiles) -> Pixels:
+    checkpoint = Checkpoint.open(folder)
+    samples = ImageSamples(files, load_processor(folder))
+    samples.tokens = fitting_family(checkpoint).image_tokens(parse_config(checkpoint.config), samples.size[-2:])
+    return Pixels(samples)
+
+
+@torch.inference_mode()
+def logits(folder: Path, pixels: Pixels, batch: int = 32) -> torch.Tensor:
+    model = load_model(folder, device="cpu")
+    parts = [model(**pixels.batch(slice(i, i + batch))).logits for i in range(0, len(pixels), batch)]
+    return torch.cat(parts).float()
+
+
+def compare(found: torch.Tensor, dense: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
+    """Top-1, agreement with the dense model, and KL(dense || found)."""
+    top = (found.argmax(1) == labels).double().mean().item()
+    same = (found.argmax(1) == dense.argmax(1)).double().mean().item()
+    p, q = dense.double().log_softmax(1), found.double().log_softmax(1)
+    return top, same, (p.exp() * (p - q)).sum(1).mean().item()
+
+
+def wanted(target: str, ratio: float, *, compensate: bool, container: str = "any") -> Recipe:
+    whole = load_recipe("corp", (f"container={container}",), ratio).model_dump(by_alias=True)
+    whole["spaces"] = {space: whole["spaces"][space] for space in TARGETS[target]}
+    if not compensate:
+        for space in whole["spaces"].values():
+            space["compensation"] = {"method": "none"}
+    return Recipe.model_validate(whole)
+
+
+@contextmanager
+def pruned(folder: Path, recipe: Recipe, statistics: Statistics) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out"
+        prune(Job(Checkpoint.open(folder), recipe, statistics), out)
+        yield out
+
+
+@contextmanager
+def measured(folder: Path, samples: Samples, folds: int = 1) -> Iterator[Statistics]:
+    checkpoint = Checkpoint.open(folder)
+    family = fitting_family(checkpoint)
+    with tempfile.TemporaryDirectory() as scratch:
+        yield measure(
+            checkpoint,
+            family,
+            samples,
+            Path(scratch) / "statistics",
+            seed=0,
+            folds=folds,
+            collect=everything(family),
+            device=torch.device("cpu"),
+            compute_dtype=torch.float32,
+        )
+
+
+def splits(data: Path) -> tuple[Path, Pixels, Pixels]:
+    folder, place = data / "vit-tiny-imagenet", data / "imagenet-1per-class"
+    names = {int(k): v for k, v in Checkpoint.open(folder).config["id2label"].items()}
+    return (
+        folder,
+        images(folder, find_images(place, split="calib", id2label=names)),
+        images(folder, find_images(place, split="eval", id2label=names)),
+    )
+
+
+def accuracy(data: Path) -> None:
+    folder, calib, held_out = splits(data)
+    assert held_out.labels is not None
+    dense = logits(folder, held_out)
+    top, _, _ = compare(dense, dense, held_out.labels)
+    print(f"vit-tiny-imagenet: calibrated on {len(calib)} images, measured on {len(held_out)} others: dense {top:.1%}")
+    print()
+    print("| pruned | ratio | top-1 bare | top-1 CORP | agreement bare | agreement CORP | KL bare | KL CORP |")
+    print("|---|---|---|---|---|---|---|---|")
+    with measured(folder, calib) as statistics:
+        for target in TARGETS:
+            for ratio in RATIOS:
+                cells = []
+                for compensate in (False, True):
+                    with pruned(folder, wanted(target, ratio, compensate=compensate), statistics) as out:
+                        cells.append(compare(logits(out, held_out), dense, held_out.labels))
+                (t0, a0, k0), (t1, a1, k1) = cells
+                print(
+                    f"| {target} | {ratio:.0%} | {t0:.1%} | {t1:.1%} | {a0:.1%} | {a1:.1%} | {k0:.2f} | {k1:.2f} |",
+                    flush=True,
+                )
+
+
+def sequential(data: Path) -> None:
+    """Joint pruning with statistics of the dense model, CORP's way, and measured on the pruned prefix site by site."""
+    folder, calib, held_out = splits(data)
+    assert held_out.labels is not None
+    dense = logits(folder, held_out)
+    print("| joint ratio | top-1 dense statistics | top-1 sequential | KL dense statistics | KL sequential |")
+    print("|---|---|---|---|---|")
+    with measured(folder, calib) as statistics, tempfile.TemporaryDirectory() as scratch:
+        for ratio in RATIOS:
+            cells = []
+            for live in (None, LiveSamples(calib, 1, torch.float32)):
+                recipe = wanted("joint", ratio, compensate=True)
+                if live is not None:
+                    recipe = recipe.model_copy(update={"target": "sequential"})
+                out = Path(scratch) / f"{ratio}-{live is not None}"
+                prune(Job(Checkpoint.open(folder), recipe, None if live else statistics, live), out)
+                cells.append(compare(logits(out, held_out), dense, held_out.labels))
+            (t0, _, k0), (t1, _, k1) = cells
+            print(f"| {ratio:.0%} | {t0:.1%} | {t1:.1%} | {k0:.2f} | {k1:.2f} |", flush=True)
+
+
+def calibration(data: Path) -> None:
+    folder, _, _ = splits(data)
+    place = data / "imagenet-1per-class"
+    names = {int(k): v for k, v in Checkpoint.open(folder).config["id2label"].items()}
+    calib = find_images(place, split="calib", id2label=names)
+    rest = find_images(place, split="eval", id2label=names)
+    # 244 of the evaluation images join the calibration ones, so that the curve reaches 500; the other 500 are measured.
+    order = torch.randperm(len(rest.paths), generator=torch.Generator().manual_seed(0)).tolist()
+    more, held = sorted(order[:244]), sorted(order[244:])
+    assert rest.labels is not None
+    held_out = images(folder, ImageFiles(tuple(rest.paths[i] for i in held), tuple(rest.labels[i] for i in held)))
+    assert held_out.labels is not None
+    pool = ImageFiles(calib.paths + tuple(rest.paths[i] for i in more), None)
+    dense = logits(folder, held_out)
+    top, _, _ = compare(dense, dense, held_out.labels)
+    print(f"top-1 on {len(held_out)} images never calibrated on; dense {top:.1%}\n")
+    print("| calibration images | MLP 30 % | MLP 50 % | Q/K 30 % | Q/K 50 % | joint 30 % | joint 50 % |")
+    print("|---|---|---|---|---|---|---|")
+    for count in (5, 20, 50, 100, 256, 500):
+        pixels = images(folder, choose_images(pool, samples=count, seed=1))
+        cells = []
+        with measured(folder, pixels) as statistics:
+            for target in TARGETS:
+                for ratio in (0.3, 0.5):
+                    with pruned(folder, wanted(target, ratio, compensate=True), statistics) as out:
+                        cells.append(f"{compare(logits(out, held_out), dense, held_out.labels)[0]:.1%}")
+        print(f"| {count} | {' | '.join(cells)} |", flush=True)
+
+
+def reference(data: Path) -> None:
+    """The reference points of shared/data/README.md: 500 images to calibrate on, the other 500 to measure."""
+    folder, place = data / "vit-tiny-imagenet", data / "imagenet-1per-class"
+    names = {int(k): v for k, v in Checkpoint.open(folder).config["id2label"].items()}
+    both = [find_images(place, split=split, id2label=names) for split in ("calib", "eval")]
+    paths = both[0].paths + both[1].paths
+    labels = (both[0].labels or ()) + (both[1].labels or ())
+    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
+    calib, held_out = (
+        images(folder, ImageFiles(tuple(paths[i] for i in rows), tuple(labels[i] for i in rows)))
+        for rows in (order[:500], order[500:])
+    )
+    assert held_out.labels is not None
+    dense = logits(folder, held_out)
+    print(f"dense {compare(dense, dense, held_out.labels)[0]:.1%}")
+    with measured(folder, calib) as statistics:
+        for target in ("MLP", "Q/K"):
+            for ratio in (0.3, 0.5):
+                for compensate in (False, True):
+                    with pruned(folder, wanted(target, ratio, compensate=compensate), statistics) as out:
+                        top = compare(logits(out, held_out), dense, held_out.labels)[0]
+                    print(target, ratio, "compensated" if compensate else "bare", f"{top:.1%}", flush=True)
+
+
+def opt(data: Path) -> None:
+    folder, text = data / "opt-shakespeare-char-0.8m", data / "text-tinyshakespeare"
+    tokenizer = load_tokenizer(folder)
+    calib = token_stream(tokenizer, read_text([text / "calib_first90.txt"]))
+    held = evaluation_windows(token_stream(tokenizer, read_text([text / "eval_last10.txt"])), window=64, limit=512)
+    windows = calibration_windows(calib, samples=512, window=64, seed=0)
+    score = perplexity(load_model(folder, device="cpu"), held).perplexity
+    print(f"opt-shakespeare-char-0.8m: 512 calibration and 512 evaluation windows of 64 tokens: dense {score:.3f}\n")
+    print("| pruned | ratio | bare | compensated |")
+    print("|---|---|---|---|")
+    with measured(folder, TokenWindows(windows)) as statistics:
+        for target in (*TARGETS, "heads"):
+            for ratio in RATIOS if target != "heads" else (0.25, 0.5, 0.75):
+                cells = []
+                for compensate in (False, True):
+                    if target == "heads":
+                        recipe = load_recipe("corp-heads", (), ratio).model_dump(by_alias=True)
+                        recipe["spaces"].pop("mlp")
+                        if not compensate:
+                            recipe["spaces"]["heads"]["compensation"] = {"method": "none"}
+                        chosen = Recipe.model_validate(recipe)
+                    else:
+                        chosen = wanted(target, ratio, compensate=compensate)
+                    with pruned(folder, chosen, statistics) as out:
+                        cells.append(f"{perplexity(load_model(out, device='cpu'), held).perplexity:.3f}")
+                print(f"| {target} | {ratio:.0%} | {cells[0]} | {cells[1]} |", flush=True)
+
+
+@torch.inference_mode()
+def speed(data: Path) -> None:
+    """Dense and pruned models take turns, so that a busy moment of the machine hits all of them."""
+    folder, calib, _ = splits(data)
+    few = images(folder, choose_images(find_images(data / "imagenet-1per-class", split="calib"), samples=16, seed=0))
+    del calib
+    models, flops = {"dense": load_model(folder, device="cpu")}, {}
+    with measured(folder, few) as statistics:
+        for target, ratio in (("MLP", 0.5), ("Q/K", 0.5), ("joint", 0.3), ("joint", 0.5)):
+            recipe = wanted(target, ratio, compensate=True)
+            job = Job(Checkpoint.open(folder), recipe, statistics)
+            flops["dense"], flops[f"{target} {ratio:.0%}"] = job.before.flops, job.after.flops
+            with pruned(folder, recipe, statistics) as out:
+                models[f"{target} {ratio:.0%}"] = load_model(out, device="cpu")
+    print("| model | FLOP ratio | batch 1, ms (p50) | images/s | speed-up | batch 16, images/s | speed-up |")
+    print("|---|---|---|---|---|---|---|")
+    times: dict[tuple[str, int], list[float]] = {(name, batch): [] for name in models for batch in (1, 16)}
+    for batch, rounds in ((1, 60), (16, 15)):
+        pixels = few.values[:batch]
+        for round_ in range(rounds + 3):
+            for name, model in models.items():
+                start = time.perf_counter()
+                model(pixel_values=pixels)
+                if round_ >= 3:
+                    times[name, batch].append(time.perf_counter() - start)
+    middle = {key: torch.tensor(values).median().item() for key, values in times.items()}
+    for name in models:
+        one, many = middle[name, 1], middle[name, 16]
+        print(
+            f"| {name} | {flops[name] / flops['dense']:.3f} | {one * 1e3:.1f} | {1 / one:.1f} | "
+            f"{middle['dense', 1] / one:.2f} | {16 / many:.1f} | {middle['dense', 16] / many:.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["accuracy", "sequential", "calibration", "opt", "speed", "reference"])
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    arguments = parser.parse_args()
+    table = {f.__name__: f for f in (accuracy, sequential, calibration, opt, speed, reference)}
+    table[arguments.what](arguments.data)
+
+
+if __name__ == "__main__":
+    main()
