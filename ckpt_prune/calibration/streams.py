@@ -110,7 +110,8 @@ class HiddenStream:
             captured.clear()
             states.clear()
             batch = {name: values.to(factory.device) for name, values in self.samples.batch(rows).items()}
-            options = {"use_cache": False} if family.causal else {}
+            # A cache would be among what is recorded, and go on filling at every batch.
+            options = {"use_cache": False} if family.modality == "text" else {}
             try:
                 model(**batch, **options)
             except _LastBlockReachedError:

@@ -204,7 +204,8 @@ def _classification(
     if reference is None:
         score = classify(model, samples)
         if as_json:
-            echo_json(_accuracy_json(folder, score) | {"skipped": skipped})
+            alone = {"agreement": None, "kl": None, "against": None}
+            echo_json(_accuracy_json(folder, score) | alone | {"skipped": skipped})
         else:
             click.echo(_accuracy_table([(folder, score)]))
             _print_skipped(skipped)

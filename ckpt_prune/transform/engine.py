@@ -108,8 +108,9 @@ class Pruner:
                 raise UserError(
                     f"{name}: the folded tensor does not fit its dtype {tensor.dtype}: use a gentler recipe"
                 )
-        source.advance(block, current)
+        # Before the source goes on: a resumed run goes on from what was written.
         self._pad(block, plans, current)
+        source.advance(block, current)
         return current, plans
 
     def _apply(

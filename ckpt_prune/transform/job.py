@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -188,7 +187,8 @@ class Job:
                     f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
                     f"below {units}: plan again instead of editing it"
                 )
-            if site.space == "qk" and len(set(Counter(row // (units // heads) for row in site.kept).values())) != 1:
+            width = units // heads
+            if site.space == "qk" and len({sum(r // width == h for r in site.kept) for h in range(heads)}) != 1:
                 raise UserError(
                     f"the plan keeps different numbers of q and k dimensions in the heads of block {site.block}: "
                     "plan again instead of editing it"

@@ -58,8 +58,9 @@ def shown(share: float | None) -> str:
 def test_json(pictures):
     said = json.loads(ok("evaluate", "vit", "--images", "listed", "--json"))
     score = classify(tiny_vit(), expected())
-    assert said == {"model": "vit", "images": 12, "top1": score.top1, "top5": score.top5, "skipped": []}
-    assert list(said) == ["model", "images", "top1", "top5", "skipped"]
+    alone = {"agreement": None, "kl": None, "against": None}
+    assert said == {"model": "vit", "images": 12, "top1": score.top1, "top5": score.top5, **alone, "skipped": []}
+    assert list(said) == ["model", "images", "top1", "top5", "agreement", "kl", "against", "skipped"]
 
 
 def test_table(pictures):

@@ -1,0 +1,450 @@
+"""CORP on a vision transformer and OPT from the command line: from images to a report, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_prune
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, same_files, set_config
+from tests.encoders import assert_same_outputs, make, samples, stock
+from tests.images import write_csv, write_image, write_images, write_vit
+
+IMAGES = ("--images", "images", "--samples", "12")
+QK_OF_LLAMA = (
+    "recipe {} prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes up for "
+    "dropped dimensions cannot be folded there. Leave out spaces.qk; heads and mlp can be pruned"
+)
+
+
+@pytest.fixture(scope="module")
+def corp(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corp")
+    with quiet_transformers():
+        make(folder / "vit", "vit")
+        make(folder / "opt", "opt")
+        write_vit(folder / "small")  # two heads of eight dimensions, five tokens
+    write_images(folder / "images", [f"{i:02}.png" for i in range(12)])
+    for name in ("dense", "stats"):
+        shutil.copytree(made / name, folder / ("llama" if name == "dense" else "llama-stats"))
+    shutil.copy(made / "calib.txt", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        ok("calibrate", "vit", *IMAGES, "-o", "stats")
+        ok("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "pruned")
+    return folder
+
+
+@pytest.fixture
+def here(corp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with `vit`, `opt`, `small`, `llama`, `images`, `calib.txt`, `stats` and `pruned` of its own."""
+    own = tmp_path / "here"
+    shutil.copytree(corp, own)
+    monkeypatch.chdir(own)
+    return own
+
+
+# ---- what works ----------------------------------------------------------------------------------------------------
+
+
+def test_from_images_to_a_report(here):
+    said = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
+    assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits, folds 3, ")
+    lines = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", "-o", "plan.json").splitlines()
+    assert lines[3].split()[:3] == ["FLOPs", "/", "image"]
+    rows = [line.split() for line in lines[6:12]]
+    assert [row[:5] for row in rows] == [
+        [str(block), *site]
+        for block in range(3)
+        for site in (["qk", "8/16", "logit", "0.001"], ["mlp", "11/22", "affine", "0.001"])
+    ]
+    for row in rows:
+        before, after, floor, rho2, held_out = map(float, row[5:])
+        assert floor <= after < before
+        assert 0 < rho2 <= 1
+        assert held_out > after
+    assert "kept per block: qk 2/4 (ratio 0.5), mlp 11/22 (ratio 0.5)" in lines
+    note = "stored as vit with remote code (no stock class has queries and keys narrower than values)"
+    assert any(line.startswith(note) for line in lines)
+
+    said = ok("prune", "vit", "--plan", "plan.json", "-o", "out")
+    assert "written to out" in said
+    assert note in said
+    checks = json.loads(ok("verify", "out", "--against", "vit", "--json"))
+    assert checks["passed"]
+    assert {c["name"]: c["passed"] for c in checks["checks"]} == dict.fromkeys(
+        ("tensors", "finite", "load", "digests", "kept units"), True
+    )
+    assert ok("report", "out") == "report written to out.report.html\n"
+    assert "qk" in Path("out.report.html").read_text()
+    model = ckpt_prune.load("out")
+    assert type(model).__name__ == "PrunedViTForImageClassification"
+    report = read_json("out/ckpt_prune.json")
+    assert report["calibration"]["modality"] == "image"
+    assert report["after"]["parameters"] == model.num_parameters()
+    assert report["container"] == {
+        "model_type": "vit",
+        "remote_code": True,
+        "auto_class": "AutoModelForImageClassification",
+        "padded": [],
+        "note": f"{note}: load with ckpt_prune.load or trust_remote_code",
+    }
+    assert "modeling_pruned.py" in {path.name for path in Path("out").iterdir()}
+    assert (Path("out") / "preprocessor_config.json").read_bytes() == Path("vit/preprocessor_config.json").read_bytes()
+    assert "Calibrated on 12 images of 10 tokens" in Path("out/README.md").read_text()
+
+
+def test_measured_while_pruning(here):
+    """The dense target on the same images: the same files as from statistics but for nothing at all."""
+    ok("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "live")
+    assert same_files("live", "pruned")
+
+
+def test_the_ratios_apart(here):
+    ok(
+        *("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "out"),
+        *("--set", "spaces.mlp.ratio=0.3", "--set", "spaces.qk.ratio=0.75"),
+    )
+    sites = read_json("out/ckpt_prune.json")["sites"]
+    assert {(s["space"], len(s["kept"])) for s in sites} == {("qk", 4), ("mlp", 16)}
+
+
+@pytest.mark.parametrize("container", ["padded", "remote"])
+def test_containers(here, container):
+    ok("prune", "vit", "--recipe", "corp", "--statistics", "stats", "--container", container, "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert report["container"]["remote_code"] == (container == "remote")
+    assert report["container"]["padded"] == (["qk"] if container == "padded" else [])
+    assert json.loads(ok("verify", "out", "--against", "vit", "--json"))["passed"]
+    ours = stock(Path("out"), "vit") if container == "padded" else ckpt_prune.load("out")
+    assert_same_outputs(ours, ckpt_prune.load("pruned"), samples("vit", 3), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads"])
+def test_every_recipe_on_opt(here, recipe):
+    ok("prune", "opt", "--recipe", recipe, *TEXT, "-o", "out")
+    checks = json.loads(ok("verify", "out", "--against", "opt", "--json"))
+    assert checks["passed"]
+    stored = {"corp": True, "corp-mlp": False, "corp-qk": True, "corp-heads": True}[recipe]
+    assert read_json("out/ckpt_prune.json")["container"]["remote_code"] == stored
+    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--limit", "2")
+
+
+@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads"])
+def test_dry_runs_say_the_size_that_is_written(here, recipe):
+    arguments = ("prune", "vit", "--recipe", recipe, "--statistics", "stats", "-o", "out")
+    told = json.loads(ok(*arguments, "--dry-run", "--json"))
+    assert not Path("out").exists()
+    ok(*arguments)
+    report = read_json("out/ckpt_prune.json")
+    assert (told["before"], told["after"]) == (report["before"], report["after"])
+
+
+def test_verify_sees_another_row(here):
+    """Of the padded keys, which are folded, nothing is compared; of the rows of the mlp's first half, every bit."""
+    ok("prune", "vit", "--recipe", "corp-mlp", "--statistics", "stats", "-o", "out")
+
+    def change(tensors):
+        tensors["vit.encoder.layer.1.intermediate.dense.weight"][0, 0] += 1
+
+    edit_weights("out", change)
+    result = run("verify", "out", "--against", "vit", "--json")
+    assert result.exit_code == 1
+    checks = {c["name"]: c for c in json.loads(result.stdout)["checks"]}
+    assert not checks["kept units"]["passed"]
+    assert checks["kept units"]["detail"] == (
+        "vit.encoder.layer.1.intermediate.dense.weight does not hold the dense model's rows of the kept units"
+    )
+    assert not checks["digests"]["passed"]
+
+
+def test_verify_looks_inside_padding(here):
+    """Rows of q and k without compensation are the dense ones at their places."""
+    none = ("--set", "spaces.qk.compensation={method: none}")
+    ok(
+        *("prune", "vit", "--recipe", "corp-qk", *none, "--statistics", "stats"),
+        *("--container", "padded", "-o", "out"),
+    )
+    assert json.loads(ok("verify", "out", "--against", "vit", "--json"))["passed"]
+    kept = read_json("out/ckpt_prune.json")["sites"][2]["kept"][0]
+
+    def change(tensors):
+        tensors["vit.encoder.layer.2.attention.attention.key.bias"][kept] += 1
+
+    edit_weights("out", change)
+    result = run("verify", "out", "--against", "vit", "--json")
+    checks = {c["name"]: c["passed"] for c in json.loads(result.stdout)["checks"]}
+    assert (result.exit_code, checks["kept units"]) == (1, False)
+
+
+def test_a_split_takes_its_calibration_rows(here):
+    rows = [f"{i:02}.png,0,{'calib' if i < 5 else 'eval'}" for i in range(12)]
+    write_csv(Path("images/labels.csv"), "file,label,split", *rows)
+    summary = json.loads(ok("calibrate", "vit", "--images", "images", "-o", "split", "--json"))
+    assert (summary["samples"], summary["modality"], summary["window"]) == (5, "image", 10)
+    assert refused("calibrate", "vit", "--images", "images", "--samples", "6", "-o", "more") == (
+        "there are 5 images, 6 are asked for; give more images, or at most 5 samples"
+    )
+
+
+def test_images_that_do_not_decode_are_counted_and_named(here):
+    Path("images/03.png").write_bytes(b"no image")
+    arguments = ("calibrate", "vit", "--images", "images", "-o", "out")
+    assert refused(*arguments).startswith("1 of 12 images do not decode, more than the allowed share of 0.05; ")
+    result = run(*arguments, "--max-corrupt", "0.1")
+    assert result.exit_code == 0
+    assert "1 of 12 images do not decode and are left out: images/03.png" in result.stderr
+    assert "out: 11 images of 10 tokens" in result.stdout
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["corp", "corp-qk"])
+def test_queries_and_keys_of_a_rope_family(here, recipe):
+    said = QK_OF_LLAMA.format(recipe)
+    assert refused("prune", "llama", "--recipe", recipe, *TEXT, "-o", "out") == said
+    assert refused("plan", "llama", "--recipe", recipe, "--statistics", "llama-stats") == said
+    assert refused("inspect", "llama", "--recipe", recipe, "--ratio", "0.5") == said
+    ok("prune", "llama", "--recipe", "corp-mlp", "--statistics", "llama-stats", "-o", "mlp")
+
+
+@pytest.mark.parametrize("recipe", ["corp", "corp-qk"])
+def test_statistics_without_logits(here, recipe):
+    ok("calibrate", "vit", *IMAGES, "--collect", "moments,gram", "-o", "bare")
+    said = (
+        f"recipe {recipe} prunes q and k, and bare has no moments of them: calibrate with --collect moments,gram,logits"
+    )
+    assert refused("prune", "vit", "--recipe", recipe, "--statistics", "bare", "-o", "out") == said
+    assert refused("plan", "vit", "--recipe", recipe, "--statistics", "bare") == said
+    ok("prune", "vit", "--recipe", "corp-mlp", "--statistics", "bare", "-o", "mlp")
+
+
+def test_statistics_with_logits_alone(here):
+    ok("calibrate", "vit", *IMAGES, "--collect", "logits", "-o", "bare")
+    assert refused("prune", "vit", "--recipe", "corp", "--statistics", "bare", "-o", "out") == (
+        "compensation affine needs Grams, and bare has none: calibrate with --collect moments,gram"
+    )
+    ok("prune", "vit", "--recipe", "corp-qk", "--statistics", "bare", "-o", "qk")
+
+
+def test_what_a_family_cannot_collect(here):
+    assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
+        "--collect logits: of a llama, one or more of moments,gram can be collected"
+    )
+    assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
+        "--collect grams: of a vit, one or more of moments,gram,logits can be collected"
+    )
+
+
+def test_data_of_the_wrong_kind(here):
+    said = "vit reads images: calibrate it with --images DIR"
+    assert refused("calibrate", "vit", *TEXT, "-o", "out") == said
+    assert refused("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == said
+    for model in ("opt", "llama"):
+        said = f"{model} reads text: calibrate it with --text FILE"
+        assert refused("calibrate", model, *IMAGES, "-o", "out") == said
+        assert refused("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == said
+    assert refused("calibrate", "vit", *TEXT, "--images", "images", "-o", "out") == "give --text or --images, not both"
+    assert refused("calibrate", "vit", *IMAGES, "--window", "8", "-o", "out") == (
+        "--window and --bos are for text: they do not go with --images"
+    )
+    assert refused("calibrate", "vit", "-o", "out") == (
+        "calibrate needs --text FILE, or --images DIR for a vision model"
+    )
+    assert refused("prune", "vit", "--recipe", "corp", "-o", "out") == (
+        "recipe corp needs statistics: give --statistics, or --images to measure them"
+    )
+
+
+def test_lambda_zero_with_too_few_samples(here):
+    """6 of 8 dimensions: 36 unknowns, of which an image of five tokens settles 25 at most."""
+    bare = ("--recipe", "corp-qk", "--ratio", "0.25", "--set", "spaces.qk.compensation.lambda=0")
+    said = (
+        "logit with lambda 0 needs at least 2 images for the 6 x 6 unknowns of a head, and there are 1: "
+        "give more, or a lambda above 0"
+    )
+    assert refused("prune", "small", *bare, "--images", "images", "--samples", "1", "-o", "out") == said
+    ok("calibrate", "small", "--images", "images", "--samples", "1", "-o", "one")
+    assert refused("prune", "small", *bare, "--statistics", "one", "-o", "out") == said
+    assert refused("plan", "small", *bare, "--statistics", "one") == said
+    ok("prune", "small", "--recipe", "corp-qk", "--ratio", "0.25", "--statistics", "one", "-o", "shrunk")
+    ok("prune", "small", *bare, "--images", "images", "--samples", "2", "-o", "two")
+
+
+def test_lambda_zero_with_too_few_windows(here):
+    """15 inputs of a projection and one window of eight tokens."""
+    arguments = ("prune", "opt", "--recipe", "corp-mlp", "--ratio", "0.3", "--set", "spaces.mlp.compensation.lambda=0")
+    data = ("--text", "calib.txt", "--window", "8", "--samples")
+    assert refused(*arguments, *data, "1", "-o", "out") == (
+        "affine with lambda 0 needs at least 2 windows of 8 tokens for the 16 inputs of a projection, and there are 1: "
+        "give more, or a lambda above 0"
+    )
+    ok(*arguments, *data, "2", "-o", "out")
+
+
+@pytest.mark.parametrize(
+    ("space", "ratio", "units"), [("qk", "0.9", 4), ("mlp", "0.99", 22)], ids=["dimensions", "columns"]
+)
+def test_a_ratio_that_leaves_nothing(here, space, ratio, units):
+    arguments = ("--recipe", f"corp-{space}", "--set", f"spaces.{space}.rounding=ceil", "--ratio", ratio)
+    said = f"ratio {ratio} would drop all {units} units of a space: at least one must stay"
+    assert refused("prune", "vit", *arguments, "--statistics", "stats", "-o", "out") == said
+    assert refused("plan", "vit", *arguments, "--statistics", "stats") == said
+
+
+def test_a_missing_processor(here):
+    Path("vit/preprocessor_config.json").unlink()
+    said = (
+        "vit: no image processor (preprocessor_config.json); copy the model's preprocessor_config.json into the folder"
+    )
+    assert refused("calibrate", "vit", *IMAGES, "-o", "out") == said
+    assert refused("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "out") == said
+
+
+def test_a_processor_of_another_size(here):
+    config = read_json("vit/preprocessor_config.json")
+    config["size"] = {"height": 8, "width": 8}
+    Path("vit/preprocessor_config.json").write_text(json.dumps(config))
+    result = run("calibrate", "vit", *IMAGES, "-o", "out")
+    assert result.exit_code == 2
+    said = result.stderr.splitlines()[-1]
+    assert said == (
+        "Error: the model refuses its calibration data: Input image size (8*8) doesn't match model (12*12)."
+    )
+    assert not Path("out").exists()
+
+
+def test_statistics_of_another_processor(here):
+    config = read_json("vit/preprocessor_config.json")
+    Path("vit/preprocessor_config.json").write_text(json.dumps(config | {"image_mean": [0.1, 0.1, 0.1]}))
+    said = refused("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "out")
+    assert "processor" in said
+
+
+@pytest.mark.parametrize("model", ["vit", "opt"])
+def test_an_input_that_asks_for_code_of_its_own(here, model):
+    """Refused by every command that measures or prunes; with trust the stock class is used, and no code runs."""
+    Path(f"{model}/their_code.py").write_text("raise SystemExit('run')\n")
+    name = "AutoModelForImageClassification" if model == "vit" else "AutoModelForCausalLM"
+    set_config(model, auto_map={name: "their_code.Model"})
+    data = IMAGES if model == "vit" else TEXT
+    said = (
+        f"{model} asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
+        "where you have read and trust it, say --trust-remote-code"
+    )
+    assert refused("calibrate", model, *data, "-o", "out") == said
+    assert refused("prune", model, "--recipe", "corp", *data, "-o", "out") == said
+    assert refused("plan", model, "--recipe", "magnitude") == said
+    trust = "--trust-remote-code"
+    ok("calibrate", model, *data, trust, "-o", "measured")
+    ok("plan", model, "--recipe", "corp", "--statistics", "measured", trust, "-o", "plan.json")
+    ok("prune", model, "--plan", "plan.json", trust, "-o", "out")
+    ok("prune", model, "--recipe", "corp-mlp", *data, trust, "-o", "live")
+    assert not Path("out/their_code.py").exists()
+    assert read_json("out/config.json")["auto_map"] == {
+        name: f"modeling_pruned.Pruned{'ViTForImageClassification' if model == 'vit' else 'OPTForCausalLM'}"
+    }
+    assert "auto_map" not in read_json("live/config.json")
+
+
+def test_an_output_of_our_own_is_not_pruned_again(here):
+    said = (
+        "pruned was pruned into a shape that no stock class has (remote code): it cannot be pruned or measured again; "
+        "start from the dense model"
+    )
+    assert refused("calibrate", "pruned", *IMAGES, "-o", "out") == said
+    assert refused("prune", "pruned", "--recipe", "magnitude", "-o", "out") == said
+    ok("prune", "opt", "--recipe", "corp-heads", *TEXT, "-o", "heads")
+    assert refused("prune", "heads", "--recipe", "magnitude", "-o", "out") == said.replace("pruned was", "heads was")
+
+
+def test_more_samples_than_images(here):
+    for arguments in (["calibrate", "vit"], ["prune", "vit", "--recipe", "corp"]):
+        assert refused(*arguments, "--images", "images", "--samples", "13", "-o", "out") == (
+            "there are 12 images, 13 are asked for; give more images, or at most 12 samples"
+        )
+    said = "13 folds of 12 samples: every fold needs at least one"
+    assert refused("prune", "vit", "--recipe", "corp", *IMAGES, "--folds", "13", "-o", "out") == said
+    assert refused("calibrate", "vit", *IMAGES, "--folds", "13", "-o", "out") == said
+
+
+def test_images_that_are_not_there(here):
+    assert refused("calibrate", "vit", "--images", "nothing", "-o", "out") == "nothing: no such image folder"
+
+
+def edited_plan(change) -> None:
+    ok("plan", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "plan.json")
+    plan = read_json("plan.json")
+    change(plan["sites"])
+    Path("plan.json").write_text(json.dumps(plan))
+
+
+def test_a_plan_with_uneven_heads(here):
+    """One dimension moved from the last head to the first."""
+
+    def change(sites):
+        (site,) = (s for s in sites if s["block"] == 1 and s["space"] == "qk")
+        free = next(row for row in range(4) if row not in site["kept"])
+        site["kept"] = sorted([*site["kept"][:-1], free])
+
+    edited_plan(change)
+    assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
+        "the plan keeps different numbers of q and k dimensions in the heads of block 1: plan again instead of "
+        "editing it"
+    )
+
+
+@pytest.mark.parametrize("blocks", [(1,), (0, 1, 2)], ids=["one block", "all blocks"])
+def test_a_plan_that_forgets_a_head(here, blocks):
+    """Every head it names keeps two dimensions, and the last head is not named."""
+
+    def change(sites):
+        for site in sites:
+            if site["block"] in blocks and site["space"] == "qk":
+                site["kept"] = site["kept"][:-2]
+
+    edited_plan(change)
+    assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
+        f"the plan keeps different numbers of q and k dimensions in the heads of block {blocks[0]}: plan again instead "
+        "of editing it"
+    )
+
+
+def test_a_plan_with_rows_that_there_are_not(here):
+    def change(sites):
+        sites[0]["kept"][-1] = 16
+
+    edited_plan(change)
+    assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
+        "the plan's kept units of qk in block 0 are not ascending indices below 16: plan again instead of editing it"
+    )
+
+
+def test_a_plan_of_another_model(here):
+    edited_plan(lambda sites: None)
+    said = refused("prune", "small", "--plan", "plan.json", "-o", "out")
+    assert said.startswith("the plan was made for another model (vit), not small") or "stats" in said
+
+
+def test_an_image_of_no_finite_value(here):
+    """A weight that is not a number is refused before it is measured."""
+
+    def change(tensors):
+        tensors["vit.encoder.layer.0.attention.attention.query.weight"][0, 0] = torch.nan
+
+    edit_weights("vit", change)
+    assert "vit.encoder.layer.0.attention.attention.query.weight" in refused("calibrate", "vit", *IMAGES, "-o", "out")
+
+
+def test_grey_images_and_many_formats(here):
+    shutil.rmtree("images")
+    for index, (suffix, mode) in enumerate(
+        [("png", "L"), ("jpg", "RGB"), ("bmp", "RGB"), ("png", "RGBA"), ("gif", "P")]
+    ):
+        write_image(Path("images") / f"{index}.{suffix}", index, mode=mode)
+    said = ok("calibrate", "vit", "--images", "images", "-o", "out")
+    assert said.startswith("out: 5 images of 10 tokens")

@@ -1,0 +1,185 @@
+"""Parameters and FLOPs of vision transformers, OPT and BERT: of real models, and CORP's table from configs alone."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import ckpt_prune
+from ckpt_prune.transform.prune import prune
+from tests.cli.running import ok
+from tests.encoders import CONTEXT, VARIANTS, calibrate, job_on, make, recipe, samples, stock
+from tests.evaluation.tiny import random_windows
+
+WHAT = {
+    "qk": ({"qk": 0.5}, "any"),
+    "qk-padded": ({"qk": 0.5}, "padded"),
+    "heads": ({"heads": 0.25}, "any"),
+    "heads-padded": ({"heads": 0.25}, "padded"),
+    "mlp": ({"mlp": 0.3}, "any"),
+    "all": ({"qk": 0.25, "heads": 0.5, "mlp": 0.3}, "any"),
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    root = tmp_path_factory.mktemp("costs")
+    made = {}
+
+    def get(variant):
+        if variant not in made:
+            folder = make(root / variant, variant)
+            made[variant] = folder, calibrate(folder, root / f"{variant}-statistics", samples(variant))
+        return made[variant]
+
+    return get
+
+
+def check(cost, model, variant):
+    """Attention is eager: on a CPU the counter knows no FLOPs of the fused kernel that "sdpa" runs."""
+    assert cost.parameters == model.num_parameters()
+    model.set_attn_implementation("eager")
+    chosen = VARIANTS[variant]
+    batch = samples(variant, 1).batch(slice(1)) if chosen.vision else {"input_ids": random_windows(1, CONTEXT)}
+    assert cost.tokens == (chosen.tokens if chosen.vision else CONTEXT)
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(**batch)
+    assert cost.flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_bytes_and_flops_are_those_of_the_real_model(dense, variant, what, tmp_path):
+    folder, statistics = dense(variant)
+    ratios, container = WHAT[what]
+    method = {"heads": "ridge", "mlp": "ridge"} if variant == "opt-no-bias" else None
+    job = job_on(folder, recipe(ratios, methods=method, container=container), statistics)
+    report = prune(job, tmp_path / "out")
+    check(job.before, stock(folder, variant), variant)
+    out = tmp_path / "out"
+    check(job.after, ckpt_prune.load(out) if report["container"]["remote_code"] else stock(out, variant), variant)
+    for path, cost in ((folder, job.before), (out, job.after)):
+        # A safetensors file begins with the length of its header in eight bytes.
+        file = path / "model.safetensors"
+        header = int.from_bytes(file.read_bytes()[:8], "little")
+        assert cost.bytes == file.stat().st_size - 8 - header
+    padded = container == "padded" and (what == "qk-padded" or VARIANTS[variant].model_type in ("opt", "bert"))
+    assert (job.after.flops == job.before.flops) == padded
+
+
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_a_bias_that_is_added_counts(dense, variant, tmp_path):
+    """With affine compensation OPT without biases gains one for each consumer of each block."""
+    variant = {"vit": "vit", "opt": "opt-no-bias"}[variant]
+    folder, statistics = dense(variant)
+    counts = []
+    for method in ("ridge", "affine"):
+        job = job_on(folder, recipe({"mlp": 0.3}, methods=method, container="remote"), statistics)
+        prune(job, tmp_path / method)
+        check(job.after, ckpt_prune.load(tmp_path / method), variant)
+        counts.append(job.after.parameters)
+    assert (counts[1] > counts[0]) == (variant == "opt-no-bias")
+
+
+# ---- CORP's table, from configs alone ------------------------------------------------------------------------------
+
+SIZES = {
+    # hidden, blocks, heads, patch
+    "T": (192, 12, 3, 16),
+    "S": (384, 12, 6, 16),
+    "B": (768, 12, 12, 16),
+    "L": (1024, 24, 16, 16),
+    "H": (1280, 32, 16, 14),
+}
+PAPER = {
+    # millions at 50 %, METHODS section 2
+    "corp": {"T": 3.5, "S": 13.2, "B": 51.2, "L": 178.4, "H": 369.8},
+    "corp-mlp": {"T": 3.9, "S": 15.0, "B": 58.2, "L": 203.6, "H": 422.2},
+    "corp-qk": {"T": 5.3, "S": 20.3, "B": 79.5, "L": 279.1, "H": 579.6},
+}
+
+
+def deit(size: str, model_type: str = "deit") -> dict:
+    hidden, blocks, heads, patch = SIZES[size]
+    return {
+        "model_type": model_type,
+        "architectures": [{"deit": "DeiTForImageClassification", "vit": "ViTForImageClassification"}[model_type]],
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "image_size": 224,
+        "patch_size": patch,
+        "id2label": {str(i): f"class {i}" for i in range(1000)},
+        "label2id": {f"class {i}": i for i in range(1000)},
+    }
+
+
+def parameters(size: str, qk: int, mlp: int, special: int = 2) -> int:
+    """Added up module by module, biases and special tokens included."""
+    hidden, blocks, heads, patch = SIZES[size]
+    wide, narrow = hidden, heads * qk
+    attention = 2 * (hidden + 1) * narrow + 2 * (hidden + 1) * wide
+    block = attention + (hidden + 1) * mlp + (mlp + 1) * hidden + 4 * hidden
+    tokens = (224 // patch) ** 2 + special
+    embeddings = (3 * patch**2 + 1) * hidden + (tokens + special) * hidden
+    return embeddings + blocks * block + 2 * hidden + (hidden + 1) * 1000
+
+
+@pytest.mark.parametrize("model_type", ["deit", "vit"])
+@pytest.mark.parametrize("recipe_name", PAPER)
+@pytest.mark.parametrize("size", SIZES)
+def test_corps_parameter_counts(tmp_path, size, recipe_name, model_type):
+    """To the last parameter by hand, and to the paper's digits.
+
+    The paper's models have a class token alone, like a vit here; the distillation token that transformers' deit always
+    has rounds 422.249 M up to 422.3 M.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(deit(size, model_type)))
+    found = json.loads(ok("inspect", str(tmp_path), "--recipe", recipe_name, "--ratio", "0.5", "--json"))
+    hidden, _, heads, _ = SIZES[size]
+    head_dim = hidden // heads
+    qk = head_dim if recipe_name == "corp-mlp" else head_dim // 2
+    mlp = 4 * hidden if recipe_name == "corp-qk" else 2 * hidden
+    special = {"deit": 2, "vit": 1}[model_type]
+    assert found["parameters"] == parameters(size, head_dim, 4 * hidden, special)
+    (after,) = found["pruned"]
+    assert after["parameters"] == parameters(size, qk, mlp, special)
+    assert (
+        after["units"] == {"corp": {"qk": qk, "mlp": mlp}, "corp-mlp": {"mlp": mlp}, "corp-qk": {"qk": qk}}[recipe_name]
+    )
+    off = model_type == "deit" and (size, recipe_name) == ("H", "corp-mlp")
+    assert f"{after['parameters'] / 1e6:.1f}" == ("422.3" if off else f"{PAPER[recipe_name][size]:.1f}")
+
+
+def test_flops_of_deit_tiny_are_those_of_the_papers(tmp_path):
+    """1.26 G multiply-adds of the dense one, as its authors count (1.3 G)."""
+    (tmp_path / "config.json").write_text(json.dumps(deit("T")))
+    found = json.loads(ok("inspect", str(tmp_path), "--recipe", "corp", "--ratio", "0.5", "--json"))
+    tokens, hidden = 198, 192
+    per_block = tokens * (4 * hidden**2 + 8 * hidden**2) + 2 * tokens**2 * hidden
+    dense = 12 * per_block + 196 * 768 * hidden + hidden * 1000
+    assert found["flops"] == 2 * dense
+    assert found["tokens"] == tokens
+    after = tokens * (3 * hidden**2 + 4 * hidden**2) + tokens**2 * (hidden + hidden // 2)
+    assert found["pruned"][0]["flops"] == 2 * (12 * after + 196 * 768 * hidden + hidden * 1000)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_alone_counts_the_same(dense, variant, tmp_path):
+    """As the checkpoint it is the config of, where that has the names transformers saves."""
+    folder, _ = dense(variant)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    counted = json.loads(ok("inspect", str(tmp_path), "--recipe", "corp", "--ratio", "0.5", "--json"))
+    real = json.loads(ok("inspect", str(folder), "--recipe", "corp", "--ratio", "0.5", "--json"))
+    keys = ("family", "blocks", "spaces", "flops", "tokens")
+    if variant == "bert-pretraining":
+        # What it holds beyond the class it names shows in its tensors alone.
+        keys = ("family", "blocks", "spaces", "tokens")
+    assert {key: counted[key] for key in keys} == {key: real[key] for key in keys}
+    if variant != "bert-pretraining":
+        assert counted["parameters"] == real["parameters"]
+        sizes = [[(p["parameters"], p["flops"], p["container"]) for p in r["pruned"]] for r in (counted, real)]
+        assert sizes[0] == sizes[1]
+    assert (counted["weights"], real["weights"]) == (False, True)

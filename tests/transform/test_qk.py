@@ -1,0 +1,512 @@
+"""Queries and keys narrower than values: logits, scale and containers, against a whole model pruned by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt_prune
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.job import make_plan
+from ckpt_prune.transform.prepare import measured
+from ckpt_prune.transform.prune import prune
+from tests.encoders import (
+    BLOCKS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    STRENGTH,
+    VARIANTS,
+    Whole,
+    assert_same_outputs,
+    calibrate,
+    edit_files,
+    heads_of,
+    job_on,
+    make,
+    outputs,
+    pairs_of,
+    recipe,
+    samples,
+    stock,
+    watch,
+)
+from tests.oracles import logits, perplexity
+
+CHOSEN = ["vit", "vit-no-qkv-bias", "deit-teacher", "dinov2-model", "dinov2-swiglu-classifier", "opt", "opt-350m-like"]
+CHOSEN += ["bert-mlm", "bert-model", "bert-old-names"]
+CONTAINERS = ["remote", "padded"]
+KEPT = {0.25: 3, 0.5: 2, 0.75: 1}
+
+
+class Dense:
+    """Dense checkpoints and their statistics, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, variant: str) -> Path:
+        folder = self.root / variant
+        return folder if folder.exists() else make(folder, variant)
+
+    def statistics(self, variant: str, folds: int = 1) -> Statistics:
+        out = self.root / f"{variant}-{folds}"
+        return Statistics(out) if out.exists() else calibrate(self.folder(variant), out, samples(variant), folds=folds)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Dense:
+    return Dense(tmp_path_factory.mktemp("qk"))
+
+
+def run(dense, variant, out, wanted, *, live=False, **more):
+    """Prune; the report and the model as its container loads."""
+    source = {"live": samples(variant)} if live else {"statistics": dense.statistics(variant)}
+    report = prune(job_on(dense.folder(variant), wanted, **source, **more), out)
+    return report, ckpt_prune.load(out) if report["container"]["remote_code"] else stock(out, variant)
+
+
+def logits_of(model, variant, data, block) -> list[np.ndarray]:
+    """Logits of each head of a block as the softmax takes them but for masks, (samples, tokens, tokens)."""
+    paths = [VARIANTS[variant].module(block, role) for role in ("query", "key")]
+    seen = watch(model, data, results=paths)
+    heads = int(model.get_submodule(VARIANTS[variant].module(block, "heads")).in_features) // HEAD_DIM
+    query, key = (np.split(seen[path], heads, axis=2) for path in paths)
+    return [q @ k.transpose(0, 2, 1) * HEAD_DIM**-0.5 for q, k in zip(query, key, strict=True)]
+
+
+# ---- nothing dropped -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("container", ["auto", "any", *CONTAINERS])
+@pytest.mark.parametrize("variant", CHOSEN)
+def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
+    wanted = recipe({"qk": 0.0}, container=container)
+    _, model = run(dense, variant, tmp_path / "out", wanted)
+    before, after = ((f / "model.safetensors").read_bytes() for f in (dense.folder(variant), tmp_path / "out"))
+    assert before == after
+    assert_same_outputs(model, stock(dense.folder(variant), variant), samples(variant, 3, seed=9), tolerance=1e-6)
+
+
+# ---- compensation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("variant", CHOSEN)
+def test_logits_are_those_of_the_dense_kronecker_solve(dense, variant, ratio, container, tmp_path):
+    """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
+    report, model = run(dense, variant, tmp_path / "out", recipe({"qk": ratio}, container=container))
+    whole = Whole(variant, stock(dense.folder(variant), variant))
+    whole.prune(samples(variant), {"qk": KEPT[ratio]}, {"qk": "logit"})
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
+    data = samples(variant, 4, seed=9)
+    for block in range(BLOCKS):
+        ours, expected = (logits_of(m, variant, data, block) for m in (model, whole.model))
+        for head in range(HEADS):
+            np.testing.assert_allclose(
+                ours[head], expected[head], rtol=1e-4, atol=1e-4 * float(np.abs(expected[head]).max())
+            )
+    assert_same_outputs(model, whole.model, data, tolerance=1e-3)
+    rows = HEADS * KEPT[ratio] if container == "remote" else HIDDEN
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored[VARIANTS[variant].tensor(0, "query")].shape == (rows, HIDDEN)
+
+
+@pytest.mark.parametrize("variant", CHOSEN)
+def test_the_first_layers_logits_are_the_dense_ones_of_the_kept_dimensions(dense, variant, tmp_path):
+    """Against the dense model's own Q and K, with M as printed in the paper (eq. 14-16), head by head."""
+    _, model = run(dense, variant, tmp_path / "out", recipe({"qk": 0.5}))
+    data = samples(variant)
+    paths = [VARIANTS[variant].module(0, role) for role in ("query", "key")]
+    seen = watch(stock(dense.folder(variant), variant), data, results=paths)
+    ours = logits_of(model, variant, data, 0)
+    for head, pairs in enumerate(pairs_of(*(seen[path] for path in paths))):
+        S = sorted(np.argsort(-logits.logit_energy(pairs), kind="stable")[:2].tolist())
+        M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
+        expected = np.stack([Q[:, S] @ (np.eye(2) + M) @ K[:, S].T for Q, K in pairs]) * HEAD_DIM**-0.5
+        np.testing.assert_allclose(ours[head], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_errors_are_those_of_the_logits(dense, variant, tmp_path):
+    """Whole layers and heads, before and after, floor and ρ², on the calibration samples, from the logits in full."""
+    report, _ = run(dense, variant, tmp_path / "out", recipe({"qk": 0.5}), diagnostics=True)
+    paths = [VARIANTS[variant].module(block, role) for block in range(BLOCKS) for role in ("query", "key")]
+    seen = watch(stock(dense.folder(variant), variant), samples(variant), results=paths)
+    for site in report["sites"]:
+        pairs_by_head = pairs_of(*(seen[VARIANTS[variant].module(site["block"], r)] for r in ("query", "key")))
+        sums = np.zeros(4)
+        for head, pairs in enumerate(pairs_by_head):
+            S = [row - head * HEAD_DIM for row in site["kept"] if row // HEAD_DIM == head]
+            M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
+            zero, energy = np.zeros_like(M), logits.energy(pairs)
+            found = [logits.error(pairs, S, zero), logits.error(pairs, S, M), logits.floor(pairs, S), energy]
+            sums += found
+            lost = sum(np.sum(logits.lost_logits(sample, S) ** 2) for sample in pairs)
+            # Q_P K_Pᵀ alone is what M has to make up for.
+            assert lost == pytest.approx(found[0], rel=1e-9)
+            own = site["heads"][head]
+            assert own["head"] == head
+            keys = ("error_uncompensated", "error_compensated", "floor")
+            assert [own[key] for key in keys] == pytest.approx([f / energy for f in found[:3]], rel=1e-3)
+            assert own["rho2"] == pytest.approx(1 - found[2] / found[0], abs=1e-3)
+        assert site["error_uncompensated"] == pytest.approx(sums[0] / sums[3], rel=1e-4)
+        assert site["error_compensated"] == pytest.approx(sums[1] / sums[3], rel=1e-4)
+        assert (site["j0"], site["floor"]) == pytest.approx((sums[0] / 24, sums[2] / 24), rel=1e-3)
+        assert site["rho2"] == pytest.approx(1 - sums[2] / sums[0], abs=1e-3)
+        assert site["error_compensated"] < site["error_uncompensated"]
+        assert (site["method"], site["strength"], site["consumer"]) == ("logit", STRENGTH, None)
+
+
+def test_lambda_zero_reaches_the_floor_and_absolute_is_absolute(dense, tmp_path):
+    def errors(compensation, name):
+        wanted = recipe({"qk": 0.5}, methods={"qk": {"method": "logit"} | compensation})
+        report, _ = run(dense, "vit", tmp_path / name, wanted, diagnostics=True)
+        return report["sites"]
+
+    for site in errors({"lambda": 0.0}, "zero"):
+        floor = site["floor"] / site["j0"] * site["error_uncompensated"]
+        assert site["error_compensated"] == pytest.approx(floor, rel=1e-4)
+    paths = [VARIANTS["vit"].module(0, role) for role in ("query", "key")]
+    seen = watch(stock(dense.folder("vit"), "vit"), samples("vit"), results=paths)
+    first = errors({"lambda": 500.0, "lambda_units": "absolute"}, "absolute")[0]
+    total = energy = 0.0
+    for head, pairs in enumerate(pairs_of(*(seen[path] for path in paths))):
+        S = [row - head * HEAD_DIM for row in first["kept"] if row // HEAD_DIM == head]
+        total += logits.error(pairs, S, logits.solve(pairs, S, 500.0))
+        energy += logits.energy(pairs)
+    assert first["error_compensated"] == pytest.approx(total / energy, rel=1e-4)
+
+
+def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
+    grid = [1e-4, 0.01, 1.0]
+    compensation = {"method": "logit", "lambda_grid": grid, "lambda_by": "folds"}
+    wanted = recipe({"qk": 0.5}, methods={"qk": compensation})
+    report = prune(
+        job_on(dense.folder("vit"), wanted, dense.statistics("vit", folds=4), diagnostics=True), tmp_path / "o"
+    )
+    paths = [VARIANTS["vit"].module(block, role) for block in range(BLOCKS) for role in ("query", "key")]
+    seen = watch(stock(dense.folder("vit"), "vit"), samples("vit"), results=paths)
+    for site in report["sites"]:
+        by_head = pairs_of(*(seen[VARIANTS["vit"].module(site["block"], r)] for r in ("query", "key")))
+        folds = [[pairs[6 * f : 6 * f + 6] for pairs in by_head] for f in range(4)]
+        kept = [[row - h * HEAD_DIM for row in site["kept"] if row // HEAD_DIM == h] for h in range(HEADS)]
+        errors = {value: logits.held_out(folds, kept, value, relative=True) for value in grid}
+        assert site["strength"] == min(errors, key=lambda value: errors[value])
+        assert site["error_held_out"] == pytest.approx(min(errors.values()), rel=1e-3)
+
+
+# ---- a case without loss -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("variant", ["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"])
+def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, container, tmp_path):
+    """Rows 1 and 3 of every head are mixtures of rows 0 and 2, in queries and keys alike, biases too."""
+    chosen = VARIANTS[variant]
+    folder = make(tmp_path / "dense", variant)
+
+    def mix(tensors, config):
+        generator = torch.Generator().manual_seed(3)
+        for block in range(BLOCKS):
+            for role in ("query", "key"):
+                mixture = 0.3 * torch.randn(HEADS, 2, 2, generator=generator)
+                for kind in ("weight", "bias"):
+                    name = chosen.tensor(block, role, kind)
+                    if name in tensors:
+                        rows = tensors[name].view(HEADS, HEAD_DIM, -1).clone()
+                        rows[:, 1::2] = mixture @ rows[:, ::2]
+                        tensors[name] = rows.view_as(tensors[name])
+        return tensors
+
+    edit_files(folder, mix)
+    statistics = calibrate(folder, tmp_path / "statistics", samples(variant))
+    wanted = recipe({"qk": 0.5}, methods={"qk": {"method": "logit", "lambda": 1e-7}}, container=container)
+    report = prune(job_on(folder, wanted, statistics, diagnostics=True), tmp_path / "out")
+    for site in report["sites"]:
+        assert site["error_compensated"] < 1e-6
+        assert site["error_uncompensated"] > 1e-4
+        assert site["rho2"] > 0.999
+        assert site["kept"] == [row for row in range(HIDDEN) if row % 2 == 0]
+    model = ckpt_prune.load(tmp_path / "out") if container == "remote" else stock(tmp_path / "out", variant)
+    dense_model, data = stock(folder, variant), samples(variant, 4, seed=9)
+    assert_same_outputs(model, dense_model, data, tolerance=2e-3)
+    bare = prune(job_on(folder, recipe({"qk": 0.5}, methods="none"), statistics), tmp_path / "bare")
+    assert bare["sites"][0]["method"] == "none"
+    name = next(iter(outputs(model, data)))
+    lost = outputs(ckpt_prune.load(tmp_path / "bare"), data)[name] - outputs(dense_model, data)[name]
+    assert lost.abs().max() > 0.02
+
+
+# ---- the scale of the softmax --------------------------------------------------------------------------------------
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("variant", CHOSEN)
+def test_attention_keeps_the_scale_of_the_original_head(dense, variant, container, tmp_path):
+    """The block's own attention weights, from rows of the dense projections, scaled by 4^-½ and not by 2^-½."""
+    wanted = recipe({"qk": 0.5}, methods="none", container=container)
+    report, model = run(dense, variant, tmp_path / "out", wanted)
+    model.set_attn_implementation("eager")
+    chosen, data = VARIANTS[variant], samples(variant, 3, seed=9)
+    seen: list[torch.Tensor] = []
+    attention = model.get_submodule(chosen.module(0, "attention"))
+    attention.register_forward_hook(lambda _, args, out: seen.append(out[1]))
+    outputs(model, data)
+    paths = [chosen.module(0, role) for role in ("query", "key")]
+    dense_seen = watch(stock(dense.folder(variant), variant), data, results=paths)
+    kept = report["sites"][0]["kept"]
+    assert len(kept) == 8
+    for head in range(HEADS):
+        S = [row - head * HEAD_DIM for row in kept if row // HEAD_DIM == head]
+        assert len(S) == 2
+        q, k = (heads_of(dense_seen[path])[head][:, :, S] for path in paths)
+        scores = q @ k.transpose(0, 2, 1) * HEAD_DIM**-0.5
+        if chosen.model_type == "opt":
+            scores += np.triu(np.full(scores.shape[1:], -1e9), 1)
+        np.testing.assert_allclose(seen[0][:, head].double().numpy(), softmax(scores), rtol=1e-4, atol=1e-5)
+
+
+# ---- spaces together, targets, containers --------------------------------------------------------------------------
+
+TOGETHER = [{"qk": 0.5, "mlp": 0.3}, {"qk": 0.5, "heads": 0.25}, {"qk": 0.25, "heads": 0.5, "mlp": 0.3}]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("target", ["dense", "sequential"])
+@pytest.mark.parametrize("ratios", TOGETHER, ids=lambda ratios: "+".join(ratios))
+@pytest.mark.parametrize("variant", ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"])
+def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
+    """In the order of computation; sequentially, each measured after what comes before it is pruned."""
+    methods = {"heads": "affine", "mlp": "affine", "qk": "logit"}
+    if variant == "opt-no-bias":
+        # A bias has no slot there, which only remote code gives it.
+        methods |= {"heads": "ridge", "mlp": "ridge"}
+    wanted = recipe(ratios, methods=methods, target=target, container=container)
+    report, model = run(dense, variant, tmp_path / "out", wanted, live=target == "sequential")
+    mlp = {22: 15, 64: 44, 48: 33}[VARIANTS[variant].mlp]
+    keep = {"qk": KEPT[ratios["qk"]], "heads": 4 - int(4 * ratios.get("heads", 0)), "mlp": mlp}
+    whole = Whole(variant, stock(dense.folder(variant), variant))
+    stages = {"dense": "dense", "sequential": "by site"}[target]
+    whole.prune(samples(variant), {s: keep[s] for s in ratios}, methods, target=stages)
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
+    assert_same_outputs(model, whole.model, samples(variant, 4, seed=9), tolerance=1e-3)
+    assert report["container"]["remote_code"] == (container == "remote")
+
+
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_once_per_block(dense, variant, tmp_path):
+    """Not true-sequential: all spaces of a block measured before any of them is pruned."""
+    wanted = recipe({"qk": 0.5, "mlp": 0.3}, target="sequential", true_sequential=False)
+    report, model = run(dense, variant, tmp_path / "out", wanted, live=True)
+    whole = Whole(variant, stock(dense.folder(variant), variant))
+    whole.prune(samples(variant), {"qk": 2, "mlp": 15}, {"qk": "logit", "mlp": "affine"}, target="by block")
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
+    assert_same_outputs(model, whole.model, samples(variant, 4, seed=9), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("target", ["dense", "sequential"])
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_a_resumed_run_is_byte_identical(dense, variant, target, container, tmp_path, monkeypatch):
+    """Killed in the second block."""
+    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, target=target, container=container)
+    live = target == "sequential"
+    run(dense, variant, tmp_path / "through", wanted, live=live)
+    original = Pruner.block
+
+    def dying(self, block, *rest):
+        if block == 1:
+            raise KeyboardInterrupt
+        return original(self, block, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pruner, "block", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(dense, variant, tmp_path / "out", wanted, live=live)
+    source = {"live": samples(variant)} if live else {"statistics": dense.statistics(variant)}
+    prune(job_on(dense.folder(variant), wanted, **source), tmp_path / "out", resume=True)
+    for name in ("model.safetensors", "config.json", "ckpt_prune.json"):
+        assert (tmp_path / "through" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
+
+
+def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
+    """One value for queries, keys and columns alike."""
+    grid = [0.001, 1.0]
+    compensation = {"lambda_grid": grid, "lambda_by": "perplexity"}
+    methods = {"qk": {"method": "logit"} | compensation, "mlp": {"method": "ridge"} | compensation}
+    wanted = recipe({"qk": 0.5, "mlp": 0.3}, methods=methods, target="sequential")
+    report, _ = run(dense, "opt", tmp_path / "out", wanted, live=True)
+    expected = {}
+    for value in grid:
+        fixed = {"qk": {"method": "logit", "lambda": value}, "mlp": {"method": "ridge", "lambda": value}}
+        out = tmp_path / str(value)
+        _, model = run(
+            dense, "opt", out, recipe({"qk": 0.5, "mlp": 0.3}, methods=fixed, target="sequential"), live=True
+        )
+        expected[f"{value:g}"] = perplexity.perplexity(model, samples("opt").windows)
+    assert report["lambda_search"]["perplexity"] == pytest.approx(expected, rel=1e-4)
+    chosen = f"{report['lambda_search']['chosen']:g}"
+    assert chosen == min(expected, key=lambda value: expected[value])
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / str(float(chosen)) / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("method", ["none", "logit"])
+@pytest.mark.parametrize("variant", ["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"])
+def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path):
+    """Also where heads are counted anew around padded queries and keys."""
+    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods={"qk": method}, container=container)
+    run(dense, variant, tmp_path / "out", wanted)
+    checks = verify(tmp_path / "out", dense.folder(variant))
+    assert [(check.name, check.detail) for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("ratios", [{"qk": 0.5}, *TOGETHER], ids=lambda ratios: "+".join(ratios))
+@pytest.mark.parametrize("variant", CHOSEN)
+def test_padded_and_remote_are_the_same_function(dense, variant, ratios, tmp_path):
+    models, reports = {}, {}
+    for container in CONTAINERS:
+        out = tmp_path / container
+        reports[container], models[container] = run(dense, variant, out, recipe(ratios, container=container))
+    assert_same_outputs(models["remote"], models["padded"], samples(variant, 4, seed=9), tolerance=1e-5)
+    sites = [[s | {"scores": None} for s in report["sites"]] for report in reports.values()]
+    assert sites[0] == sites[1]
+    assert "qk" in reports["padded"]["container"]["padded"]
+    assert reports["remote"]["after"]["parameters"] < reports["padded"]["after"]["parameters"]
+    assert (
+        "padded with zeros to the dense width for a stock class: nothing is saved there"
+        in (reports["padded"]["container"]["note"])
+    )
+
+
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_padding_is_zero_where_units_went(dense, variant, tmp_path):
+    """The places of dropped units hold zeros, those of kept ones what the narrow checkpoint holds."""
+    ratios = {"qk": 0.5, "heads": 0.25}
+    for container in CONTAINERS:
+        run(dense, variant, tmp_path / container, recipe(ratios, container=container))
+    narrow, wide = (load_file(tmp_path / c / "model.safetensors") for c in CONTAINERS)
+    report = json.loads((tmp_path / "padded" / "ckpt_prune.json").read_text())
+    for block in range(BLOCKS):
+        kept = {s["space"]: s["kept"] for s in report["sites"] if s["block"] == block}
+        heads = kept["heads"]
+        rows = [row for row in kept["qk"] if row // HEAD_DIM in heads]
+        if variant == "vit":
+            # Its stock class has three heads: they are counted anew.
+            rows = [heads.index(row // HEAD_DIM) * HEAD_DIM + row % HEAD_DIM for row in rows]
+        for role in ("query", "key"):
+            for kind in ("weight", "bias"):
+                name = VARIANTS[variant].tensor(block, role, kind)
+                assert len(wide[name]) == (12 if variant == "vit" else 16)
+                gone = [row for row in range(len(wide[name])) if row not in rows]
+                assert not wide[name][gone].any()
+                assert torch.equal(wide[name][rows], narrow[name])
+
+
+def test_measured_while_pruning_is_measured_before(dense, tmp_path):
+    """A dense recipe that is given data: the same bytes as from statistics."""
+    wanted = recipe({"qk": 0.5, "mlp": 0.3})
+    run(dense, "vit", tmp_path / "statistics", wanted)
+    job = job_on(dense.folder("vit"), wanted, live=samples("vit"))
+    with measured(job, tmp_path, seed=0) as ready:
+        prune(ready, tmp_path / "live")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("statistics", "live")]
+    assert files[0] == files[1]
+    sequential, _ = run(dense, "vit", tmp_path / "sequential", recipe({"qk": 0.5}, target="sequential"), live=True)
+    cached, _ = run(dense, "vit", tmp_path / "cached", recipe({"qk": 0.5}))
+    ours, theirs = ([s["error_compensated"] for s in report["sites"]] for report in (sequential, cached))
+    # Nothing comes before the first block's queries and keys.
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert ours[1:] != pytest.approx(theirs[1:], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["corp", "corp-mlp", "corp-qk"])
+@pytest.mark.parametrize("variant", ["vit", "dinov2-swiglu", "opt", "bert-mlm"])
+def test_the_shipped_recipes(dense, variant, name, tmp_path):
+    report, model = run(dense, variant, tmp_path / "out", load_recipe(name))
+    expected = {"corp": {"qk", "mlp"}, "corp-mlp": {"mlp"}, "corp-qk": {"qk"}}[name]
+    assert {s["space"] for s in report["sites"]} == expected
+    for site in report["sites"]:
+        assert site["strength"] == 0.001
+        assert site["error_compensated"] < site["error_uncompensated"]
+        assert len(site["kept"]) == site["units"] - site["units"] // 2
+    assert all(tensor.isfinite().all() for tensor in outputs(model, samples(variant, 2)).values())
+
+
+def test_a_plan_gives_the_same_output(dense, tmp_path):
+    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3})
+    run(dense, "bert-mlm", tmp_path / "recipe", wanted)
+    job = job_on(dense.folder("bert-mlm"), wanted, dense.statistics("bert-mlm"), diagnostics=True)
+    plan = make_plan(job)
+    assert plan.container == "remote"
+    assert plan.after == job.after
+    run(dense, "bert-mlm", tmp_path / "plan", wanted, plan=plan)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("recipe", "plan")]
+    assert files[0] == files[1]
+
+
+def test_no_compensation_needs_no_statistics(dense, tmp_path):
+    values = recipe({"qk": 0.5}, methods="none").model_dump(by_alias=True)
+    values["spaces"]["qk"]["score"] = "magnitude"
+    job = job_on(dense.folder("vit"), type(load_recipe("corp")).model_validate(values))
+    report = prune(job, tmp_path / "out")
+    assert report["calibration"] == {"target": "none"}
+    stored, source = (load_file(f / "model.safetensors") for f in (tmp_path / "out", dense.folder("vit")))
+    for site in report["sites"]:
+        for role in ("query", "key"):
+            for kind in ("weight", "bias"):
+                name = VARIANTS["vit"].tensor(site["block"], role, kind)
+                assert torch.equal(stored[name], source[name][site["kept"]])
+        norms = [source[VARIANTS["vit"].tensor(site["block"], r)].norm(dim=1) for r in ("query", "key")]
+        best = (norms[0] * norms[1]).view(HEADS, HEAD_DIM).topk(2).indices.sort().values
+        assert site["kept"] == (best + HEAD_DIM * torch.arange(HEADS)[:, None]).flatten().tolist()
+
+
+def test_a_stock_container_is_refused_without_more_words(dense, tmp_path):
+    with pytest.raises(UserError) as caught:
+        run(dense, "vit", tmp_path / "out", recipe({"qk": 0.5}, container="auto"))
+    assert str(caught.value) == (
+        "no stock container fits: no stock class has queries and keys narrower than values. Say container: remote to "
+        "accept self-contained remote code, or container: padded to fill up with zeros, which saves nothing there"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_ratio_that_leaves_no_dimension(dense, tmp_path):
+    """floor(4 x 0.8) = 3 go and one stays; 0.99 of 4 is still 3."""
+    report, _ = run(dense, "vit", tmp_path / "out", recipe({"qk": 0.99}))
+    assert {len(s["kept"]) for s in report["sites"]} == {HEADS}
+    values = recipe({"qk": 0.9}).model_dump(by_alias=True)
+    values["spaces"]["qk"]["rounding"] = "ceil"
+    with pytest.raises(UserError, match=r"ratio 0.9 would drop all 4 units of a space: at least one must stay"):
+        run(dense, "vit", tmp_path / "none", type(load_recipe("corp")).model_validate(values))
+
+
+def test_lambda_zero_needs_samples(dense, tmp_path):
+    """3 x 3 unknowns of a head take one image of ten tokens; 16 columns take two."""
+    statistics = calibrate(dense.folder("vit"), tmp_path / "statistics", samples("vit", 1))
+    job_on(dense.folder("vit"), recipe({"qk": 0.25}, methods={"qk": {"method": "logit", "lambda": 0.0}}), statistics)
+    bare = {"method": "affine", "lambda": 0.0}
+    job_on(dense.folder("vit"), recipe({"mlp": 0.55}, methods={"mlp": bare}), statistics)
+    with pytest.raises(UserError) as caught:
+        job_on(dense.folder("vit"), recipe({"mlp": 0.25}, methods={"mlp": bare}), statistics)
+    assert str(caught.value) == (
+        "affine with lambda 0 needs at least 2 images for the 16 inputs of a projection, and there are 1: "
+        "give more, or a lambda above 0"
+    )
