@@ -2,35 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.family import family_of
+from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.errors import UserError
-
-REMOTE_MODULE = "modeling_pruned"
-"""Name, without suffix, of the file of remote code that an output carries."""
-
-
-def remote_class(config: dict[str, Any], folder: Path) -> str | None:
-    """The class of `modeling_pruned` that a config.json's `auto_map` asks for; None where it asks for no code.
-
-    Raises:
-        UserError: it asks for code that is not this tool's.
-    """
-    auto_map = config.get("auto_map")
-    if not auto_map:
-        return None
-    targets = list(auto_map.values()) if isinstance(auto_map, dict) else []
-    for target in targets:
-        module, _, name = str(target).partition(".")
-        if module == REMOTE_MODULE and isinstance(getattr(modeling_pruned, name, None), type):
-            return name
-    raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
+from ckpt_prune.evaluation.loading import load_model
 
 
 def load(
@@ -47,7 +25,8 @@ def load(
         dtype: of the parameters; the checkpoint's own by default.
 
     Raises:
-        UserError: the folder has no config, is of no known family, or its remote code is not this tool's.
+        UserError: the folder has no config, its remote code is not this tool's, or a tensor of the model is missing or
+            of another shape.
 
     Example:
         >>> import ckpt_prune
@@ -55,16 +34,10 @@ def load(
     """
     folder = Path(path)
     try:
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no readable config.json") from error
-    name = remote_class(raw, folder)
-    if name is None:
-        auto: Any = getattr(transformers, family_of(raw).auto_class)
-        model = auto.from_pretrained(folder, local_files_only=True, dtype=dtype or "auto")
-    else:
-        architecture = getattr(modeling_pruned, name)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model = architecture.from_pretrained(folder, config=config, local_files_only=True, dtype=dtype or "auto")
-    loaded: PreTrainedModel = model.to(device).eval()
-    return loaded
+    if not isinstance(raw, dict):
+        raise UserError(f"{folder} has no readable config.json")
+    remote_class(raw, folder)
+    return load_model(folder, device=device, dtype=dtype or "auto")

@@ -74,6 +74,7 @@ class PrunedMixin:
         model: Any = self
         # Attention looks up its implementation when it runs: masks and blocks must read it from the same config.
         shared = model.config
+        # What the stock class was built from may have said another number (`shell_config`); caches read this one.
         shared.num_attention_heads = layer_config(config, 0).num_attention_heads
         config._attn_implementation = shared._attn_implementation
         start, _, rest = self.layers_path.partition(".")
@@ -201,6 +202,7 @@ class NarrowMixin(PrunedMixin):
         output: path of the output projection in a block.
         inner, outer: the linears into and out of the MLP.
         mlp_key: config key of the MLP's width.
+        indexed: whether a block is told its index when it is built.
         disk: start of an on-disk path in a block → path in the model, first match first.
     """
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,9 +52,8 @@ class Pixels:
 
 def images(folder: Path, files: ImageFiles) -> Pixels:
     checkpoint = Checkpoint.open(folder)
-    samples = ImageSamples(files, load_processor(folder))
-    samples.tokens = fitting_family(checkpoint).image_tokens(parse_config(checkpoint.config), samples.size[-2:])
-    return Pixels(samples)
+    tokens = partial(fitting_family(checkpoint).image_tokens, parse_config(checkpoint.config))
+    return Pixels(ImageSamples(files, load_processor(folder), tokens=tokens))
 
 
 @torch.inference_mode()
@@ -244,9 +244,8 @@ def opt(data: Path) -> None:
 @torch.inference_mode()
 def speed(data: Path) -> None:
     """Dense and pruned models take turns, so that a busy moment of the machine hits all of them."""
-    folder, calib, _ = splits(data)
+    folder = data / "vit-tiny-imagenet"
     few = images(folder, choose_images(find_images(data / "imagenet-1per-class", split="calib"), samples=16, seed=0))
-    del calib
     models, flops = {"dense": load_model(folder, device="cpu")}, {}
     with measured(folder, few) as statistics:
         for target, ratio in (("MLP", 0.5), ("Q/K", 0.5), ("joint", 0.3), ("joint", 0.5)):

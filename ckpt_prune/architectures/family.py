@@ -183,6 +183,16 @@ class Family(_Description):
             return [found.query, found.key]
         return [*found.producers, found.consumer]
 
+    def producers(self, space: SpaceName) -> dict[str, int]:
+        """Linear modules that have the space in their rows → how many times, one after the other."""
+        found = self.spaces[space]
+        return dict.fromkeys(self.modules(space), 1) if isinstance(found, LogitSpace) else found.producers
+
+    def site_units(self, config: Any, space: SpaceName) -> int:
+        """Units of a site: of q and k those of every head, elsewhere those of the space."""
+        heads = self.dimension(config, "query_heads") if space == "qk" else 1
+        return self.units(config, space) * heads
+
     @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""

@@ -6,16 +6,20 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from transformers import AutoImageProcessor
+from transformers import IMAGE_PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedConfig
 
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
@@ -24,7 +28,6 @@ Split = Literal["calib", "eval"]
 Choose = Literal["random", "first"]
 
 LABELS = "labels.csv"
-PROCESSOR = "preprocessor_config.json"
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """What an image file is known by in a folder; upper case counts too. A labels file may name others."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of all Pillow reads: some start other programs
@@ -39,25 +42,79 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
     Args:
         folder: A checkpoint folder.
-        trust_remote_code: Run the processor's own code where its file names some and transformers has none.
+        trust_remote_code: Run the processor's own code where its file names some and transformers has none. The
+            model's code is never run.
 
     Raises:
-        UserError: The folder has no preprocessor_config.json, it wants code to be run, or transformers cannot load it.
+        UserError: The folder has no image processor, it wants code to be run, or transformers cannot load it.
     """
-    path = folder / PROCESSOR
-    if not path.is_file():
-        raise UserError(f"{folder}: no image processor ({PROCESSOR}); copy the model's {PROCESSOR} into the folder")
-    described = read_object(path)
+    path, described = _settings(folder)
+    config = _stock_config(folder)
     try:
-        return AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code, backend="pil"
-        )
-    except Exception as error:  # transformers raises anything here, from KeyError to whatever remote code raises
-        if "auto_map" in described and not trust_remote_code:
+        return _from_pretrained(folder, config, trust=False)
+    except Exception as error:  # transformers raises anything here, from KeyError to what a bad value runs into
+        if not _wants_code(described, config):
+            raise UserError(f"{folder}: the image processor does not load: {_reason(error)}") from error
+        if not trust_remote_code:
             raise UserError(
                 f"{path} asks for remote code (auto_map); read that code, then say --trust-remote-code to run it"
             ) from error
+    try:
+        return _from_pretrained(folder, config, trust=True)
+    except Exception as error:  # whatever that code raises
         raise UserError(f"{folder}: the image processor does not load: {_reason(error)}") from error
+
+
+def _from_pretrained(folder: Path, config: PreTrainedConfig, *, trust: bool) -> Any:
+    # With a config given, transformers does not load the model's own, which under trust would run the model's code.
+    return AutoImageProcessor.from_pretrained(
+        folder,
+        config=config,
+        local_files_only=True,
+        trust_remote_code=trust,
+        backend="pil",
+        image_processor_filename=PROCESSOR,
+    )
+
+
+def _settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that transformers takes the image processor from, and what it says of it."""
+    of_all, own = folder / PROCESSOR_OF_ALL, folder / PROCESSOR
+    if of_all.is_file():
+        part = read_object(of_all).get("image_processor")
+        if isinstance(part, dict):
+            return of_all, part
+        if part is not None:
+            raise UserError(f"{of_all}: image_processor is not a JSON object; download or restore the file")
+    if not own.is_file():
+        raise UserError(f"{folder}: no image processor ({PROCESSOR}); copy the model's {PROCESSOR} into the folder")
+    return own, read_object(own)
+
+
+def _stock_config(folder: Path) -> PreTrainedConfig:
+    """The model's config as transformers' own class, an empty one where it has none: it says which processor is meant.
+
+    Only looked at where the processor's file does not say.
+    """
+    try:
+        return parse_config(read_object(folder / "config.json"))
+    except (UserError, KeyError):
+        return PreTrainedConfig()
+
+
+def _wants_code(described: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether the processor's file names code for what transformers has no class for, under the names it goes by."""
+    auto_map, name = described.get("auto_map"), described.get("image_processor_type")
+    if not isinstance(auto_map, dict):
+        return False
+    if "AutoImageProcessor" not in auto_map:
+        if name or "AutoFeatureExtractor" not in auto_map:
+            return False
+        name = str(described.get("feature_extractor_type") or "").replace("FeatureExtractor", "ImageProcessor")
+    name = str(name or getattr(config, "image_processor_type", "")).removesuffix("Fast")
+    if name:
+        return not any(hasattr(transformers, name + backend) for backend in ("", "Pil"))
+    return type(config) not in IMAGE_PROCESSOR_MAPPING
 
 
 @dataclass(frozen=True)
@@ -114,13 +171,15 @@ def find_images(
 
 
 def choose_images(files: ImageFiles, *, samples: int, seed: int = 0, choose: Choose = "random") -> ImageFiles:
-    """Choose `samples` of the images without replacement, kept in order.
+    """Choose `samples` of the images without replacement.
 
     Args:
         files: Those found.
         samples: How many.
         seed: Of a random choice; the same seed and number of files choose the same ones on every machine.
-        choose: "random" spreads them over all, "first" takes the first.
+        choose: "random" takes any, in random order: files sorted by path are sorted by class where each class has a
+            folder, and folds, which are runs of samples, would each hold other classes. "first" takes the first, in
+            the order given.
 
     Raises:
         UserError: There are fewer than `samples`.
@@ -136,7 +195,7 @@ def choose_images(files: ImageFiles, *, samples: int, seed: int = 0, choose: Cho
         chosen = list(range(samples))
     else:
         generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(count, generator=generator)[:samples].sort().values.tolist()
+        chosen = torch.randperm(count, generator=generator)[:samples].tolist()
     return _take(files, chosen)
 
 
@@ -149,11 +208,11 @@ class ImageSamples:
     Args:
         files: Images, with their classes or without.
         processor: The checkpoint's image processor, from `load_processor`.
-        tokens: Tokens the model makes of an image; measuring a classifier has no use for it.
+        tokens: (height, width) after preprocessing → tokens the model makes of such an image. Called when the number
+            is asked for, which measuring a classifier does not: it may refuse a model of unknown family.
         max_corrupt: Share of the images that may fail to decode.
 
     Attributes:
-        tokens: As given.
         paths: The images that decode, in order.
         labels: Their classes, int64 (N,), or None.
         skipped: Paths of those that do not decode, in order.
@@ -164,8 +223,15 @@ class ImageSamples:
             or makes something else of it than one tensor (C, H, W).
     """
 
-    def __init__(self, files: ImageFiles, processor: Any, *, tokens: int = 1, max_corrupt: float = 0.05) -> None:
-        self.tokens = tokens
+    def __init__(
+        self,
+        files: ImageFiles,
+        processor: Any,
+        *,
+        tokens: Callable[[tuple[int, int]], int],
+        max_corrupt: float = 0.05,
+    ) -> None:
+        self._tokens = tokens
         self._processor = processor
         good, bad, digest = [], [], hashlib.sha256()
         for index, path in enumerate(track(files.paths, "checking images", unit="image")):
@@ -193,10 +259,16 @@ class ImageSamples:
         self.paths = kept.paths
         self.labels = None if kept.labels is None else torch.tensor(kept.labels, dtype=torch.int64)
         self.skipped = tuple(str(path) for path, _ in bad)
-        self.size = tuple(self._pixels(self.paths[0]).shape)
+        channels, height, width = self._pixels(self.paths[0]).shape
+        self.size = (channels, height, width)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one image inside the model."""
+        return self._tokens(self.size[1:])
 
     @property
     def fingerprint(self) -> str:

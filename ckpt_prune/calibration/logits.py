@@ -34,7 +34,7 @@ def smaller_form(samples: int, head_dim: int) -> Form:
 
 
 class LogitMoments:
-    """Moments of the queries and keys of N samples in one layer, head by head; not changed once made.
+    """Moments of the queries and keys of N samples in one layer, head by head.
 
     With A_b = Q_bᵀ Q_b and B_b = K_bᵀ K_b of sample b (Q, K: tokens × d, what the logits multiply, before their scale)
     and vech the upper triangle packed row by row into p = d (d + 1) / 2 numbers, these hold either each vech(A_b) and
@@ -140,13 +140,13 @@ class LogitMoments:
         return (x.mT @ x)[..., rows, columns]
 
     def __add__(self, other: "LogitMoments") -> "LogitMoments":
-        """Moments of the samples of both; fourth-order where either is."""
+        """Moments of the samples of both; fourth-order where either is, or where that takes less room by now."""
         samples, tokens = self.samples + other.samples, self.tokens + other.tokens
-        if self.fourth is None and other.fourth is None:
-            return self._with_batches(samples, tokens, self._batches + other._batches)
         summed = self.fourth if self.fourth is not None else other.fourth
-        assert summed is not None
-        fourth = self._fourth_order(summed.dtype) + other._fourth_order(summed.dtype)
+        if summed is None and smaller_form(samples, self.head_dim) == "per-sample":
+            return self._with_batches(samples, tokens, self._batches + other._batches)
+        dtype = torch.float32 if summed is None else summed.dtype
+        fourth = self._fourth_order(dtype) + other._fourth_order(dtype)
         return LogitMoments(samples, tokens, self.heads, self.head_dim, fourth=fourth)
 
     def as_fourth(self, dtype: torch.dtype = torch.float32) -> "LogitMoments":

@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 from ckpt_prune.architectures.family import Family, LogitSpace, SpaceName
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import LogitMoments, packed_width, smaller_form
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import (
     INDEX,
-    Collect,
     Statistics,
     StatisticsIndex,
     add_block,

@@ -8,7 +8,7 @@ two folders of the same model can be summed.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Modality
+from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.calibration.streams import SpaceMoments
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 
@@ -30,7 +30,6 @@ _VECTORS = ("sum", "square", "absolute", "active")
 _LOGITS = ("queries", "keys", "fourth")
 
 
-Collect = Literal["moments", "gram", "logits"]
 BlockMoments = dict[str, SpaceMoments]
 """On-disk weight of a consumer, or of a query projection → moments of each fold."""
 
@@ -47,7 +46,7 @@ class StatisticsIndex(BaseModel):
         seed, samples, window, tokens: of the samples, windows of text or images; after adding, samples and tokens are
             totals.
         folds: moments are kept apart for this many contiguous runs of samples.
-        collect: moments (vectors), gram (Grams of consumers' inputs), logits (per-sample Grams of queries and keys).
+        collect: moments (vectors), gram (Grams of consumers' inputs), logits (moments of queries and keys).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
         consumers: consumer's on-disk weight → width, for every block.
@@ -158,8 +157,12 @@ class Statistics:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
 
-    def block(self, block: int) -> BlockMoments:
+    def block(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
         """Moments of one block: on-disk weight → one for each fold.
+
+        Args:
+            block: its index.
+            weights: those wanted; None reads all.
 
         Raises:
             UserError: the file changed since it was written, or a tensor holds NaN or Inf; the message names it.
@@ -189,10 +192,14 @@ class Statistics:
                 folds = range(self.index.folds)
                 for consumer, width in self.index.consumers.items():
                     name = consumer.format(block=block)
+                    if weights is not None and name not in weights:
+                        continue
                     found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
                 if "logits" in self.index.collect:
                     for query, (heads, head_dim) in self.index.queries.items():
                         name = query.format(block=block)
+                        if weights is not None and name not in weights:
+                            continue
                         found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): measure again") from error

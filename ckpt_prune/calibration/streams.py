@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ckpt_prune.architectures.family import LogitSpace, SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, smaller_form
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples
@@ -18,10 +19,6 @@ TOKENS_PER_BATCH = 4096
 """Tokens that go through a block together. Fixed, so that a resumed run repeats the same arithmetic."""
 
 ReadTensors = Callable[[list[str]], dict[str, Tensor]]
-
-
-SpaceMoments = tuple[Moments, ...] | tuple[LogitMoments, ...]
-"""Moments of one space, one for each fold: of the consumer's input, or of queries and keys."""
 
 
 class _LastBlockReachedError(Exception):

@@ -18,6 +18,10 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
+PROCESSOR = "preprocessor_config.json"
+"""Settings of an image processor."""
+PROCESSOR_OF_ALL = "processor_config.json"
+"""Settings of all that prepares a model's input; where it has a part `image_processor`, transformers 5 takes that."""
 _EDGE_BYTES = 4096
 _PIECE_BYTES = 256
 _PIECES = 16
@@ -41,8 +45,11 @@ def tokenizer_fingerprint(path: Path) -> str | None:
 
 
 def processor_fingerprint(path: Path) -> str | None:
-    """Hex SHA-256 over the image processor's settings in folder `path`; None where there are none."""
-    present = [name for name in ("preprocessor_config.json",) if (path / name).is_file()]
+    """Hex SHA-256 over the names and contents of the files in folder `path` that set up the image processor.
+
+    None where there are none.
+    """
+    present = [name for name in (PROCESSOR, PROCESSOR_OF_ALL) if (path / name).is_file()]
     return hashlib.sha256(canonical(sha256_files(path, present)).encode()).hexdigest() if present else None
 
 

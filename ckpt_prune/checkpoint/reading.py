@@ -22,7 +22,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _CONVERT = (
-    'convert them where they are trusted: python -c "from transformers import AutoModelForCausalLM as M; '
+    'convert them where they are trusted: python -c "from transformers import {auto} as M; '
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
 )
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -143,6 +143,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _class_name(path: Path) -> str:
+    """The transformers class that a config.json names, for a command to copy."""
+    name = next(iter(_read_config(path).get("architectures") or []), None)
+    return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
+
+
 def _read_shards(path: Path) -> dict[str, Header]:
     """Headers of all shards by sorted file name, each holding exactly the tensors that the index puts there."""
     expected = _read_index(path)
@@ -166,7 +172,7 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     index = path / INDEX
     if not index.is_file():
         pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _PICKLES)
-        convert = _CONVERT.format(path=path)
+        convert = _CONVERT.format(path=path, auto=_class_name(path))
         if pickles:
             raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")
         raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; if it was published as .bin pickles, {convert}")

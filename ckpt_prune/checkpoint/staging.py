@@ -7,6 +7,7 @@ journal of the units that are safely on disk, so that a killed run can go on whe
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,3 +226,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written.
+    """
+    with (
+        disk_failures(path),
+        tempfile.TemporaryDirectory(prefix=".ckpt-prune-", dir=path.absolute().parent) as scratch,
+    ):
+        whole = Path(scratch) / path.name
+        whole.write_bytes(text.encode())
+        sync(whole)
+        whole.replace(path)

@@ -25,7 +25,7 @@ from ckpt_prune.cli.options import (
     "--collect",
     metavar="KIND[,KIND...]",
     help="moments: vectors only, enough for scores and bias compensation; gram: also the Gram of every consumer's "
-    "input, which rotation, ridge and the other closed forms need; logits: per-sample Grams of queries and keys, for "
+    "input, which rotation, ridge and the other closed forms need; logits: moments of queries and keys, for "
     "pruning q and k. [default: all that the model's family can use]",
 )
 @click.option(

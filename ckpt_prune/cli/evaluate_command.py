@@ -1,6 +1,7 @@
 """`ckpt-prune evaluate`."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckpt_prune.cli.options import (
     json_option,
     options_of,
     table,
+    trust_option,
 )
 
 NAMED = 10
@@ -29,9 +31,7 @@ NAMED = 10
 @click.option(
     "--include-path", type=click.Path(path_type=Path), help="Folder with lm-eval task files of your own, for --tasks."
 )
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run the code a checkpoint brings with it (auto_map); read it first."
-)
+@trust_option
 @device_option
 @json_option
 def command(
@@ -39,7 +39,7 @@ def command(
     against: str | None,
     tasks: str | None,
     include_path: Path | None,
-    trust_remote_code: bool,
+    trust: bool,
     device: str,
     as_json: bool,
     **options: Any,
@@ -51,7 +51,8 @@ def command(
     window is printed with every figure. KL is the mean over scored tokens of KL(MODEL2 || MODEL), in nats.
 
     Images: top-1 and top-5 of an image classifier, and with --against how often both put the same class first and the
-    mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow.
+    mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --limit takes
+    images at random (seed 0): the first ones would be those of the first classes.
 
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked; a base model without a head
     is compared by the cosine of its features with those of MODEL2.
@@ -77,12 +78,12 @@ def command(
         if evaluation.text or evaluation.window is not None or tasks is not None:
             raise UserError("--images does not go with --text, --window or --tasks")
         reference = resolve(against) if against else None
-        _classification(resolve(model), reference, evaluation, target, as_json, trust_remote_code)
+        _pictures(resolve(model), reference, evaluation, target, as_json, trust)
         return
     if tasks is not None:
         if evaluation.text or evaluation.window is not None or against is not None:
             raise UserError("--tasks does not go with --text, --window or --against")
-        if trust_remote_code:
+        if trust:
             raise UserError("--tasks never runs a checkpoint's own code: --trust-remote-code does not go with it")
         from ckpt_prune.evaluation.harness import run_tasks
 
@@ -100,14 +101,14 @@ def command(
             "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
         )
     reference = resolve(against) if against else None
-    _text(resolve(model), reference, evaluation, target, as_json, trust_remote_code)
+    _text(resolve(model), reference, evaluation, target, as_json, trust)
 
 
 def _text(
     folder: Path, reference: Path | None, options: EvaluationOptions, device: Any, as_json: bool, trust: bool
 ) -> None:
     from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
-    from ckpt_prune.cli.evaluate_encoder import auto_class_of, evaluate_encoder
+    from ckpt_prune.cli.evaluate_encoder import auto_class_of, check_same_kind, evaluate_encoder
     from ckpt_prune.errors import UserError
 
     for path in (folder, reference):
@@ -117,6 +118,7 @@ def _text(
             raise UserError(f"{path} is a vision model: --text does not go with it; measure it with --images")
     if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
         raise UserError(f"{folder} and {reference} have different tokenizers: their perplexities cannot be compared")
+    check_same_kind(folder, reference)
     if auto_class_of(folder) == "AutoModelForCausalLM":
         _perplexity(folder, reference, options, device, as_json, trust)
     else:
@@ -156,34 +158,65 @@ def _perplexity(
     click.echo(f"\nKL divergence {found.kl:.4f} nats per token, top-1 agreement {found.top1_agreement:.1%}")
 
 
-def _classification(
+def _pictures(
     folder: Path, reference: Path | None, options: EvaluationOptions, device: Any, as_json: bool, trust: bool
 ) -> None:
-    from ckpt_prune.architectures.family import family_of
-    from ckpt_prune.architectures.skeleton import parse_config
-    from ckpt_prune.calibration.images import ImageFiles, ImageSamples, find_images, load_processor
-    from ckpt_prune.cli.evaluate_encoder import auto_class_of, evaluate_features
+    """Measure a model of images: a classifier by its classes, a base model by its features."""
+    from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images
+    from ckpt_prune.cli.evaluate_encoder import auto_class_of, check_same_kind, evaluate_features, reference_of_base
     from ckpt_prune.errors import UserError
-    from ckpt_prune.evaluation.classification import classify, compare_classifiers
-    from ckpt_prune.evaluation.loading import load_model, read_config
 
     assert options.images is not None
+    base = None
     if _is_vision(folder) and auto_class_of(folder) == "AutoModel":
-        found_images = find_images(options.images, labels=options.labels, split="eval")
-        limited_images = ImageFiles(found_images.paths[: options.limit], None)
-        pictures = ImageSamples(
-            limited_images, load_processor(folder, trust_remote_code=trust), max_corrupt=options.max_corrupt
+        base = reference_of_base(folder, reference)
+        check_same_kind(folder, base)
+    classes = _shared_classes(folder, reference) if base is None else None
+    processor = _shared_processor(folder, reference, trust)
+    files = find_images(options.images, labels=options.labels, split="eval", id2label=classes)
+    if files.labels is None and reference is None:
+        raise UserError(
+            f"{options.images}: images without classes say nothing of one model; give --labels FILE, a sub-folder per "
+            "class, or --against MODEL2"
         )
-        config = read_config(folder)
-        pictures.tokens = family_of(config).image_tokens(parse_config(config), pictures.size[-2:])
-        evaluate_features(folder, reference, pictures, device, as_json, trust)
-        return
+    if options.limit is not None:
+        files = choose_images(files, samples=min(options.limit, len(files.paths)), seed=0)
+    samples = ImageSamples(files, processor, tokens=_tokens_of(folder), max_corrupt=options.max_corrupt)
+    skipped = sorted(samples.skipped)
+    if base is not None:
+        evaluate_features(folder, base, samples, device, as_json, trust, skipped=skipped)
+    else:
+        _classification(folder, reference, samples, device, as_json, trust, skipped)
+    if not as_json:
+        _print_skipped(skipped)
+
+
+def _tokens_of(folder: Path) -> Callable[[tuple[int, int]], int]:
+    """Tokens of an image of a size; asked only of base models, whose family is known."""
+    from ckpt_prune.architectures.family import family_of
+    from ckpt_prune.architectures.skeleton import parse_config
+    from ckpt_prune.evaluation.loading import read_config
+
+    config = read_config(folder)
+    return lambda size: family_of(config).image_tokens(parse_config(config), size)
+
+
+def _shared_classes(folder: Path, reference: Path | None) -> dict[int, str]:
+    from ckpt_prune.errors import UserError
+
     classes = _classes(folder)
     if reference is not None and len(_classes(reference)) != len(classes):
         raise UserError(
             f"{folder} and {reference} have {len(classes)} and {len(_classes(reference))} classes: "
             "their figures cannot be compared"
         )
+    return classes
+
+
+def _shared_processor(folder: Path, reference: Path | None, trust: bool) -> Any:
+    from ckpt_prune.calibration.images import load_processor
+    from ckpt_prune.errors import UserError
+
     processor = load_processor(folder, trust_remote_code=trust)
     if reference is not None:
         other = load_processor(reference, trust_remote_code=trust)
@@ -191,15 +224,15 @@ def _classification(
             raise UserError(
                 f"{folder} and {reference} have different image processors: their figures cannot be compared"
             )
-    files = find_images(options.images, labels=options.labels, split="eval", id2label=classes)
-    if files.labels is None and reference is None:
-        raise UserError(
-            f"{options.images}: images without classes say nothing of one model; give --labels FILE, a sub-folder per "
-            "class, or --against MODEL2"
-        )
-    limited = ImageFiles(files.paths[: options.limit], None if files.labels is None else files.labels[: options.limit])
-    samples = ImageSamples(limited, processor, max_corrupt=options.max_corrupt)
-    skipped = list(samples.skipped)
+    return processor
+
+
+def _classification(
+    folder: Path, reference: Path | None, samples: Any, device: Any, as_json: bool, trust: bool, skipped: list[str]
+) -> None:
+    from ckpt_prune.evaluation.classification import classify, compare_classifiers
+    from ckpt_prune.evaluation.loading import load_model
+
     model = load_model(folder, device=device, trust_remote_code=trust)
     if reference is None:
         score = classify(model, samples)
@@ -208,7 +241,6 @@ def _classification(
             echo_json(_accuracy_json(folder, score) | alone | {"skipped": skipped})
         else:
             click.echo(_accuracy_table([(folder, score)]))
-            _print_skipped(skipped)
         return
     found = compare_classifiers(model, load_model(reference, device=device, trust_remote_code=trust), samples)
     if as_json:
@@ -225,7 +257,6 @@ def _classification(
         return
     click.echo(_accuracy_table([(folder, found.score), (reference, found.reference_score)]))
     click.echo(f"\nKL divergence {found.kl:.4f} nats per image, top-1 agreement {found.agreement:.1%}")
-    _print_skipped(skipped)
 
 
 def _is_vision(folder: Path) -> bool:

@@ -2,11 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_prune.cli.options import EvaluationOptions, echo_json, table
+
+if TYPE_CHECKING:
+    from ckpt_prune.calibration.samples import Samples
 
 MASKED = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
 
@@ -18,6 +21,34 @@ def auto_class_of(folder: Path) -> str:
     return auto_class(read_config(folder))
 
 
+def check_same_kind(folder: Path, reference: Path | None) -> None:
+    """Refuse a reference that gives something else than what is measured: other predictions, or none.
+
+    Raises:
+        UserError: the Auto classes differ, but for the two of masked language models.
+    """
+    from ckpt_prune.errors import UserError
+
+    if reference is None:
+        return
+    ours, theirs = auto_class_of(folder), auto_class_of(reference)
+    if ours != theirs and not {ours, theirs} <= set(MASKED):
+        raise UserError(f"{folder} loads as {ours}, {reference} as {theirs}: what they give cannot be compared")
+
+
+def reference_of_base(folder: Path, reference: Path | None) -> Path:
+    """The reference that a base model needs.
+
+    Raises:
+        UserError: there is none.
+    """
+    from ckpt_prune.errors import UserError
+
+    if reference is None:
+        raise UserError(f"{folder} has no head, so there is nothing to score: compare it with --against MODEL2")
+    return reference
+
+
 def evaluate_encoder(
     folder: Path, reference: Path | None, options: EvaluationOptions, device: Any, as_json: bool, trust: bool
 ) -> None:
@@ -26,6 +57,7 @@ def evaluate_encoder(
     Raises:
         UserError: it does neither, or has no reference to compare its features with.
     """
+    from ckpt_prune.calibration.samples import TokenWindows
     from ckpt_prune.calibration.text import (
         evaluation_windows,
         frame_length,
@@ -38,23 +70,22 @@ def evaluate_encoder(
 
     assert options.window is not None
     auto = auto_class_of(folder)
+    base = reference_of_base(folder, reference) if auto == "AutoModel" else None
+    if base is None and auto not in MASKED:
+        raise UserError(
+            f"{folder} is a {auto.removeprefix('AutoModelFor')} model: evaluate measures causal and masked language "
+            "models, image classifiers, and base models against another"
+        )
     tokenizer = load_tokenizer(folder)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
     windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.limit), tokenizer)
-    if auto in MASKED:
-        _masked(folder, reference, tokenizer, windows, device, as_json, trust)
-    elif auto == "AutoModel":
-        from ckpt_prune.calibration.samples import TokenWindows
-
-        evaluate_features(folder, reference, TokenWindows(windows), device, as_json, trust)
+    if base is not None:
+        evaluate_features(folder, base, TokenWindows(windows), device, as_json, trust)
     else:
-        raise UserError(
-            f"{folder} is an {auto.removeprefix('AutoModelFor')} model: evaluate measures causal and masked language "
-            "models, image classifiers, and base models against another"
-        )
+        _masked(folder, reference, tokenizer, windows, device, as_json, trust)
 
 
 def _masked(
@@ -98,32 +129,54 @@ def _masked(
 
 
 def evaluate_features(
-    folder: Path, reference: Path | None, samples: Any, device: Any, as_json: bool, trust: bool
+    folder: Path,
+    reference: Path,
+    samples: "Samples",
+    device: Any,
+    as_json: bool,
+    trust: bool,
+    *,
+    skipped: list[str] | None = None,
 ) -> None:
     """Compare the features of two base models.
 
+    Args:
+        folder: the model.
+        reference: the one it was made from.
+        samples: what both read.
+        device: where both run.
+        as_json: print JSON instead of a table.
+        trust: run code that a folder brings.
+        skipped: images that do not decode, for JSON; None for text.
+
     Raises:
-        UserError: there is no reference.
+        UserError: a model does not load or does not take the samples, or the features cannot be compared.
     """
+    from ckpt_prune.calibration.samples import TokenWindows
     from ckpt_prune.errors import UserError
     from ckpt_prune.evaluation.features import compare_features
+    from ckpt_prune.evaluation.forward import check_windows
     from ckpt_prune.evaluation.loading import load_model
 
-    if reference is None:
-        raise UserError(f"{folder} has no head, so there is nothing to score: compare it with --against MODEL2")
-    model = load_model(folder, device=device, trust_remote_code=trust)
-    found = compare_features(model, load_model(reference, device=device, trust_remote_code=trust), samples)
+    models = [load_model(path, device=device, trust_remote_code=trust) for path in (folder, reference)]
+    if isinstance(samples, TokenWindows):
+        for each in models:
+            check_windows(each, samples.windows)
+    try:
+        found = compare_features(models[0], models[1], samples)
+    except ValueError as error:  # what transformers' vision models raise for images of another size
+        reason = " ".join(str(error).split())
+        raise UserError(f"the models do not take what they are to be compared on: {reason[:300]}") from error
     if as_json:
-        echo_json(
-            {
-                "model": str(folder),
-                "against": str(reference),
-                "cosine": found.cosine,
-                "relative_error": found.relative_error,
-                "samples": found.samples,
-                "tokens": found.tokens,
-            }
-        )
+        figures = {
+            "model": str(folder),
+            "against": str(reference),
+            "cosine": found.cosine,
+            "relative_error": found.relative_error,
+            "samples": found.samples,
+            "tokens": found.tokens,
+        }
+        echo_json(figures if skipped is None else figures | {"skipped": skipped})
         return
     rows = [[str(folder), f"{found.cosine:.4f}", f"{found.relative_error:.4f}", f"{found.tokens:,}"]]
     click.echo(table(["features of", "cosine", "relative error", "tokens"], rows))

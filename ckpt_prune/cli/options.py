@@ -75,7 +75,9 @@ class EvaluationOptions(BaseModel):
         description="CSV with columns file, label and perhaps split (eval). [default: labels.csv in or beside DIR]",
     )
     max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
-    limit: int | None = Field(None, ge=1, description="Use only this many windows, images or examples of a task.")
+    limit: int | None = Field(
+        None, ge=1, description="Use only this many windows, images (chosen at random, seed 0) or examples of a task."
+    )
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
     )
@@ -151,7 +153,9 @@ ratio_option = click.option(
     help="Share of units to drop in every space, in place of the recipe's.",
 )
 container_option = click.option(
-    "--container", help="Force what the output is stored as: a stock model_type, or remote for remote code."
+    "--container",
+    help="What the output is stored as: a stock model_type, remote for remote code, any for remote code where nothing "
+    "stock fits, or padded for a stock class with zeros where it has no narrower shape.",
 )
 set_option = click.option(
     "--set",
@@ -166,8 +170,9 @@ trust_option = click.option(
     "--trust-remote-code",
     "trust",
     is_flag=True,
-    help="Accept a MODEL whose config.json or image processor asks for code of its own. The processor's code is run; "
-    "the model's is not, except by evaluate: the stock class of its model_type is used, if every tensor fits it.",
+    help="Accept a MODEL whose config.json or image processor asks for code of its own. The processor's is run where "
+    "transformers has no such class; the model's is not, except by evaluate: the stock class of its model_type "
+    "is used, if every tensor fits it. A tokenizer's never is, and code is not downloaded from the Hub.",
 )
 
 

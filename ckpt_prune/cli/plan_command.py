@@ -1,6 +1,5 @@
 """`ckpt-prune plan`."""
 
-import tempfile
 from pathlib import Path
 
 import click
@@ -54,15 +53,15 @@ def command(
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
-    from ckpt_prune.checkpoint.staging import refuse_overlap
+    from ckpt_prune.checkpoint.staging import refuse_overlap, write_whole
     from ckpt_prune.cli.setup import (
         build_job,
         cost_rows,
         few_tokens,
-        held_out_lines,
         kept_line,
         open_source,
         resolve_device,
+        warning_lines,
         with_container,
     )
     from ckpt_prune.errors import UserError
@@ -90,7 +89,7 @@ def command(
     job.checkpoint.check_finite()
     plan = make_plan(job)
     if out is not None:
-        _write(out, plan.to_json())
+        write_whole(out, plan.to_json())
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return
@@ -118,7 +117,7 @@ def command(
     few = few_tokens(job, errors="above")
     if few:
         click.echo(few)
-    for line in held_out_lines([site.model_dump() for site in plan.sites]):
+    for line in warning_lines([site.model_dump() for site in plan.sites]):
         click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
@@ -140,11 +139,3 @@ def _check_place(out: Path, overwrite: bool) -> None:
             raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.absolute().parent} does not exist")
-
-
-def _write(out: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    with tempfile.TemporaryDirectory(prefix=".ckpt-prune-plan-", dir=out.absolute().parent) as scratch:
-        whole = Path(scratch) / "plan.json"
-        whole.write_text(text, encoding="utf-8")
-        whole.replace(out)

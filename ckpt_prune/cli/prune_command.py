@@ -85,11 +85,11 @@ def command(
         build_job,
         cost_rows,
         has_data,
-        held_out_lines,
         kept_line,
         live_samples,
         open_source,
         resolve_device,
+        warning_lines,
         with_container,
     )
     from ckpt_prune.errors import UserError
@@ -166,7 +166,7 @@ def command(
     click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
     click.echo(kept_line(ready))
     _print_errors(report)
-    for line in held_out_lines(report["sites"]):
+    for line in warning_lines(report["sites"]):
         click.echo(line)
     if report["lambda_search"]:
         click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")

@@ -1,7 +1,6 @@
 """`ckpt-prune report`."""
 
 import os
-import tempfile
 from pathlib import Path
 
 import click
@@ -25,13 +24,14 @@ def command(source: Path, out: Path | None, overwrite: bool) -> None:
       ckpt-prune report OUT
       ckpt-prune report plan.json -o plan.html
     """
+    from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.reporting.page import page
     from ckpt_prune.reporting.reading import read_document
 
     document = read_document(source)
     target = _default(source) if out is None else out
     _check_place(source, target, overwrite)
-    _write(target, page(document))
+    write_whole(target, page(document))
     click.echo(f"report written to {target}")
 
 
@@ -70,17 +70,3 @@ def _check_place(source: Path, out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} exists: choose another name or say --overwrite")
     if not out.is_file() or MARKER.encode() not in out.read_bytes():
         raise UserError(f"{out} exists and is not a report: it is not overwritten")
-
-
-def _write(out: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    from ckpt_prune.checkpoint.staging import disk_failures, sync
-
-    with (
-        disk_failures(out),
-        tempfile.TemporaryDirectory(prefix=".ckpt-prune-report-", dir=out.absolute().parent) as scratch,
-    ):
-        whole = Path(scratch) / "report.html"
-        whole.write_bytes(text.encode())
-        sync(whole)
-        whole.replace(out)

@@ -1,6 +1,7 @@
 """What commands share between their options and the library: devices, windows and jobs."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import click
 import torch
 
 from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
 from ckpt_prune.calibration.samples import Samples, TokenWindows
@@ -23,11 +25,12 @@ from ckpt_prune.calibration.text import (
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.cli.options import CalibrationOptions, ImageOptions
 from ckpt_prune.errors import UserError
-from ckpt_prune.loading import remote_class
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.job import Job, LiveSamples
 
+SOLVED = 1e-6
+"""Relative residual below which a logit solve is as good as the float32 moments it was made from."""
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
 """Samples where none are asked for: windows, and at most so many of the images there are (CORP's number)."""
 
@@ -76,11 +79,6 @@ def open_source(model: str, *, trust: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def default_window(checkpoint: Checkpoint) -> int:
-    """The model's context length, at most 2048."""
-    return min(2048, int(checkpoint.config.get("max_position_embeddings", 2048)))
-
-
 def has_data(calibration: CalibrationOptions, images: ImageOptions) -> bool:
     """Whether there is something to calibrate on.
 
@@ -89,6 +87,8 @@ def has_data(calibration: CalibrationOptions, images: ImageOptions) -> bool:
     """
     if calibration.text and images.images is not None:
         raise UserError("give --text or --images, not both")
+    if images.images is None and images.labels is not None:
+        raise UserError("--labels goes with --images")
     return bool(calibration.text) or images.images is not None
 
 
@@ -113,12 +113,14 @@ def chosen_samples(
         return _images(checkpoint, family, calibration, images, trust)
     if images.images is not None:
         raise UserError(f"{checkpoint.path} reads text: calibrate it with --text FILE")
-    window = calibration.window or default_window(checkpoint)
+    window = calibration.window or family.tokens(parse_config(checkpoint.config))
     limit = checkpoint.config.get("max_position_embeddings")
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
     tokenizer = load_tokenizer(checkpoint.path)
     # A causal model reads one long text; an encoder reads each window between its own opening and closing tokens.
+    if not family.causal and calibration.bos != "auto":
+        raise UserError("--bos is for causal language models: an encoder reads each window between its own tokens")
     frame = 0 if family.causal else frame_length(tokenizer)
     stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
     windows = calibration_windows(
@@ -139,8 +141,8 @@ def _images(
     found = find_images(options.images, labels=options.labels, split="calib")
     count = calibration.samples or min(len(found.paths), MOST_IMAGES)
     chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
-    samples = ImageSamples(chosen, processor, max_corrupt=options.max_corrupt)
-    samples.tokens = family.image_tokens(parse_config(checkpoint.config), samples.size[-2:])
+    tokens = partial(family.image_tokens, parse_config(checkpoint.config))
+    samples = ImageSamples(chosen, processor, tokens=tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
         named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
         click.echo(f"{len(samples.skipped)} of {count} images do not decode and are left out: {named}", err=True)
@@ -223,19 +225,27 @@ def cost_rows(job: Job) -> list[list[str]]:
     before: dict[str, Any] = job.before.model_dump()
     after: dict[str, Any] = job.after.model_dump()
     for key, show in (("parameters", human_count), ("bytes", human_bytes), ("flops", human_count)):
-        sample = "image" if job.family.modality == "image" else f"{before['tokens']} tokens"
-        name = f"FLOPs / {sample}" if key == "flops" else key
+        name = f"FLOPs / {before['tokens']} tokens" if key == "flops" else key
         rows.append([name, show(before[key]), show(after[key]), f"{after[key] / before[key]:.1%}"])
     return rows
 
 
-def held_out_lines(sites: list[dict[str, Any]]) -> list[str]:
-    """What cross-validation over folds says of the compensation: where it does not help on samples it has not seen."""
-    known = [s for s in sites if s["error_held_out"] is not None and s["error_uncompensated"] is not None]
+def warning_lines(sites: list[dict[str, Any]]) -> list[str]:
+    """What a user should know of single sites: solves that stopped short, and compensation that does not help.
+
+    The latter is what cross-validation over folds says: on samples that the fit has not seen.
+    """
+    lines = [
+        f"the logits of block {s['block']} are not solved to the end (relative residual {s['residual']:.1g}): "
+        "use more samples or a larger lambda"
+        for s in sites
+        if (s["residual"] or 0.0) > SOLVED
+    ]
+    known = [s for s in sites if s["error_held_out"] is not None and s["method"] != "none"]
     if not known:
-        return []
+        return lines
     mean = sum(s["error_held_out"] for s in known) / len(known)
-    lines = [f"mean error on held-out folds, compensated: {mean:.4f}"]
+    lines.append(f"mean error on held-out folds, compensated: {mean:.4f}")
     worse = [f"{s['space']} of block {s['block']}" for s in known if s["error_held_out"] > s["error_uncompensated"]]
     if worse:
         named = ", ".join(worse[:5]) + (f" and {len(worse) - 5} more" if len(worse) > 5 else "")

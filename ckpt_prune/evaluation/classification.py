@@ -10,8 +10,10 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
+from ckpt_prune.architectures.family import described, known_families
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import auto_class
 from ckpt_prune.progress import track
 
 BATCH_PIXELS = 32 * 224 * 224
@@ -45,7 +47,9 @@ class ClassifierComparison:
 
 
 def is_vision(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model that reads images alone; in doubt not."""
+    """Whether a config.json is of a model that reads images alone: by its family, or by transformers; in doubt not."""
+    if config.get("model_type") in known_families():
+        return described(config).modality == "image"
     architectures = _architectures(config)
     if any("ImageClassification" in name for name in architectures):
         return True
@@ -56,6 +60,8 @@ def is_vision(config: dict[str, Any]) -> bool:
 
 def is_classifier(config: dict[str, Any]) -> bool:
     """Whether a config.json is of an image classifier: by the class it names, or its model type where it names none."""
+    if config.get("model_type") in known_families():
+        return auto_class(config) == "AutoModelForImageClassification"
     architectures = _architectures(config)
     return any("ImageClassification" in name for name in architectures) or (not architectures and is_vision(config))
 

@@ -49,4 +49,4 @@ def compare_features(model: PreTrainedModel, reference: PreTrainedModel, samples
         tokens += ours.shape[0] * ours.shape[1]
     if not energy < float("inf") or not error < float("inf"):
         raise UserError("the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype")
-    return FeatureComparison(cosine / tokens, error / energy if energy else 0.0, len(samples), tokens)
+    return FeatureComparison(cosine / tokens, error / energy if energy else float(error > 0), len(samples), tokens)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import described, known_families
+from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.errors import UserError
 
 
@@ -37,7 +39,7 @@ def load_model(
     folder: Path,
     *,
     device: torch.device | str,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a WHOLE model into memory for evaluation, in evaluation mode.
@@ -48,30 +50,16 @@ def load_model(
     Args:
         folder: A checkpoint folder.
         device: Where the model goes.
-        dtype: Of its parameters. None is float32 on CPU, where bf16 is slow, and the checkpoint's own elsewhere.
+        dtype: Of its parameters; "auto" is the checkpoint's own. None is float32 on CPU, where bf16 is slow, and the
+            checkpoint's own elsewhere.
         trust_remote_code: Run code that the folder brings, where it is not this tool's.
 
     Raises:
         UserError: The folder wants remote code that is not ours, does not load, or lacks tensors of its model.
     """
-    if dtype is None and torch.device(device).type == "cpu":
-        dtype = torch.float32
-    config = read_config(folder)
-    if config.get("auto_map"):
-        from ckpt_prune.loading import load, remote_class  # here: the rest does without our own loader
-
-        try:
-            ours = remote_class(config, folder) is not None
-        except UserError as error:
-            if not trust_remote_code:
-                raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
-            ours = False
-        if ours:
-            with quiet_transformers():
-                return load(folder, device=device, dtype=dtype).eval()
-        model, report = stock_load(folder, dtype=dtype, trust_remote_code=True)
-    else:
-        model, report = stock_load(folder, dtype=dtype)
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
+    model, report = load_reported(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     wanting = (*report.missing, *report.mismatched)
     if wanting:
         more = f" and {len(wanting) - 1} more" if len(wanting) > 1 else ""
@@ -82,35 +70,55 @@ def load_model(
     return model.to(device)
 
 
-def stock_load(
-    folder: Path, *, dtype: torch.dtype | None = None, auto: str | None = None, trust_remote_code: bool = False
+def load_reported(
+    folder: Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    auto: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, LoadReport]:
-    """Load a folder as its Auto class's `from_pretrained` does for anyone, on CPU, and say what did not fit.
+    """Load a folder as `from_pretrained` does for anyone, on CPU, and say what did not fit.
+
+    An output of this tool with remote code is built by the same implementation inside this package; its file is not
+    run.
 
     Args:
         folder: A checkpoint folder, single-file or sharded. Pickles are not read.
-        dtype: Of the parameters; None is the checkpoint's own.
-        auto: The Auto class; that of the architecture in config.json by default.
-        trust_remote_code: Run the folder's own code, if any.
+        dtype: Of the parameters; "auto" is the checkpoint's own.
+        auto: The Auto class of a stock model; that of the architecture in config.json by default.
+        trust_remote_code: Run the folder's own code, where it is not this tool's.
 
     Raises:
-        UserError: transformers cannot load the folder at all.
+        UserError: The folder wants remote code that is not ours and not trusted, or transformers cannot load it at all.
     """
-    loader: Any = getattr(transformers, auto or auto_class(read_config(folder)))
+    raw = read_config(folder)
+    try:
+        ours = remote_class(raw, folder)
+        foreign = False
+    except UserError as error:
+        if not trust_remote_code:
+            raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
+        ours, foreign = None, True
+    loader: Any = getattr(transformers, auto or auto_class(raw))
+    options: dict[str, Any] = {"trust_remote_code": foreign}
     with quiet_transformers():
         try:
+            if ours is not None:
+                loader = getattr(modeling_pruned, ours)
+                options = {"config": AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)}
             model, info = loader.from_pretrained(
                 folder,
                 local_files_only=True,
-                trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name, where transformers would stop with a table
                 output_loading_info=True,
-                dtype=dtype or "auto",
+                dtype=dtype,
+                **options,
             )
         except Exception as error:  # transformers raises anything here, from OSError to safetensors' own type
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{folder}: stock transformers cannot load it: {reason[:300]}") from error
+            by = "transformers" if foreign or ours else "stock transformers"
+            raise UserError(f"{folder}: {by} cannot load it: {reason[:300]}") from error
     mismatched = (f"{name}: {tuple(stored)}, {tuple(wanted)}" for name, stored, wanted in info["mismatched_keys"])
     report = LoadReport(
         missing=tuple(sorted(info["missing_keys"])),
@@ -153,11 +161,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def auto_class(config: dict[str, Any]) -> str:
-    """The Auto class of the architecture that a config names: by its family where that is known, else by its name."""
+    """The Auto class of a config.json: of its family's class where the family is known, else by the class's name."""
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix("Pruned")
-    if config.get("model_type") in known_families():
-        return described(config).of(name).auto_class if name in described(config).architectures else _by_name(name)
-    return _by_name(name)
+    if config.get("model_type") not in known_families():
+        return _by_name(name)
+    family = described(config)
+    if name and name not in family.architectures:
+        return _by_name(name)
+    return family.of(name or family.architecture).auto_class
 
 
 def _by_name(architecture: str) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows, logits
-from ckpt_prune.evaluation.loading import LoadReport, stock_load
+from ckpt_prune.evaluation.loading import LoadReport, load_reported
 
 
 def stock_load_report(folder: Path, auto: str | None = None) -> LoadReport:
@@ -22,7 +22,7 @@ def stock_load_report(folder: Path, auto: str | None = None) -> LoadReport:
     Raises:
         UserError: transformers cannot load the folder at all.
     """
-    return stock_load(folder, auto=auto)[1]
+    return load_reported(folder, auto=auto)[1]
 
 
 @torch.inference_mode()

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 
-from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
+from ckpt_prune.architectures.family import Family, SpaceName
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.evaluation.parity import stock_load_report
-from ckpt_prune.loading import load, remote_class
 from ckpt_prune.progress import track
 from ckpt_prune.transform.containers import Container
 from ckpt_prune.transform.layout import check_shapes
@@ -129,16 +128,10 @@ def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
-    if remote is not None:
-        # The shapes were compared with the class itself above; this shows that it can be built and filled.
-        try:
-            with quiet_transformers():
-                load(checkpoint.path)
-        except Exception as error:  # transformers raises anything here
-            return False, f"ckpt_prune.load: {' '.join(str(error).split())[:300]}"
-        return True, f"{remote} (remote code) by ckpt_prune.load"
     family = fitting_family(checkpoint)
     found = stock_load_report(checkpoint.path, family.auto_class)
+    if found.clean and remote is not None:
+        return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
     if found.clean:
         return True, f"{family.architecture} by stock transformers: no key missing, unexpected or mismatched"
     parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
@@ -166,7 +159,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[b
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {site.space: site for site in report.sites if site.block == block}
         for site in sites.values():
-            if not set(site.kept) <= set(range(site.units)) or site.units != _units(family, config, site.space):
+            if not set(site.kept) <= set(range(site.units)) or site.units != family.site_units(config, site.space):
                 return False, f"{REPORT} keeps units of {site.space} in block {block} that the dense model has not"
         in_heads = {
             family.tensor(block, module, kind)
@@ -186,11 +179,6 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[b
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit"
 
 
-def _units(family: Family, config: Any, space: SpaceName) -> int:
-    heads = family.dimension(config, "query_heads") if space == "qk" else 1
-    return family.units(config, space) * heads
-
-
 def _producer_rows(
     family: Family, config: Any, block: int, sites: Mapping[SpaceName, _Site], dense: Checkpoint
 ) -> list[tuple[str, torch.Tensor]]:
@@ -198,9 +186,8 @@ def _producer_rows(
     rows: dict[str, torch.Tensor] = {}
     folded: set[str] = set()
     for site in sites.values():
-        kept, description = torch.tensor(site.kept, dtype=torch.int64), family.spaces[site.space]
-        producers = description.producers if isinstance(description, ColumnSpace) else None
-        for module, stacked in (producers or dict.fromkeys(family.modules(site.space), 1)).items():
+        kept = torch.tensor(site.kept, dtype=torch.int64)
+        for module, stacked in family.producers(site.space).items():
             if site.method == "logit":
                 folded.add(module)
             for kind in ("weight", "bias"):

@@ -41,6 +41,7 @@ class SitePlan(_Record):
             tokens, or of the logits, without and with compensation; None without second moments.
         error_held_out: the compensated error on each fold when fitted on the others; None with one fold or unless
             asked for.
+        residual: of q and k, the relative residual that conjugate gradients stopped at, the largest over heads.
         j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, of logits per sample; None
             unless asked for.
         width, effective_rank, k95, active: of the consumer's input in the dense model (`compensation.spectrum`, CORP
@@ -59,6 +60,7 @@ class SitePlan(_Record):
     error_uncompensated: float | None = None
     error_compensated: float | None = None
     error_held_out: float | None = None
+    residual: float | None = None
     j0: float | None = None
     floor: float | None = None
     rho2: float | None = None

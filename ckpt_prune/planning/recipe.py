@@ -11,7 +11,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from ckpt_prune.architectures.family import SpaceName
-from ckpt_prune.calibration.statistics import Collect
+from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS, Traits
 from ckpt_prune.errors import UserError
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
@@ -121,7 +121,7 @@ class Recipe(_Strict):
     target: Literal["dense", "sequential"] = Field(
         "dense",
         description="dense: moments of the unpruned model; sequential: measured block by block on the pruned prefix "
-        "(needs text; given statistics instead, the dense cache is used).",
+        "(needs text or images; given statistics instead, the dense cache is used).",
     )
     true_sequential: bool = Field(
         True,

@@ -15,9 +15,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import Family, SpaceName, family_of, load_family
+from ckpt_prune.architectures.remote import REMOTE_MODULE
 from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
 from ckpt_prune.errors import UserError
-from ckpt_prune.loading import REMOTE_MODULE
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
 
@@ -199,12 +199,13 @@ def choose_container(
             "blocks would differ in width, which no stock model can load: say widths: per_layer in the recipe "
             "to accept remote code"
         )
-    if requested == ANY:
+    if requested == ANY and not uneven:
         try:
             return choose_container(family, raw_config, widths, biases, per_layer=per_layer)
-        except UserError:
-            requested = REMOTE
-    if uneven and requested not in ("auto", REMOTE):
+        except NothingFitsError as error:
+            made = choose_container(family, raw_config, widths, biases, requested=REMOTE, per_layer=per_layer)
+            return replace(made, note=_remote_note(made.model_type, str(error.reasons[0])))
+    if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()
     if requested == PADDED:
@@ -212,7 +213,7 @@ def choose_container(
         widths = [{s: family.units(config, s) if s in padded else n for s, n in w.items()} for w in widths]
     remote = uneven or requested == REMOTE
     names = [family.model_type, *family.stand_ins]
-    if requested not in ("auto", REMOTE, PADDED):
+    if requested not in ("auto", ANY, REMOTE, PADDED):
         if requested not in names:
             raise UserError(
                 f"container {requested!r} cannot hold a {family.model_type}: {', '.join(names)} or remote can"
@@ -235,7 +236,24 @@ def choose_container(
             "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
             "which saves nothing there"
         )
-    raise UserError(f"no stock container fits: {'; '.join(reasons)}. {advice}")
+    raise NothingFitsError(reasons, advice)
+
+
+class NothingFitsError(UserError):
+    """No stock class can hold an output.
+
+    Args:
+        reasons: why each candidate cannot.
+        advice: what to do.
+    """
+
+    def __init__(self, reasons: list[str], advice: str) -> None:
+        super().__init__(f"no stock container fits: {'; '.join(reasons)}. {advice}")
+        self.reasons = reasons
+
+
+def _remote_note(model_type: str, why: str) -> str:
+    return f"stored as {model_type} with remote code ({why}): load with ckpt_prune.load or trust_remote_code"
 
 
 def _with_padding(container: Container, padded: frozenset[SpaceName]) -> Container:
@@ -289,6 +307,5 @@ def _build(
     if overrides:
         values["per_layer_config"] = overrides
     reason = next(iter(stockless(candidate, config, widths).values()), "on request") if same else "on request"
-    why = "blocks differ in width" if overrides else reason
-    note = f"stored as {candidate.model_type} with remote code ({why}): load with ckpt_prune.load or trust_remote_code"
+    note = _remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
     return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

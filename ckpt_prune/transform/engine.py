@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
-from ckpt_prune.calibration.streams import SpaceMoments
+from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
@@ -150,8 +150,7 @@ class Pruner:
 
     def _pad_space(self, block: int, space: SpaceName, kept: Tensor, units: int, tensors: dict[str, Tensor]) -> None:
         description = self.family.spaces[space]
-        producers = description.producers if isinstance(description, ColumnSpace) else None
-        for module, stacked in (producers or dict.fromkeys(self.family.modules(space), 1)).items():
+        for module, stacked in self.family.producers(space).items():
             for name in (self.family.tensor(block, module), self.family.tensor(block, module, "bias")):
                 if name in tensors:
                     rows = tensors[name].shape[0] // len(kept) * units

@@ -142,11 +142,11 @@ class Job:
             raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
         if self.recipe.perplexity_grid and self.live is None and self.plan is None:
             raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
-        self._check_samples()
         if self.plan is not None and self.plan.model != self.checkpoint.fingerprint:
             raise UserError(f"the plan was made for another model ({self.plan.model_path}), not {self.checkpoint.path}")
         if self.plan is not None:
             self._check_plan(self.plan)
+        self._check_samples()
 
     def _check_samples(self) -> None:
         """With λ = 0 nothing but data determines a fit: there must be enough of it."""
@@ -162,7 +162,9 @@ class Job:
             bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
             if not bare or not methods_of(space)[method].uses_lambda:
                 continue
-            kept = max(width[space] for width in self.widths)
+            # A ranking over blocks may leave a block whole.
+            uniform = self.recipe.allocation == "uniform"
+            kept = self._pruner.keep_count(space) if uniform else self.family.units(self.config, space)
             if space == "qk":
                 needed, unknowns = -(-(kept**2) // min(tokens, kept) ** 2), f"{kept} x {kept} unknowns of a head"
             else:
@@ -180,8 +182,8 @@ class Job:
         if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
             raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
         for site in plan.sites:
-            heads = self.family.dimension(self.config, "query_heads") if site.space == "qk" else 1
-            units = self.family.units(self.config, site.space) * heads
+            units = self.family.site_units(self.config, site.space)
+            heads = units // self.family.units(self.config, site.space)
             if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
                 raise UserError(
                     f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
@@ -229,7 +231,7 @@ class Job:
         return Decisions(self.recipe, self._ranked())
 
     def _ranked(self) -> dict[Site, Tensor]:
-        pruner = Pruner(self.family, self.config, Decisions(self.recipe), frozenset(), self.device)
+        pruner = self._pruner
         source = self.source()
         scores: dict[Site, Tensor] = {}
         for block in track(range(self.blocks), "ranking", total=self.blocks):
@@ -264,17 +266,22 @@ class Job:
         columns = self.family.unit_columns(self.config, space)
         return (rows // units + columns) * self.family.dimension(self.config, "hidden")
 
+    @property
+    def _pruner(self) -> Pruner:
+        """For counts and scores: nothing is settled."""
+        return Pruner(self.family, self.config, Decisions(self.recipe), frozenset(), self.device)
+
     @cached_property
     def widths(self) -> Widths:
         """Units kept per block and space."""
-        pruner = Pruner(self.family, self.config, self.decisions, frozenset(), self.device)
+        pruner = self._pruner
 
         def width(block: int, space: SpaceName) -> int:
             kept = self.decisions.kept.get((block, space))
             if kept is None:
                 return pruner.keep_count(space)
-            heads = self.family.dimension(self.config, "query_heads") if space == "qk" else 1
-            return kept.numel() // heads
+            units = self.family.units(self.config, space)
+            return kept.numel() * units // self.family.site_units(self.config, space)
 
         return [{space: width(block, space) for space in self.recipe.spaces} for block in range(self.blocks)]
 
@@ -376,7 +383,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     Raises:
         UserError: q and k of a family that rotates them by position.
     """
-    if "qk" in recipe.spaces and family.logits is None:
+    if "qk" in recipe.spaces and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
             "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Leave out spaces.qk; "

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from ckpt_prune.architectures.family import ColumnSpace, Family
+from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, tied_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.loading import remote_class
 from ckpt_prune.transform.containers import Container, Widths
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -82,8 +82,7 @@ def plan_layout(checkpoint: Checkpoint, family: Family, widths: Widths, containe
                 continue
             description = family.spaces[space]
             units = family.units(config, space)
-            producers = description.producers if isinstance(description, ColumnSpace) else family.modules(space)
-            for module in producers:
+            for module in family.producers(space):
                 for name in (family.tensor(block, module), family.tensor(block, module, "bias")):
                     if name in shapes:
                         dtype, shape = shapes[name]

@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from ckpt_prune._version import __version__
+from ckpt_prune.architectures.remote import REMOTE_MODULE
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import CONFIG
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.loading import REMOTE_MODULE
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.progress import track
 from ckpt_prune.transform.card import model_card

@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import ColumnSpace, Family, LogitSpace, SpaceName
 from ckpt_prune.calibration import logits as logit_moments
+from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.streams import SpaceMoments
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.fit import Fit, Fold, error, from_moments
@@ -166,7 +166,9 @@ class Sites:
             if whole.width <= SPECTRUM_WIDTH:
                 spread = spectrum(whole)
                 plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
-            if cross_validated and fit.target_energy:
+            if cross_validated and method.name == "none":
+                plan.error_held_out = plan.error_uncompensated
+            elif cross_validated and fit.target_energy:
                 held_out = 0.0
                 for each in fits:
                     train = fit - each
@@ -249,7 +251,8 @@ class Sites:
                 plan.strength = logit.choose_strength(folds, dimensions, own.lambda_grid, own.lambda_units).value
             elif plan.strength is None:
                 plan.strength = own.strength
-            M = logit.solve_logit(system, logit.absolute_strength(plan.strength, own.lambda_units, system)).M
+            solution = logit.solve_logit(system, logit.absolute_strength(plan.strength, own.lambda_units, system))
+            M, plan.residual = solution.M, float(solution.residual.max())
         after = logit.logit_error(system, M)
         if energy > 0:
             plan.error_uncompensated = float(system.dropped_energy.sum()) / energy

@@ -9,9 +9,10 @@ from typing import Protocol
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family, SpaceName
+from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream, SpaceMoments
+from ckpt_prune.calibration.streams import HiddenStream
 
 FoldedMoments = dict[SpaceName, SpaceMoments]
 
@@ -55,8 +56,8 @@ class CachedMoments(NoMoments):
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
         """The block's moments, read from disk."""
-        found = self._statistics.block(block)
         names = {space: moments_name(self._family, block, space) for space in spaces}
+        found = self._statistics.block(block, set(names.values()))
         return {space: found[name] for space, name in names.items() if name in found}
 
 

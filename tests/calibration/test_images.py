@@ -69,25 +69,156 @@ class TestLoadProcessor:
         path.write_text('{"image_processor_type": "NoSuchImageProcessor"}')
         assert refusal(load_processor, tmp_path).startswith(f"{tmp_path}: the image processor does not load: ")
 
-    def test_remote_code_runs_only_when_trusted(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-        folder = write_processor(
-            tmp_path / "vit",
-            image_processor_type="OursImageProcessor",
-            auto_map={"AutoImageProcessor": "processing_ours.OursImageProcessor"},
-        )
-        (folder / "processing_ours.py").write_text(
-            "from pathlib import Path\nfrom transformers import ViTImageProcessorPil\n"
-            f"Path({str(tmp_path / 'ran')!r}).touch()\n"
-            "class OursImageProcessor(ViTImageProcessorPil):\n    pass\n"
-        )
+    def test_the_part_of_a_file_for_all_processors_wins(self, tmp_path):
+        folder = write_processor(tmp_path, resample=3)
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Any"}))
+        assert load_processor(folder).resample == 3
+        (folder / "processor_config.json").write_text(json.dumps({"image_processor": {**PROCESSOR, "resample": 1}}))
+        assert load_processor(folder).resample == 1
+        (folder / "preprocessor_config.json").unlink()
+        processor = load_processor(folder)
+        assert (type(processor), processor.resample) == (ViTImageProcessorPil, 1)
+        (folder / "processor_config.json").write_text('{"image_processor": null}')
+        assert refusal(load_processor, folder).startswith(f"{folder}: no image processor (preprocessor_config.json); ")
+        (folder / "processor_config.json").write_text('{"image_processor": 1}')
         assert refusal(load_processor, folder) == (
-            f"{folder / 'preprocessor_config.json'} asks for remote code (auto_map); "
-            "read that code, then say --trust-remote-code to run it"
+            f"{folder / 'processor_config.json'}: image_processor is not a JSON object; download or restore the file"
         )
-        assert not (tmp_path / "ran").exists()
+
+    def test_the_class_of_the_model_where_the_file_names_none(self, tmp_path):
+        folder = write_processor(tmp_path, image_processor_type=None)
+        (folder / "config.json").write_text('{"model_type": "vit"}')
+        assert type(load_processor(folder)) is ViTImageProcessorPil
+        for config in ('{"model_type": "llama"}', "{}", "nothing"):
+            (folder / "config.json").write_text(config)
+            assert refusal(load_processor, folder).startswith(f"{folder}: the image processor does not load: ")
+
+
+OURS = {"image_processor_type": "OursImageProcessor", "auto_map": {"AutoImageProcessor": "ours.OursImageProcessor"}}
+
+
+class TestRemoteCode:
+    """Files of code that say that they were imported: `ours.py` is the processor's, `theirs.py` the model's."""
+
+    @pytest.fixture
+    def ran(self, tmp_path, monkeypatch):
+        """What has been imported since the last call."""
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        (tmp_path / "ran").mkdir()
+
+        def since() -> set[str]:
+            names = {path.name for path in (tmp_path / "ran").iterdir()}
+            for name in names:
+                (tmp_path / "ran" / name).unlink()
+            return names
+
+        return since
+
+    def write(self, tmp_path, config=None, **changes):
+        """A processor with code of its own, of a model with code of its own."""
+        # transformers keeps modules by the folder's name
+        folder = write_processor(tmp_path / f"remote-{tmp_path.name}", **changes)
+        codes = {
+            "ours": "from transformers import ViTImageProcessorPil\n"
+            "class OursImageProcessor(ViTImageProcessorPil):\n    pass\n",
+            "theirs": "from transformers import ViTConfig\n"
+            "class TheirConfig(ViTConfig):\n    model_type = 'their-vit'\n",
+        }
+        for name, code in codes.items():
+            said = f"from pathlib import Path\nPath({str(tmp_path / 'ran' / name)!r}).touch()\n"
+            (folder / f"{name}.py").write_text(said + code)
+        described = {"model_type": "their-vit", "auto_map": {"AutoConfig": "theirs.TheirConfig"}, **(config or {})}
+        (folder / "config.json").write_text(json.dumps(described))
+        return folder
+
+    def asks(self, folder, file="preprocessor_config.json") -> str:
+        return (
+            f"{folder / file} asks for remote code (auto_map); read that code, then say --trust-remote-code to run it"
+        )
+
+    def test_runs_only_when_trusted(self, tmp_path, ran):
+        folder = self.write(tmp_path, **OURS)
+        assert refusal(load_processor, folder) == self.asks(folder)
+        assert ran() == set()
         assert type(load_processor(folder, trust_remote_code=True)).__name__ == "OursImageProcessor"
-        assert (tmp_path / "ran").exists()
+        assert ran() == {"ours"}
+
+    @pytest.mark.parametrize("name", ["ViTImageProcessor", "ViTImageProcessorFast", "ViTImageProcessorPil"])
+    def test_a_class_of_transformers_comes_first(self, tmp_path, ran, name):
+        folder = self.write(tmp_path, image_processor_type=name, auto_map=OURS["auto_map"])
+        for trust in (False, True):
+            assert type(load_processor(folder, trust_remote_code=trust)) is ViTImageProcessorPil
+        assert ran() == set()
+
+    def test_a_class_of_transformers_that_does_not_load_is_not_replaced(self, tmp_path, ran):
+        folder = self.write(tmp_path, image_processor_type="ViTImageProcessor", auto_map=OURS["auto_map"], size="x")
+        for trust in (False, True):
+            said = refusal(load_processor, folder, trust_remote_code=trust)
+            assert said.startswith(f"{folder}: the image processor does not load: ")
+        assert ran() == set()
+
+    @pytest.mark.parametrize("model_type", ["vit", "their-vit"])
+    def test_the_models_code_never_runs(self, tmp_path, ran, model_type):
+        """Nor where the processor's file leaves transformers to look into the model's config for its class."""
+        folder = self.write(tmp_path, {"model_type": model_type}, image_processor_type=None)
+        for trust in (False, True):
+            if model_type == "vit":
+                assert type(load_processor(folder, trust_remote_code=trust)) is ViTImageProcessorPil
+            else:
+                said = refusal(load_processor, folder, trust_remote_code=trust)
+                assert said.startswith(f"{folder}: the image processor does not load: Unrecognized image processor ")
+        assert ran() == set()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"image_processor_type": None, "auto_map": OURS["auto_map"]},
+            {
+                "image_processor_type": None,
+                "feature_extractor_type": "OursFeatureExtractor",
+                "auto_map": {"AutoFeatureExtractor": "ours.OursFeatureExtractor"},
+            },
+        ],
+        ids=["no class", "feature extractor"],
+    )
+    def test_the_processors_code_without_the_models(self, tmp_path, ran, changes):
+        folder = self.write(tmp_path, **changes)
+        assert refusal(load_processor, folder) == self.asks(folder)
+        assert ran() == set()
+        assert type(load_processor(folder, trust_remote_code=True)).__name__ == "OursImageProcessor"
+        assert ran() == {"ours"}
+
+    def test_the_models_config_does_not_name_the_processors_code(self, tmp_path, ran):
+        folder = self.write(tmp_path, {"auto_map": OURS["auto_map"]}, image_processor_type=None)
+        for trust in (False, True):
+            said = refusal(load_processor, folder, trust_remote_code=trust)
+            assert said.startswith(f"{folder}: the image processor does not load: ")
+        assert ran() == set()
+
+    def test_the_file_that_wins_decides(self, tmp_path, ran):
+        folder = self.write(tmp_path, **OURS)
+        (folder / "processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
+        assert type(load_processor(folder, trust_remote_code=True)) is ViTImageProcessorPil
+        assert ran() == set()
+        write_processor(folder)
+        (folder / "processor_config.json").write_text(json.dumps({"image_processor": {**PROCESSOR, **OURS}}))
+        assert refusal(load_processor, folder) == self.asks(folder, "processor_config.json")
+        assert ran() == set()
+        assert type(load_processor(folder, trust_remote_code=True)).__name__ == "OursImageProcessor"
+        assert ran() == {"ours"}
+
+    def test_code_that_fails(self, tmp_path, ran):
+        folder = self.write(tmp_path, **OURS)
+        (folder / "ours.py").write_text("raise KeyError('x')\n")
+        said = refusal(load_processor, folder, trust_remote_code=True)
+        assert said == f"{folder}: the image processor does not load: 'x'"
+
+    def test_auto_maps_that_are_none(self, tmp_path, ran):
+        for auto_map in ("ours.OursImageProcessor", ["ours"], {"AutoModel": "ours.Model"}):
+            folder = self.write(tmp_path, image_processor_type="OursImageProcessor", auto_map=auto_map)
+            said = refusal(load_processor, folder, trust_remote_code=True)
+            assert said.startswith(f"{folder}: the image processor does not load: ")
+        assert ran() == set()
 
 
 class TestCsv:
@@ -238,16 +369,22 @@ class TestChoose:
     FILES = ImageFiles(tuple(Path(f"{i:02}.png") for i in range(50)), tuple(range(50)))
 
     @given(st.integers(1, 50), st.integers(0, 2**63 - 1))
-    def test_a_subset_in_order_with_its_labels(self, samples, seed):
+    def test_a_subset_with_its_labels(self, samples, seed):
         chosen = choose_images(self.FILES, samples=samples, seed=seed)
         assert len(set(chosen.paths)) == samples
-        assert list(chosen.paths) == sorted(chosen.paths)
+        assert set(chosen.paths) <= set(self.FILES.paths)
         assert [f"{label:02}.png" for label in chosen.labels] == [path.name for path in chosen.paths]
         assert choose_images(self.FILES, samples=samples, seed=seed) == chosen
 
     def test_seeds_choose_differently_and_the_same_everywhere(self):
-        assert choose_images(self.FILES, samples=5, seed=0).labels == (6, 7, 17, 39, 44)
-        assert choose_images(self.FILES, samples=5, seed=1).labels != (6, 7, 17, 39, 44)
+        assert choose_images(self.FILES, samples=5, seed=0).labels == (44, 39, 7, 6, 17)
+        assert choose_images(self.FILES, samples=5, seed=1).labels != (44, 39, 7, 6, 17)
+
+    def test_every_run_of_a_random_choice_holds_every_class(self):
+        """Folds are runs of samples: of files sorted by class, each would hold other classes."""
+        sorted_by_class = ImageFiles(self.FILES.paths, tuple(index // 10 for index in range(50)))
+        labels = choose_images(sorted_by_class, samples=50, seed=0).labels
+        assert [len(set(labels[start : start + 25])) for start in (0, 25)] == [5, 5]
 
     def test_first(self):
         assert choose_images(self.FILES, samples=3, choose="first").labels == (0, 1, 2)
@@ -264,8 +401,14 @@ def processor(tmp_path):
     return load_processor(write_processor(tmp_path / "vit"))
 
 
+def patches(size: tuple[int, int]) -> int:
+    """Tokens of a model with patches of two by four and one token more."""
+    return size[0] // 2 * (size[1] // 4) + 1
+
+
 def samples_of(paths, processor, **options) -> ImageSamples:
-    return ImageSamples(ImageFiles(tuple(paths), tuple(range(len(paths)))), processor, **options)
+    files = ImageFiles(tuple(paths), tuple(range(len(paths))))
+    return ImageSamples(files, processor, **{"tokens": patches, **options})
 
 
 class TestImageSamples:
@@ -278,8 +421,8 @@ class TestImageSamples:
             write_image(tmp_path / "e.gif", 4, (9, 9), "P"),
             write_image(tmp_path / "f.png", 5, (12, 3)),  # three pixels high: not an image with its channels first
         ]
-        samples = samples_of(paths, processor, tokens=5)
-        assert (len(samples), samples.tokens, samples.size) == (6, 5, (3, SIZE, SIZE))
+        samples = samples_of(paths, processor)
+        assert (len(samples), samples.tokens, samples.size) == (6, 9, (3, SIZE, SIZE))
         assert samples.labels.tolist() == [0, 1, 2, 3, 4, 5]
         assert samples.skipped == ()
         batch = samples.batch(slice(0, 6))
@@ -291,7 +434,18 @@ class TestImageSamples:
             assert torch.equal(samples.batch(rows)["pixel_values"], batch["pixel_values"][rows])
 
     def test_without_labels(self, tmp_path, processor):
-        assert ImageSamples(ImageFiles((write_image(tmp_path / "a.png"),)), processor).labels is None
+        assert ImageSamples(ImageFiles((write_image(tmp_path / "a.png"),)), processor, tokens=patches).labels is None
+
+    def test_tokens_are_those_of_the_processed_size(self, tmp_path):
+        path = write_image(tmp_path / "a.png", size=(30, 40))
+        asked = []
+        for height, width in ((12, 8), (8, 12)):
+            processor = load_processor(write_processor(tmp_path / "vit", size={"height": height, "width": width}))
+            samples = samples_of([path], processor, tokens=lambda size: asked.append(size) or patches(size))
+            assert samples.tokens == samples.tokens == height // 2 * (width // 4) + 1
+        assert asked == [(12, 8), (8, 12)]  # once each, and only for who wants to know
+        with pytest.raises(TypeError, match="tokens"):
+            ImageSamples(ImageFiles((path,)), processor)
 
     def test_read_when_asked_for(self, tmp_path, processor):
         paths = write_images(tmp_path, ["a.png", "b.png"])
@@ -315,7 +469,7 @@ class TestImageSamples:
         assert one == digest.hexdigest()
         # neither names nor classes count, order and preprocessing do
         a.rename(tmp_path / "z.png")
-        assert ImageSamples(ImageFiles((tmp_path / "z.png", b)), processor).fingerprint == one
+        assert ImageSamples(ImageFiles((tmp_path / "z.png", b)), processor, tokens=patches).fingerprint == one
         assert samples_of([b, tmp_path / "z.png"], processor).fingerprint != one
         other = load_processor(write_processor(tmp_path / "other", resample=3))
         assert samples_of([tmp_path / "z.png", b], other).fingerprint != one

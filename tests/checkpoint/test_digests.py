@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.checkpoint.digests import sha256_files, tokenizer_fingerprint
+from ckpt_prune.checkpoint.digests import processor_fingerprint, sha256_files, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 
 from .folders import CONFIG, example_tensors, save_sharded, save_single
@@ -73,6 +73,23 @@ def test_tokenizer_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("a b")
     (tmp_path / "generation_config.json").write_text(json.dumps({}))
     assert tokenizer_fingerprint(tmp_path) == both
+
+
+def test_processor_fingerprint(tmp_path: Path) -> None:
+    assert processor_fingerprint(tmp_path) is None
+    own, of_all = tmp_path / "preprocessor_config.json", tmp_path / "processor_config.json"
+    own.write_text("{}")
+    alone = processor_fingerprint(tmp_path)
+    of_all.write_text("{}")  # transformers lets its image_processor, if any, win
+    both = processor_fingerprint(tmp_path)
+    of_all.write_text('{"image_processor": {}}')
+    won = processor_fingerprint(tmp_path)
+    own.unlink()
+    assert len({alone, both, won, processor_fingerprint(tmp_path), None}) == 5
+    (tmp_path / "vocab.json").write_text("{}")
+    of_all.unlink()
+    own.write_text("{}")
+    assert processor_fingerprint(tmp_path) == alone
 
 
 def test_sha256_files(tmp_path: Path) -> None:

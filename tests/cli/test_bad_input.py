@@ -72,7 +72,7 @@ def test_only_pickles(place, command):
     torch.save({}, "dense/pytorch_model.bin")
     assert refusal(command, "dense") == (
         "dense has only pickled weights (pytorch_model.bin), which are never unpickled; convert them where they are "
-        'trusted: python -c "from transformers import AutoModelForCausalLM as M; '
+        'trusted: python -c "from transformers import LlamaForCausalLM as M; '
         "M.from_pretrained('dense').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
     )
 

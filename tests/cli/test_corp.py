@@ -54,7 +54,7 @@ def test_from_images_to_a_report(here):
     said = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
     assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits, folds 3, ")
     lines = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", "-o", "plan.json").splitlines()
-    assert lines[3].split()[:3] == ["FLOPs", "/", "image"]
+    assert lines[3].split()[:3] == ["FLOPs", "/", "10"]
     rows = [line.split() for line in lines[6:12]]
     assert [row[:5] for row in rows] == [
         [str(block), *site]
@@ -448,3 +448,35 @@ def test_grey_images_and_many_formats(here):
         write_image(Path("images") / f"{index}.{suffix}", index, mode=mode)
     said = ok("calibrate", "vit", "--images", "images", "-o", "out")
     assert said.startswith("out: 5 images of 10 tokens")
+
+
+def test_nothing_is_said_of_compensation_where_there_is_none(here):
+    ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
+    bare = ["--set", "spaces.qk.compensation.method=none", "--set", "spaces.qk.compensation.lambda=null"]
+    bare += ["--set", "spaces.mlp.compensation.method=none", "--set", "spaces.mlp.compensation.lambda=null"]
+    said = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", *bare)
+    assert "held-out" not in said
+    rows = [line.split() for line in said.splitlines()[6:12]]
+    assert [row[4] for row in rows] == [row[-1] for row in rows]  # error before, held out
+    assert "mean error on held-out folds" in ok("plan", "vit", "--recipe", "corp", "--statistics", "folded")
+
+
+def test_a_ranking_over_blocks_with_lambda_0_and_images(here):
+    ranked = ["--recipe", "flap-global", "--set", "spaces.mlp.compensation.method=ridge"]
+    ranked += ["--set", "spaces.mlp.compensation.lambda=0", *IMAGES]
+    ok("prune", "vit", *ranked, "-o", "out")
+    assert refused("prune", "small", *ranked, "--samples", "1", "-o", "more").startswith(
+        "ridge with lambda 0 needs at least "
+    )
+
+
+def test_labels_go_with_images(here):
+    assert refused("calibrate", "opt", "--text", "calib.txt", "--labels", "calib.txt", "-o", "x") == (
+        "--labels goes with --images"
+    )
+
+
+def test_an_output_with_remote_code_that_lost_a_tensor_is_not_measured(here):
+    edit_weights("pruned", lambda tensors: tensors.pop("vit.encoder.layer.1.attention.attention.query.weight"))
+    said = refused("evaluate", "pruned", "--against", "vit", "--images", "images")
+    assert said.startswith("pruned: tensors are missing or of the wrong shape: vit.")

@@ -6,14 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import SwinConfig, SwinForImageClassification
 
-from ckpt_prune.calibration.images import ImageFiles, ImageSamples, load_processor
+from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, load_processor
 from ckpt_prune.cli.options import ImageOptions, options_of
+from ckpt_prune.evaluation import classification
 from ckpt_prune.evaluation.classification import classify, compare_classifiers
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
 from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit
 
+SCORE = classification.Classification(0.5, 1.0, images=6, classes=6)
 LABELS = [3, 0, 5, 1, 2, 4, 0, 1, 2, 3, 4, 5]
 
 
@@ -47,8 +51,10 @@ def pictures(pictured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def expected(limit: int | None = None) -> ImageSamples:
-    paths = sorted(Path("flat").iterdir())[:limit]
-    return ImageSamples(ImageFiles(tuple(paths), tuple(LABELS[:limit])), load_processor(Path("vit")))
+    files = ImageFiles(tuple(sorted(Path("flat").iterdir())), tuple(LABELS))
+    if limit is not None:
+        files = choose_images(files, samples=limit, seed=0)
+    return ImageSamples(files, load_processor(Path("vit")), tokens=lambda size: 5)
 
 
 def shown(share: float | None) -> str:
@@ -85,6 +91,16 @@ def test_limit(pictures):
     said = json.loads(ok("evaluate", "vit", "--images", "listed", "--limit", "5", "--json"))
     assert (said["images"], said["top1"]) == (5, classify(tiny_vit(), expected(5)).top1)
     assert json.loads(ok("evaluate", "vit", "--images", "listed", "--limit", "99", "--json"))["images"] == 12
+
+
+def test_a_limit_is_no_run_of_the_first_classes(pictures, monkeypatch):
+    """With a folder per class, the first six of twelve images are of three classes."""
+    seen = []
+    monkeypatch.setattr(classification, "classify", lambda model, samples: seen.append(samples) or SCORE)
+    ok("evaluate", "vit", "--images", "foldered", "--limit", "6")
+    assert len({path.parent.name for path in seen[0].paths}) > 3
+    assert [int(path.parent.name[2:]) - 1 for path in seen[0].paths] == seen[0].labels.tolist()
+    assert "random" in ok("evaluate", "--help")
 
 
 def test_against(pictures):
@@ -175,6 +191,20 @@ def test_options_for_calibration_are_those_of_the_class():
     ]
 
 
+def test_a_classifier_of_no_family_of_ours(pictures):
+    """Its tokens are not known, nor needed."""
+    small = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2, "image_size": 8, "patch_size": 2}
+    with quiet_transformers():
+        torch.manual_seed(0)
+        names = tiny_vit().config
+        config = SwinConfig(**small, id2label=names.id2label, label2id=names.label2id)
+        SwinForImageClassification(config).save_pretrained("swin")
+    write_processor(Path("swin"))
+    said = json.loads(ok("evaluate", "swin", "--images", "listed", "--json"))
+    model = SwinForImageClassification.from_pretrained("swin", local_files_only=True)
+    assert (said["images"], said["top1"]) == (12, classify(model, expected()).top1)
+
+
 def test_images_without_labels_and_no_reference(pictures):
     assert refused("evaluate", "vit", "--images", "flat") == (
         "flat: images without classes say nothing of one model; "
@@ -242,6 +272,16 @@ def test_models_that_are_not_whole(pictures):
     assert refused("evaluate", "vit", "--images", "listed") == (
         "vit has no config.json; give a checkpoint folder as published on the Hub"
     )
+
+
+def test_trust_is_asked_for_in_the_same_words_everywhere():
+    from ckpt_prune.cli import calibrate_command, evaluate_command
+
+    said = [
+        next(option for option in module.command.params if option.name == "trust").to_info_dict()
+        for module in (calibrate_command, evaluate_command)
+    ]
+    assert said[0] == said[1]
 
 
 def test_remote_code_is_run_only_when_trusted(pictures, monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from ckpt_prune.architectures.family import known_families, load_family
 from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation import classification as module
@@ -27,6 +28,11 @@ from tests.shared_data import shared_data
 COUNT = 40
 
 
+def unasked(size: tuple[int, int]) -> int:
+    """Accuracy is measured on models whose tokens nobody knows."""
+    raise AssertionError(size)
+
+
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory) -> ImageSamples:
     """Noise of several sizes, with classes that are right about as often as not."""
@@ -34,7 +40,8 @@ def samples(tmp_path_factory) -> ImageSamples:
     paths = [write_image(folder / f"{i:02}.png", i, (8 + i % 5, 8 + i % 3)) for i in range(COUNT)]
     ranked = [oracle_ranking(oracle_probabilities(tiny_vit(), path)) for path in paths]
     labels = tuple(ranking[i % 6] if i % 2 else ranking[0] for i, ranking in enumerate(ranked))
-    return ImageSamples(ImageFiles(tuple(paths), labels), load_processor(write_processor(folder / "vit")))
+    processor = load_processor(write_processor(folder / "vit"))
+    return ImageSamples(ImageFiles(tuple(paths), labels), processor, tokens=unasked)
 
 
 def without_labels(samples: ImageSamples) -> ImageSamples:
@@ -236,7 +243,14 @@ class TestConfigs:
             ({"architectures": ["DeiTForImageClassificationWithTeacher"], "model_type": "deit"}, True, True),
             ({"architectures": ["PrunedViTForImageClassification"], "model_type": "ours"}, True, True),
             ({"architectures": ["Dinov2Model"], "model_type": "dinov2"}, True, False),
+            ({"architectures": ["ViTForMaskedImageModeling"], "model_type": "vit"}, True, False),
+            ({"architectures": ["PrunedDeiTForImageClassification"], "model_type": "deit"}, True, True),
             ({"model_type": "vit"}, True, True),
+            # A family of ours without a head by default, whatever transformers has beside.
+            ({"model_type": "dinov2"}, True, False),
+            ({"architectures": ["SwinForImageClassification"], "model_type": "swin"}, True, True),
+            ({"architectures": ["SwinModel"], "model_type": "swin"}, True, False),
+            ({"model_type": "swin"}, True, True),
             ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False, False),
             ({"architectures": ["PerceiverForMaskedLM"], "model_type": "perceiver"}, False, False),
             ({"model_type": "bert"}, False, False),
@@ -245,6 +259,21 @@ class TestConfigs:
     )
     def test_what_a_config_is_of(self, config, vision, classifier):
         assert (is_vision(config), is_classifier(config)) == (vision, classifier)
+
+    @pytest.mark.parametrize("model_type", known_families())
+    def test_a_family_of_ours_says_itself(self, model_type):
+        family = load_family(model_type)
+        for name, architecture in family.architectures.items():
+            config = {"architectures": [name], "model_type": model_type}
+            assert is_vision(config) == (family.modality == "image")
+            assert is_classifier(config) == (architecture.auto == "AutoModelForImageClassification")
+
+    def test_a_family_of_ours_is_not_looked_up_elsewhere(self, monkeypatch):
+        monkeypatch.setattr(module, "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", {"llama": "?"})
+        assert is_vision({"architectures": ["ViTForImageClassification"], "model_type": "vit"})
+        assert is_vision({"model_type": "vit"})
+        assert not is_vision({"model_type": "llama"})
+        assert not is_classifier({"model_type": "llama"})
 
     def test_class_names(self):
         assert class_names(tiny_vit().config.to_dict()) == ID2LABEL
@@ -267,7 +296,7 @@ def test_a_trained_model():
     files = find_images(images, split="eval", id2label=names)
     assert (len(files.paths), len(find_images(images / "images", split="calib").paths)) == (744, 256)
     assert names[files.labels[0]] == "n01440764 tench"
-    samples = ImageSamples(choose_images(files, samples=100, choose="first"), load_processor(folder))
+    samples = ImageSamples(choose_images(files, samples=100, choose="first"), load_processor(folder), tokens=unasked)
     assert samples.size == (3, 224, 224)
     assert samples.skipped == ()
     model = ViTForImageClassification.from_pretrained(folder, local_files_only=True)

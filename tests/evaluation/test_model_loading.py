@@ -9,6 +9,7 @@ from transformers.utils import logging
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import LoadReport, load_model
 from ckpt_prune.evaluation.parity import logits_difference, stock_load_report
+from ckpt_prune.modeling_pruned import PrunedLlamaForCausalLM
 from tests.evaluation.tiny import random_windows, tiny_llama
 
 WINDOWS = random_windows(3, 8)
@@ -70,18 +71,37 @@ class TestLoadModel:
             "where you have read and trust it, say --trust-remote-code"
         )
 
-    def test_our_remote_code_goes_to_our_own_loader(self, folder, monkeypatch):
+    def test_our_remote_code_goes_to_our_own_class(self, folder):
         edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_pruned.PrunedLlamaForCausalLM"})
         (folder / "modeling_pruned.py").write_text("raise SystemExit('remote code was run')")
-        calls = []
+        model = load_model(folder, device="cpu")
+        assert type(model) is PrunedLlamaForCausalLM
+        assert (model.training, model.dtype) == (False, torch.float32)
 
-        def load(path, *, device="cpu", dtype=None):
-            calls.append((path, device, dtype))
-            return tiny_llama().train()
+    def test_our_remote_code_must_be_whole_too(self, folder):
+        edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_pruned.PrunedLlamaForCausalLM"})
+        edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+        with pytest.raises(UserError, match=r"tensors are missing or of the wrong shape: model\.norm\.weight; run"):
+            load_model(folder, device="cpu")
+        edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+        with pytest.raises(UserError, match=r"tensors are missing or of the wrong shape: model\.norm\.weight: \(3,\)"):
+            load_model(folder, device="cpu")
 
-        monkeypatch.setattr("ckpt_prune.loading.load", load)
-        assert not load_model(folder, device="cpu").training
-        assert calls == [(folder, "cpu", torch.float32)]
+    @pytest.mark.parametrize("name", ["Tensor", "BertModel", "PrunedMixin", "NarrowMixin", "Any"])
+    def test_not_every_name_in_our_file_is_a_model_of_ours(self, folder, name):
+        edit_config(folder, auto_map={"AutoModelForCausalLM": f"modeling_pruned.{name}"})
+        with pytest.raises(UserError, match="remote code that is not this tool's"):
+            load_model(folder, device="cpu")
+
+    def test_code_beside_ours_is_not_ours(self, folder):
+        ours = "modeling_pruned.PrunedLlamaForCausalLM"
+        edit_config(folder, auto_map={"AutoModelForCausalLM": ours, "AutoConfig": "evil.Config"})
+        with pytest.raises(UserError, match="remote code that is not this tool's"):
+            load_model(folder, device="cpu")
+
+    def test_a_config_that_names_no_class(self, folder):
+        edit_config(folder, architectures=None)
+        assert type(load_model(folder, device="cpu")).__name__ == "LlamaForCausalLM"
 
     def test_unreadable_folders(self, tmp_path, folder):
         config = tmp_path / "config.json"

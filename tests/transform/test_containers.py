@@ -176,3 +176,22 @@ def test_uneven_widths_need_consent_and_remote_code():
 def test_even_widths_stay_stock_though_uneven_ones_were_allowed():
     container = choose("mistral", config_of("mistral"), per_layer=True)
     assert (container.remote_class, "auto_map" in container.config) == (None, False)
+
+
+def test_any_says_why_nothing_stock_fits():
+    raw = config_of("qwen3")
+    made = choose("qwen3", raw, frozenset({"mlp.down_proj"}), requested="any")
+    assert made.remote_class == "PrunedQwen3ForCausalLM"
+    assert made.note == (
+        "stored as qwen3 with remote code (qwen3 has no slot for a bias on mlp.down_proj): "
+        "load with ckpt_prune.load or trust_remote_code"
+    )
+    assert choose("qwen3", raw, requested="any").remote_class is None
+
+
+def test_any_takes_uneven_blocks_where_they_are_allowed():
+    raw = config_of("llama")
+    widths = [{"mlp": 16}, {"mlp": 12}, {"mlp": 16}]
+    assert choose("llama", raw, widths=widths, requested="any", per_layer=True).remote_class is not None
+    with pytest.raises(UserError, match="blocks would differ in width"):
+        choose("llama", raw, widths=widths, requested="any")

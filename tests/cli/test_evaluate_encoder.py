@@ -1,0 +1,345 @@
+"""`evaluate` of masked language models and of base models: figures from the library, exact keys, and refusals."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from ckpt_prune.calibration.images import choose_images, find_images
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.text import frame_length, framed
+from ckpt_prune.evaluation.features import compare_features
+from ckpt_prune.evaluation.loading import load_model, quiet_transformers
+from ckpt_prune.evaluation.masked import choose_masked, fill_in
+from tests.cli.running import edit_weights, ok, refused
+from tests.encoders import CONTEXT, IMAGE, Pixels, make
+from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
+from tests.images import write_csv, write_images, write_processor
+
+WINDOW = 12
+DATA = ("--text", "some.txt", "--window", str(WINDOW))
+MASK, UNKNOWN = 31, 2
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dog", "ran"]
+
+
+def bert_tokenizer():
+    """A character tokenizer that frames a text and has a mask token."""
+    tokenizer = tiny_tokenizer("<s> $A </s>")
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert tokenizer.mask_token_id == MASK
+    return tokenizer
+
+
+def nudge(scale: float):
+    """An edit for `edit_weights`: every tensor moves a little."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for tensor in tensors.values():
+            tensor += scale * torch.randn(tensor.shape, generator=generator)
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def made_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoders")
+    with quiet_transformers():
+        for variant in ("bert-mlm", "bert-pretraining", "bert-model", "dinov2-model", "vit-model", "dinov2-classifier"):
+            make(folder / variant, variant)
+        make(folder / "bert-classifier", "bert-sequence-classification")
+    for name in ("bert-mlm", "bert-pretraining", "bert-model", "bert-classifier"):
+        bert_tokenizer().save_pretrained(folder / name)
+    for name in ("bert-mlm", "bert-model", "dinov2-model", "vit-model"):
+        shutil.copytree(folder / name, folder / f"{name}-2")
+        edit_weights(str(folder / f"{name}-2"), nudge(0.05))
+    rng = random.Random(0)
+    (folder / "some.txt").write_text(" ".join(rng.choice(WORDS) for _ in range(120)))
+    write_images(folder / "flat", [f"{i:02}.png" for i in range(8)])
+    return folder
+
+
+@pytest.fixture
+def encoders(made_encoders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the models (`-2`: another of the same), `some.txt` and `flat` of its own."""
+    shutil.copytree(made_encoders, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def windows(limit: int | None = None) -> torch.Tensor:
+    """Ten characters at a time between the opening and the closing token, by hand."""
+    ids = bert_tokenizer()(Path("some.txt").read_text(), add_special_tokens=False)["input_ids"]
+    rows = [ids[start : start + WINDOW - 2] for start in range(0, len(ids) - WINDOW + 3, WINDOW - 2)]
+    return torch.tensor([[BOS, *row, EOS] for row in rows[:limit]])
+
+
+def masked(folder: str, against: str | None = None, limit: int | None = None):
+    rows = windows(limit)
+    models = [load_model(Path(each), device="cpu") for each in (folder, against) if each]
+    return fill_in(models[0], rows, choose_masked(rows, {BOS, EOS, UNKNOWN, MASK}), MASK, *models[1:])
+
+
+def features(folder: str, against: str, data):
+    return compare_features(load_model(Path(folder), device="cpu"), load_model(Path(against), device="cpu"), data)
+
+
+def figures(folder: str, score) -> dict:
+    return {
+        "model": folder,
+        "masked_perplexity": score.perplexity,
+        "accuracy": score.accuracy,
+        "window": WINDOW,
+        "windows": score.windows,
+        "masked": score.tokens,
+    }
+
+
+class TestMasked:
+    def test_json(self, encoders):
+        said = json.loads(ok("evaluate", "bert-mlm", *DATA, "--json"))
+        score = masked("bert-mlm")
+        assert said == figures("bert-mlm", score)
+        assert list(said) == ["model", "masked_perplexity", "accuracy", "window", "windows", "masked"]
+        assert (score.window, score.windows) == (WINDOW, len(windows()))
+        assert score.tokens == 2 * score.windows  # 15 % of ten
+
+    def test_table(self, encoders):
+        score = masked("bert-mlm")
+        lines = ok("evaluate", "bert-mlm", *DATA).splitlines()
+        assert [line.split() for line in lines] == [
+            ["model", "masked", "perplexity", "accuracy", "window", "masked"],
+            ["bert-mlm", f"{score.perplexity:.3f}", f"{score.accuracy:.2%}", "12", f"{score.tokens:,}"],
+            [],
+            ["15%", "of", "the", "tokens", "masked:", "not", "comparable", "with", "a", "causal", "perplexity"],
+        ]
+
+    def test_limit(self, encoders):
+        said = json.loads(ok("evaluate", "bert-mlm", *DATA, "--limit", "3", "--json"))
+        assert said == figures("bert-mlm", masked("bert-mlm", limit=3))
+
+    def test_against(self, encoders):
+        found = masked("bert-mlm-2", "bert-mlm")
+        said = json.loads(ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA, "--json"))
+        assert said == figures("bert-mlm-2", found.score) | {
+            "kl": found.kl,
+            "top1_agreement": found.top1_agreement,
+            "against": figures("bert-mlm", found.reference_score),
+        }
+        assert list(said)[-3:] == ["kl", "top1_agreement", "against"]
+        assert found.kl > 0.01
+        lines = ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA).splitlines()
+        assert [line.split()[0] for line in lines[:3]] == ["model", "bert-mlm-2", "bert-mlm"]
+        assert lines[3:] == [
+            "",
+            "15% of the tokens masked: not comparable with a causal perplexity",
+            f"KL divergence {found.kl:.4f} nats per token, top-1 agreement {found.top1_agreement:.1%}",
+        ]
+
+    def test_the_two_classes_of_masked_models_compare(self, encoders):
+        config = json.loads(Path("bert-pretraining/config.json").read_text())
+        Path("bert-pretraining/config.json").write_text(json.dumps(config | {"architectures": ["BertForPreTraining"]}))
+        said = json.loads(ok("evaluate", "bert-pretraining", "--against", "bert-mlm", *DATA, "--json"))
+        found = masked("bert-pretraining", "bert-mlm")
+        assert (said["kl"], said["masked_perplexity"]) == (found.kl, found.score.perplexity)
+
+    def test_a_perplexity_too_large_for_json(self, encoders):
+        def change(tensors):
+            tensors["cls.predictions.bias"][5] = 1e6
+
+        edit_weights("bert-mlm", change)
+        assert json.loads(ok("evaluate", "bert-mlm", *DATA, "--json"))["masked_perplexity"] is None
+        assert ok("evaluate", "bert-mlm", *DATA).splitlines()[1].split()[1] == "inf"
+
+
+class TestFeaturesOfText:
+    def test_json(self, encoders):
+        said = json.loads(ok("evaluate", "bert-model-2", "--against", "bert-model", *DATA, "--json"))
+        found = features("bert-model-2", "bert-model", TokenWindows(windows()))
+        assert said == {
+            "model": "bert-model-2",
+            "against": "bert-model",
+            "cosine": found.cosine,
+            "relative_error": found.relative_error,
+            "samples": len(windows()),
+            "tokens": WINDOW * len(windows()),
+        }
+        assert list(said) == ["model", "against", "cosine", "relative_error", "samples", "tokens"]
+        assert found.cosine < 0.999
+
+    def test_table(self, encoders):
+        found = features("bert-model-2", "bert-model", TokenWindows(windows()))
+        lines = ok("evaluate", "bert-model-2", "--against", "bert-model", *DATA).splitlines()
+        assert [line.split() for line in lines[:2]] == [
+            ["features", "of", "cosine", "relative", "error", "tokens"],
+            ["bert-model-2", f"{found.cosine:.4f}", f"{found.relative_error:.4f}", f"{found.tokens:,}"],
+        ]
+        assert lines[2:] == ["", "last hidden states against those of bert-model"]
+
+
+def pixels(paths) -> Pixels:
+    from PIL import Image
+
+    from ckpt_prune.calibration.images import load_processor
+
+    processor = load_processor(Path("dinov2-model"))
+    values = []
+    for path in paths:
+        with Image.open(path) as image:
+            values.append(processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0])
+    return Pixels(torch.stack(values), 10)
+
+
+class TestFeaturesOfImages:
+    PAIR = ("dinov2-model-2", "--against", "dinov2-model", "--images", "flat")
+
+    def test_json(self, encoders):
+        said = json.loads(ok("evaluate", *self.PAIR, "--json"))
+        found = features("dinov2-model-2", "dinov2-model", pixels(sorted(Path("flat").iterdir())))
+        assert said == {
+            "model": "dinov2-model-2",
+            "against": "dinov2-model",
+            "cosine": pytest.approx(found.cosine, rel=1e-6),
+            "relative_error": pytest.approx(found.relative_error, rel=1e-5),
+            "samples": 8,
+            "tokens": 80,
+            "skipped": [],
+        }
+        assert list(said) == ["model", "against", "cosine", "relative_error", "samples", "tokens", "skipped"]
+        assert found.cosine < 0.999
+
+    def test_table(self, encoders):
+        found = features("dinov2-model-2", "dinov2-model", pixels(sorted(Path("flat").iterdir())))
+        lines = ok("evaluate", *self.PAIR).splitlines()
+        assert [line.split() for line in lines[:2]] == [
+            ["features", "of", "cosine", "relative", "error", "tokens"],
+            ["dinov2-model-2", f"{found.cosine:.4f}", f"{found.relative_error:.4f}", "80"],
+        ]
+        assert lines[2:] == ["", "last hidden states against those of dinov2-model"]
+
+    def test_limit(self, encoders):
+        chosen = choose_images(find_images(Path("flat"), split="eval"), samples=3, seed=0).paths
+        found = features("dinov2-model-2", "dinov2-model", pixels(chosen))
+        said = json.loads(ok("evaluate", *self.PAIR, "--limit", "3", "--json"))
+        assert (said["samples"], said["cosine"]) == (3, pytest.approx(found.cosine, rel=1e-6))
+        assert json.loads(ok("evaluate", *self.PAIR, "--limit", "99", "--json"))["samples"] == 8
+
+    def test_images_that_do_not_decode(self, encoders, capfd):
+        from ckpt_prune.cli.main import main
+
+        for i in (4, 6):
+            Path(f"flat/{i:02}.png").write_text("no image")
+        assert refused("evaluate", *self.PAIR).startswith(
+            "2 of 8 images do not decode, more than the allowed share of 0.05; the first is flat/04.png: "
+        )
+        lenient = (*self.PAIR, "--max-corrupt", "0.5")
+        said = json.loads(ok("evaluate", *lenient, "--json"))
+        assert (said["samples"], said["skipped"]) == (6, ["flat/04.png", "flat/06.png"])
+        main(["evaluate", *lenient], standalone_mode=False)
+        assert capfd.readouterr().err == "left out, 2 not decoding: flat/04.png, flat/06.png\n"
+
+    def test_the_rows_of_a_csv_for_evaluation(self, encoders):
+        write_csv(Path("list.csv"), "file,split", "00.png,eval", "01.png,calib", "02.png,eval")
+        assert json.loads(ok("evaluate", *self.PAIR, "--labels", "list.csv", "--json"))["samples"] == 2
+
+    def test_processors_that_differ(self, encoders):
+        write_processor(Path("dinov2-model"), size={"height": IMAGE, "width": IMAGE}, resample=3)
+        assert refused("evaluate", *self.PAIR) == (
+            "dinov2-model-2 and dinov2-model have different image processors: their figures cannot be compared"
+        )
+
+    def test_images_of_another_size(self, encoders):
+        for name in ("vit-model", "vit-model-2"):
+            write_processor(Path(name))
+        assert refused("evaluate", "vit-model-2", "--against", "vit-model", "--images", "flat") == (
+            "the models do not take what they are to be compared on: "
+            "Input image size (8*8) doesn't match model (12*12)."
+        )
+
+
+class TestRefusals:
+    def test_a_base_model_alone(self, encoders):
+        said = "{} has no head, so there is nothing to score: compare it with --against MODEL2"
+        assert refused("evaluate", "bert-model", *DATA) == said.format("bert-model")
+        assert refused("evaluate", "dinov2-model", "--images", "flat") == said.format("dinov2-model")
+
+    @pytest.mark.parametrize(
+        ("model", "reference", "classes"),
+        [
+            ("bert-mlm", "bert-model", ("MaskedLM", "")),
+            ("bert-model", "bert-mlm", ("", "MaskedLM")),
+            ("bert-mlm", "bert-classifier", ("MaskedLM", "SequenceClassification")),
+        ],
+    )
+    def test_references_of_another_kind(self, encoders, model, reference, classes):
+        ours, theirs = (f"AutoModelFor{name}" if name else "AutoModel" for name in classes)
+        assert refused("evaluate", model, "--against", reference, *DATA) == (
+            f"{model} loads as {ours}, {reference} as {theirs}: what they give cannot be compared"
+        )
+
+    def test_an_image_classifier_as_reference_of_a_base_model(self, encoders):
+        assert refused("evaluate", "dinov2-model", "--against", "dinov2-classifier", "--images", "flat") == (
+            "dinov2-model loads as AutoModel, dinov2-classifier as AutoModelForImageClassification: "
+            "what they give cannot be compared"
+        )
+
+    def test_what_is_not_measured(self, encoders):
+        assert refused("evaluate", "bert-classifier", *DATA) == (
+            "bert-classifier is a SequenceClassification model: evaluate measures causal and masked language models, "
+            "image classifiers, and base models against another"
+        )
+
+    def test_data_of_the_other_kind(self, encoders):
+        assert refused("evaluate", "dinov2-model", "--against", "dinov2-model-2", *DATA) == (
+            "dinov2-model is a vision model: --text does not go with it; measure it with --images"
+        )
+        assert refused("evaluate", "bert-model", "--against", "bert-model-2", "--images", "flat") == (
+            "bert-model is no image classifier (BertModel): --images does not go with it; "
+            "measure a language model with --text"
+        )
+
+    def test_windows_that_do_not_fit(self, encoders):
+        assert refused("evaluate", "bert-mlm", "--text", "some.txt", "--window", "3") == (
+            "--window 3 is too short for an encoder: it adds 2 tokens of its own"
+        )
+        assert json.loads(ok("evaluate", "bert-mlm", "--text", "some.txt", "--window", "4", "--json"))["window"] == 4
+        said = (
+            f"window of {CONTEXT + 1} tokens is longer than the model's max_position_embeddings, {CONTEXT}; "
+            f"use a window of at most {CONTEXT}"
+        )
+        long = ("--text", "some.txt", "--window", str(CONTEXT + 1))
+        assert refused("evaluate", "bert-mlm", *long) == said
+        assert refused("evaluate", "bert-model", "--against", "bert-model-2", *long) == said
+
+    def test_no_mask_token(self, encoders):
+        tiny_tokenizer("<s> $A </s>").save_pretrained("bert-mlm")
+        assert refused("evaluate", "bert-mlm", *DATA) == (
+            "bert-mlm: its tokenizer has no mask token, so nothing can be masked"
+        )
+
+
+class TestFrame:
+    PAIRS = (("<s> $A </s>", 1, 1), ("<s> $A", 1, 0), ("$A </s>", 0, 1), (None, 0, 0), ("$A", 0, 0))
+
+    @pytest.mark.parametrize(("template", "before", "after"), PAIRS)
+    def test_windows_are_what_the_tokenizer_makes_of_their_text(self, template, before, after):
+        tokenizer = tiny_tokenizer(template)
+        texts = ["the cat sat", "on the mats"]
+        plain = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
+        found = framed(plain, tokenizer)
+        assert found.dtype == torch.int64
+        assert found.tolist() == [tokenizer(text)["input_ids"] for text in texts]
+        assert frame_length(tokenizer) == before + after == found.shape[1] - plain.shape[1]
+        assert torch.equal(found[:, before : before + plain.shape[1]], plain)
+
+    def test_several_tokens_at_an_end(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> </s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+        )
+        assert framed(torch.tensor([[7, 8]]), tokenizer).tolist() == [[BOS, EOS, 7, 8, EOS]]
+        assert frame_length(tokenizer) == 3

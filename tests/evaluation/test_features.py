@@ -1,0 +1,107 @@
+import copy
+import math
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation import features as module
+from ckpt_prune.evaluation.features import compare_features
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.encoders import SIZES, make, randomise, samples, stock
+
+VARIANTS = ["bert-model", "dinov2-model"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    """A model, a reference not far from it, and what both read."""
+    folder = tmp_path_factory.mktemp("base") / request.param
+    with quiet_transformers():
+        reference = stock(make(folder, request.param), request.param)
+    model = copy.deepcopy(reference)
+    other = copy.deepcopy(reference)
+    randomise(other, 78)
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            ours.lerp_(theirs, 0.2)
+    return model, reference, samples(request.param, count=6)
+
+
+def oracle(model, reference, data) -> tuple[float, float, int]:
+    """Mean cosine, relative error and tokens, sample by sample and token by token in float64."""
+    cosines, errors, energies = [], [], []
+    wide = [copy.deepcopy(each).double().eval() for each in (model, reference)]
+    for index in range(len(data)):
+        batch = data.batch(slice(index, index + 1))
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        with torch.no_grad():
+            ours, theirs = (each(**batch).last_hidden_state[0].tolist() for each in wide)
+        for a, b in zip(ours, theirs, strict=True):
+            norms = math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b))
+            cosines.append(math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms)
+            errors.append(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
+            energies.append(math.fsum(y * y for y in b))
+    return math.fsum(cosines) / len(cosines), math.fsum(errors) / math.fsum(energies), len(cosines)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 25, 8192])
+def test_equals_the_oracle(pair, batch_tokens, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_TOKENS", batch_tokens)
+    found = compare_features(*pair)
+    cosine, error, tokens = oracle(*pair)
+    assert cosine < 0.99
+    assert error > 0.01
+    assert found.cosine == pytest.approx(cosine, rel=1e-5)
+    assert found.relative_error == pytest.approx(error, rel=1e-5)
+    assert (found.samples, found.tokens) == (6, tokens)
+    assert tokens == 6 * pair[2].tokens
+
+
+def test_the_error_is_relative_to_the_reference(pair):
+    model, reference, data = pair
+    there, back = compare_features(model, reference, data), compare_features(reference, model, data)
+    assert back.cosine == pytest.approx(there.cosine, rel=1e-9)
+    assert back.relative_error == pytest.approx(oracle(reference, model, data)[1], rel=1e-5)
+    assert back.relative_error != pytest.approx(there.relative_error, rel=1e-3)
+
+
+def test_a_model_with_itself(pair):
+    model, _, data = pair
+    found = compare_features(model, model, data)
+    assert found.cosine == pytest.approx(1, abs=1e-12)
+    assert found.relative_error == 0
+
+
+def test_dropout_is_off(pair):
+    model, reference, data = pair
+    expected = compare_features(model, reference, data)
+    assert compare_features(copy.deepcopy(model).train(), copy.deepcopy(reference).train(), data) == expected
+
+
+def said(*args) -> str:
+    with pytest.raises(UserError) as caught:
+        compare_features(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_hidden_sizes_that_differ():
+    data = samples("bert-model", count=2)
+    assert isinstance(data, TokenWindows)
+    narrow, wide = (BertModel(BertConfig(**SIZES["bert"] | {"hidden_size": size})).eval() for size in (16, 24))
+    assert said(narrow, wide, data) == "the two models differ in hidden size: their features cannot be compared"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1])
+def test_not_a_number(pair, which, value):
+    broken = copy.deepcopy(pair[which])
+    next(iter(broken.parameters())).data.fill_(value)
+    models = [pair[0], pair[1]]
+    models[which] = broken
+    assert said(*models, pair[2]) == (
+        "the model's features are not numbers (NaN): its weights are damaged or overflow in this dtype"
+    )

@@ -1,0 +1,235 @@
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation import masked as module
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.evaluation.masked import MaskedComparison, MaskedScore, choose_masked, fill_in
+from tests.encoders import CONTEXT, make, randomise, stock
+from tests.evaluation.tiny import VOCAB, random_windows
+
+MASK = 3
+WINDOWS = random_windows(7, 12, seed=1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A masked language model, a reference of other weights, and the same with the second head of pretraining."""
+    folder = tmp_path_factory.mktemp("bert")
+    with quiet_transformers():
+        model = stock(make(folder / "mlm", "bert-mlm"), "bert-mlm")
+        pretraining = stock(make(folder / "pretraining", "bert-pretraining"), "bert-pretraining")
+    reference = copy.deepcopy(model)
+    randomise(reference, 77)
+    pretraining.load_state_dict(model.state_dict(), strict=False)
+    return model, reference, pretraining
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    return choose_masked(WINDOWS, {0, 1, 2})
+
+
+def oracle_distributions(model, windows, masked) -> list[list[float]]:
+    """Log-probabilities at each masked position, window by window, in float64 with the softmax written out."""
+    wide = copy.deepcopy(model).double().eval()
+    found = []
+    for ids, hidden in zip(windows.tolist(), masked.tolist(), strict=True):
+        seen = [MASK if gone else token for token, gone in zip(ids, hidden, strict=True)]
+        with torch.no_grad():
+            output = wide(input_ids=torch.tensor([seen]))
+        logits = (output.prediction_logits if "prediction_logits" in output else output.logits)[0].tolist()
+        for row, gone in zip(logits, hidden, strict=True):
+            if gone:
+                total = math.log(math.fsum(math.exp(x) for x in row))
+                found.append([x - total for x in row])
+    return found
+
+
+def oracle_targets(windows, masked) -> list[int]:
+    return [
+        token
+        for ids, hidden in zip(windows.tolist(), masked.tolist(), strict=True)
+        for token, gone in zip(ids, hidden, strict=True)
+        if gone
+    ]
+
+
+def top(distribution: list[float]) -> int:
+    return max(range(len(distribution)), key=lambda token: distribution[token])
+
+
+def oracle_score(distributions: list[list[float]], targets: list[int]) -> tuple[float, float]:
+    """Perplexity and accuracy."""
+    nll = -math.fsum(row[token] for row, token in zip(distributions, targets, strict=True)) / len(targets)
+    right = sum(top(row) == token for row, token in zip(distributions, targets, strict=True))
+    return math.exp(nll), right / len(targets)
+
+
+def likely_targets(model, windows, masked):
+    """Windows where the model is right at every second masked position, so that an accuracy is not 0."""
+    windows = windows.clone()
+    best = [top(row) for row in oracle_distributions(model, windows, masked)]
+    for number, (row, column) in enumerate(masked.nonzero().tolist()):
+        if number % 2:
+            windows[row, column] = best[number]  # masked, so the predictions stay as they are
+    return windows
+
+
+class TestFillIn:
+    @pytest.mark.parametrize("batch_size", [None, 1, 3])
+    def test_one_model_equals_the_oracle(self, models, chosen, batch_size):
+        model = models[0]
+        windows = likely_targets(model, WINDOWS, chosen)
+        targets = oracle_targets(windows, chosen)
+        perplexity, accuracy = oracle_score(oracle_distributions(model, windows, chosen), targets)
+        assert 0.3 < accuracy < 0.7
+        score = fill_in(model, windows, chosen, MASK, batch_size=batch_size)
+        assert isinstance(score, MaskedScore)
+        assert score.perplexity == pytest.approx(perplexity, rel=1e-5)
+        assert score.accuracy == accuracy
+        assert (score.tokens, score.window, score.windows) == (int(chosen.sum()), 12, 7)
+
+    @pytest.mark.parametrize("batch_size", [None, 2])
+    def test_two_models_equal_the_oracle(self, models, chosen, batch_size):
+        model, reference, _ = models
+        found = fill_in(model, WINDOWS, chosen, MASK, reference, batch_size=batch_size)
+        assert isinstance(found, MaskedComparison)
+        q, p = (oracle_distributions(each, WINDOWS, chosen) for each in (model, reference))
+        kl = math.fsum(math.exp(x) * (x - y) for a, b in zip(p, q, strict=True) for x, y in zip(a, b, strict=True))
+        assert found.kl == pytest.approx(kl / len(p), rel=1e-4)
+        other_way = math.fsum(
+            math.exp(y) * (y - x) for a, b in zip(p, q, strict=True) for x, y in zip(a, b, strict=True)
+        )
+        assert found.kl != pytest.approx(other_way / len(p), rel=1e-2)
+        assert found.top1_agreement == sum(top(a) == top(b) for a, b in zip(p, q, strict=True)) / len(p)
+        assert found.score == fill_in(model, WINDOWS, chosen, MASK, batch_size=batch_size)
+        assert found.reference_score == fill_in(reference, WINDOWS, chosen, MASK, batch_size=batch_size)
+
+    def test_agreement_is_counted(self, models, chosen):
+        model, reference, _ = models
+        near = copy.deepcopy(model)
+        with torch.no_grad():
+            for ours, theirs in zip(near.parameters(), reference.parameters(), strict=True):
+                ours.lerp_(theirs, 0.05)
+        a, b = (oracle_distributions(each, WINDOWS, chosen) for each in (near, model))
+        share = sum(top(x) == top(y) for x, y in zip(a, b, strict=True)) / len(a)
+        assert 0 < share < 1
+        assert fill_in(near, WINDOWS, chosen, MASK, model).top1_agreement == share
+
+    def test_a_model_with_itself(self, models, chosen):
+        found = fill_in(models[0], WINDOWS, chosen, MASK, models[0])
+        assert (found.kl, found.top1_agreement) == (0, 1)
+        assert found.score == found.reference_score
+
+    def test_pretraining_is_scored_by_its_prediction_logits(self, models, chosen):
+        model, reference, pretraining = models
+        perplexity, accuracy = oracle_score(
+            oracle_distributions(pretraining, WINDOWS, chosen), oracle_targets(WINDOWS, chosen)
+        )
+        score = fill_in(pretraining, WINDOWS, chosen, MASK)
+        assert (score.perplexity, score.accuracy) == (pytest.approx(perplexity, rel=1e-5), accuracy)
+        assert score.perplexity == pytest.approx(fill_in(model, WINDOWS, chosen, MASK).perplexity, rel=1e-6)
+        mixed = fill_in(pretraining, WINDOWS, chosen, MASK, reference)
+        assert mixed.kl == pytest.approx(fill_in(model, WINDOWS, chosen, MASK, reference).kl, rel=1e-5)
+
+    def test_what_stands_under_a_mask_is_not_seen(self, models, chosen):
+        other = WINDOWS.clone()
+        other[chosen] = (other[chosen] + 1) % VOCAB
+        fixed = copy.deepcopy(models[0])
+        seen = []
+        handle = fixed.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
+        )
+        fill_in(fixed, WINDOWS, chosen, MASK)
+        fill_in(fixed, other, chosen, MASK)
+        handle.remove()
+        assert torch.equal(seen[0], seen[1])
+        assert torch.equal(seen[0][~chosen], WINDOWS[~chosen])
+        assert (seen[0][chosen] == MASK).all()
+
+    def test_dropout_is_off(self, models, chosen):
+        model = copy.deepcopy(models[0]).train()
+        assert fill_in(model, WINDOWS, chosen, MASK) == fill_in(models[0], WINDOWS, chosen, MASK)
+
+    def test_a_perplexity_too_large_for_a_float(self, models, chosen):
+        sure = copy.deepcopy(models[0])
+        sure.cls.predictions.bias.data[5] = 1e6
+        assert fill_in(sure, WINDOWS, chosen, MASK).perplexity == math.inf
+
+
+class TestRefusals:
+    def said(self, call, *args) -> str:
+        with pytest.raises(UserError) as caught:
+            call(*args)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_a_window_longer_than_the_context(self, models):
+        long = random_windows(2, CONTEXT + 1)
+        masked = choose_masked(long, set())
+        said = f"window of {CONTEXT + 1} tokens is longer than the model's max_position_embeddings, {CONTEXT}; "
+        assert self.said(fill_in, models[0], long, masked, MASK).startswith(said)
+        roomy = SimpleNamespace(config=copy.deepcopy(models[0].config), eval=lambda: None)
+        roomy.config.max_position_embeddings = 99
+        assert self.said(fill_in, roomy, long, masked, MASK, models[0]).startswith(said)
+
+    def test_tokens_of_another_model(self, models, chosen):
+        assert self.said(fill_in, models[0], WINDOWS + VOCAB, chosen, MASK).startswith("token id ")
+
+    def test_vocabularies_that_differ(self, models, chosen):
+        other = copy.deepcopy(models[0])
+        other.resize_token_embeddings(VOCAB + 2, mean_resizing=False)
+        assert self.said(fill_in, models[0], WINDOWS, chosen, MASK, other) == (
+            f"the vocabularies differ, {VOCAB} and {VOCAB + 2} tokens: predictions cannot be compared; "
+            "compare a model with the one it was made from"
+        )
+
+    def test_not_a_number(self, models, chosen):
+        broken = copy.deepcopy(models[0])
+        broken.cls.predictions.bias.data[4] = math.nan
+        said = "the model's logits are not numbers (NaN): its weights are damaged or overflow in this dtype"
+        assert self.said(fill_in, broken, WINDOWS, chosen, MASK) == said
+        assert self.said(fill_in, models[0], WINDOWS, chosen, MASK, broken) == said
+
+    def test_nothing_to_mask(self):
+        windows = torch.tensor([[0, 5, 1], [0, 2, 1]])
+        assert self.said(choose_masked, windows, {0, 1, 2}) == (
+            "a window holds nothing but special tokens: there is nothing to mask"
+        )
+
+
+class TestChooseMasked:
+    @given(st.integers(1, 6), st.integers(2, 60), st.sets(st.integers(0, 5), max_size=3), st.integers(0, 2**63 - 1))
+    def test_a_share_of_the_ordinary_tokens_of_each_window(self, count, window, special, seed):
+        windows = random_windows(count, window, vocab=6, seed=seed % 1000)
+        windows[:, 0] = 5 if 5 not in special else next(i for i in range(6) if i not in special)
+        masked = choose_masked(windows, special, seed=seed)
+        assert (masked.dtype, masked.shape) == (torch.bool, windows.shape)
+        for ids, gone in zip(windows.tolist(), masked.tolist(), strict=True):
+            ordinary = sum(token not in special for token in ids)
+            assert not any(hidden and token in special for token, hidden in zip(ids, gone, strict=True))
+            assert sum(gone) >= 1
+            assert sum(gone) == 1 or abs(sum(gone) - 0.15 * ordinary) <= 0.5 + 1e-6
+        assert torch.equal(masked, choose_masked(windows, special, seed=seed))
+
+    def test_the_share_is_berts(self):
+        assert module.SHARE == 0.15
+        assert choose_masked(random_windows(4, 100, seed=3), set()).sum(1).tolist() == [15] * 4
+
+    def test_any_position_may_be_chosen_and_seeds_differ(self):
+        windows = torch.full((400, 10), 7)
+        masked = choose_masked(windows, set())
+        assert masked.any(0).all()
+        assert len({tuple(row) for row in masked.tolist()}) > 20
+        assert not torch.equal(masked, choose_masked(windows, set(), seed=1))
+
+    def test_the_same_on_every_machine(self):
+        masked = choose_masked(torch.full((3, 20), 7), set())
+        assert [row.nonzero().flatten().tolist() for row in masked] == [[2, 3, 12], [7, 14, 15], [3, 4, 17]]
