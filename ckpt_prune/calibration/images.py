@@ -139,9 +139,9 @@ def find_images(
     - A sub-folder per class, with the images anywhere below it; its name is the class.
     - Images in the folder itself, without classes.
 
-    A class name is one of the values of `id2label`, the first word of one (such as the WordNet id in "n01440764
-    tench"), or an index; what is a value of `id2label` and a number counts as the number in a CSV, as the value where
-    it names a folder.
+    A class name is one of the values of `id2label`, one of the synonyms in it ("tench" of "tench, Tinca tinca"), its
+    first word (such as the WordNet id in "n01440764 tench"), or an index; what is a value of `id2label` and a number
+    counts as the number in a CSV, as the value where it names a folder.
 
     Args:
         directory: The folder.
@@ -455,7 +455,7 @@ def _label(text: str, where: str, id2label: Mapping[int, str], *, number_first: 
     if number_first and number is not None and number in id2label:
         return number
     exact = [index for index, name in id2label.items() if name == text]
-    fitting = exact or [index for index, name in id2label.items() if text and name.split(maxsplit=1)[:1] == [text]]
+    fitting = exact or [index for index, name in id2label.items() if text in _names(name)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -463,6 +463,13 @@ def _label(text: str, where: str, id2label: Mapping[int, str], *, number_first: 
     if number is not None and number in id2label:
         return number
     raise UserError(
-        f"{where}: label {text!r} is none of the model's {len(id2label)} classes; "
-        "give a class's index or its name in config.json's id2label"
+        f"{where}: label {text!r} is none of the model's {len(id2label)} classes, which look like "
+        f"{next(iter(id2label.values()))!r}; give a class's index or its name in config.json's id2label"
     )
+
+
+def _names(name: str) -> set[str]:
+    """What a class may be called: the synonyms of its `id2label` value, and its WordNet id where it begins with one."""
+    wordnet = re.fullmatch(r"(n[0-9]{8})\s+(.*)", name)
+    words = wordnet[2] if wordnet else name
+    return {part.strip() for part in words.split(",")} | ({wordnet[1]} if wordnet else set(name.split(maxsplit=1)[:1]))

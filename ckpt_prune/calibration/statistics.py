@@ -8,6 +8,7 @@ two folders of the same model can be summed.
 
 import hashlib
 import json
+import os
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -114,6 +115,12 @@ def _flat(moments: Moments | LogitMoments) -> dict[str, Tensor]:
     return found if moments.gram is None else found | {"gram": pack_symmetric(moments.gram)}
 
 
+def _umask() -> int:
+    value = os.umask(0o022)
+    os.umask(value)
+    return value
+
+
 def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     """Write one block's moments; returns the file's sha256.
 
@@ -129,6 +136,8 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     name = block_file(block)
     save_file(tensors, folder / name)
+    # The library makes files that only their owner may read; these are for a team, as the index is.
+    (folder / name).chmod(0o666 & ~_umask())
     return sha256_files(folder, [name])[name]
 
 
@@ -223,6 +232,8 @@ class Statistics:
         Raises:
             UserError: dtype, tokenizer, model, or its blocks and consumers differ from what was measured.
         """
+        if (self.index.consumers, self.index.blocks) != (consumers, blocks) and self.index.model != model:
+            raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
         if self.index.dtype != dtype:
             raise UserError(
                 f"{self.folder} was measured on another checkpoint, of {self.index.dtype} where this one is {dtype}: "

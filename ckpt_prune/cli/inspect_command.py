@@ -43,7 +43,9 @@ def command(model: str, ratios: str | None, recipe: str, as_json: bool) -> None:
     checkpoint = checkpoint_of_config(folder) if config_only else open_source(model, trust=True)
     report = _describe(checkpoint)
     report["weights"] = not config_only
+    _recipe(recipe, 0.0)
     report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
+    report["recipe"] = recipe if report["pruned"] else None
     if as_json:
         echo_json(report)
     else:
@@ -170,4 +172,5 @@ def _print(report: dict[str, Any]) -> None:
             for p in report["pruned"]
         ]
         click.echo()
+        click.echo(f"by recipe {report['recipe']}:")
         click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", "container"], rows))

@@ -189,14 +189,16 @@ def _messages(job: Any) -> list[str]:
 
 
 def _print_errors(report: dict[str, Any]) -> None:
-    pairs = [(s["error_uncompensated"], s["error_compensated"]) for s in report["sites"]]
-    known = [pair for pair in pairs if None not in pair]
-    if known:
-        bare, compensated = (sum(errors) / len(known) for errors in zip(*known, strict=True))
-        click.echo(
-            f"mean error of the pruned projections on the calibration tokens: {bare:.4f} bare, "
-            f"{compensated:.4f} compensated"
-        )
+    for space in dict.fromkeys(site["space"] for site in report["sites"]):
+        pairs = [(s["error_uncompensated"], s["error_compensated"]) for s in report["sites"] if s["space"] == space]
+        known = [pair for pair in pairs if None not in pair]
+        if known:
+            bare, compensated = (sum(errors) / len(known) for errors in zip(*known, strict=True))
+            what = "logits" if space == "qk" else "outputs"
+            click.echo(
+                f"{space}: mean error of the {what} on the calibration samples {bare:.4f} bare, "
+                f"{compensated:.4f} compensated"
+            )
 
 
 def _print_dry(job: Any) -> None:

@@ -244,8 +244,9 @@ def warning_lines(sites: list[dict[str, Any]]) -> list[str]:
     known = [s for s in sites if s["error_held_out"] is not None and s["method"] != "none"]
     if not known:
         return lines
-    mean = sum(s["error_held_out"] for s in known) / len(known)
-    lines.append(f"mean error on held-out folds, compensated: {mean:.4f}")
+    for space in dict.fromkeys(s["space"] for s in known):
+        errors = [s["error_held_out"] for s in known if s["space"] == space]
+        lines.append(f"{space}: mean error on held-out folds, compensated, {sum(errors) / len(errors):.4f}")
     worse = [f"{s['space']} of block {s['block']}" for s in known if s["error_held_out"] > s["error_uncompensated"]]
     if worse:
         named = ", ".join(worse[:5]) + (f" and {len(worse) - 5} more" if len(worse) > 5 else "")

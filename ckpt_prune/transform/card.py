@@ -37,12 +37,14 @@ def model_card(report: dict[str, Any]) -> str:
         lines.append(f"Container: {container['note']}.")
     if container["remote_code"]:
         lines.append(
-            "No stock class has this shape. Load it as below, or with `trust_remote_code=True`; plain "
-            "`from_pretrained` either refuses it or, where only biases have no slot, drops them with a mere warning."
+            "Load it as below; plain `from_pretrained` either refuses it or, where only biases have no slot, drops "
+            "them with a mere warning."
         )
     auto = container["auto_class"]
     loader = (
-        'import ckpt_prune\n\nmodel = ckpt_prune.load("PATH")'
+        'import ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
+        f"from transformers import {auto}  # without ckpt_prune\n\n"
+        f'model = {auto}.from_pretrained("PATH", trust_remote_code=True)'
         if container["remote_code"]
         else f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("PATH")'
     )

@@ -215,9 +215,8 @@ def choose_container(
     names = [family.model_type, *family.stand_ins]
     if requested not in ("auto", ANY, REMOTE, PADDED):
         if requested not in names:
-            raise UserError(
-                f"container {requested!r} cannot hold a {family.model_type}: {', '.join(names)} or remote can"
-            )
+            known = ", ".join([*names, REMOTE, ANY])
+            raise UserError(f"container {requested!r} cannot hold a {family.model_type}: {known} or {PADDED} can")
         names = [requested]
     candidates = [family if name == family.model_type else load_family(name) for name in names]
     reasons: list[str] = []
@@ -236,6 +235,9 @@ def choose_container(
             "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
             "which saves nothing there"
         )
+        if "mlp" in stockless(family, config, widths) and not family.mlp_gated:
+            hidden = family.dimension(config, "hidden")
+            advice += f"; --set spaces.mlp.multiple_of={hidden} rounds the mlp up to a stock width"
     raise NothingFitsError(reasons, advice)
 
 

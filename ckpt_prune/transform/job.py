@@ -128,12 +128,12 @@ class Job:
                 if lacking:
                     raise UserError(
                         f"compensation {lacking[0]} needs Grams, and {self.statistics.folder} has none: "
-                        "calibrate with --collect moments,gram"
+                        f"calibrate with --collect {','.join(self.recipe.collect)}"
                     )
             if "logits" in self.recipe.collect and "logits" not in self.statistics.index.collect:
                 raise UserError(
                     f"recipe {self.recipe.name} prunes q and k, and {self.statistics.folder} has no moments of them: "
-                    "calibrate with --collect moments,gram,logits"
+                    f"calibrate with --collect {','.join(self.recipe.collect)}"
                 )
         folds = self.live.folds if self.live else self.statistics.index.folds if self.statistics else 0
         if self.recipe.needs_folds and folds < 2 and self.plan is None:
@@ -386,8 +386,8 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     if "qk" in recipe.spaces and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
-            "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Leave out spaces.qk; "
-            "heads and mlp can be pruned"
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Heads and mlp "
+            "can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.qk"
         )
 
 

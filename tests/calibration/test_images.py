@@ -292,7 +292,7 @@ class TestCsv:
         assert said("file,label", "a.png,0", "./a.png,1") == f"{file}, line 3: ./a.png is named twice"
         for label in ("6", "-1", "cup", "", "1.0"):
             assert said("file,label", "b.png,5", f"a.png,{label}") == (
-                f"{file}, line 3: label '{label}' is none of the model's 6 classes; "
+                f"{file}, line 3: label '{label}' is none of the model's 6 classes, which look like 'n01 tench'; "
                 "give a class's index or its name in config.json's id2label"
             )
         file.write_bytes(b"file,label\n\xff.png,0\n")
@@ -335,7 +335,7 @@ class TestClassNames:
     def test_refusals(self, tmp_path):
         write_images(tmp_path, ["great/a.png"])
         assert refusal(found, tmp_path) == (
-            f"{tmp_path / 'great'}: label 'great' is none of the model's 6 classes; "
+            f"{tmp_path / 'great'}: label 'great' is none of the model's 6 classes, which look like 'n01 tench'; "
             "give a class's index or its name in config.json's id2label"
         )
         assert refusal(found, tmp_path, id2label={0: "great white shark", 1: "great grey owl"}) == (

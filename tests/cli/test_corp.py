@@ -16,7 +16,8 @@ from tests.images import write_csv, write_image, write_images, write_vit
 IMAGES = ("--images", "images", "--samples", "12")
 QK_OF_LLAMA = (
     "recipe {} prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes up for "
-    "dropped dimensions cannot be folded there. Leave out spaces.qk; heads and mlp can be pruned"
+    "dropped dimensions cannot be folded there. Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave "
+    "out spaces.qk"
 )
 
 
@@ -215,9 +216,8 @@ def test_queries_and_keys_of_a_rope_family(here, recipe):
 @pytest.mark.parametrize("recipe", ["corp", "corp-qk"])
 def test_statistics_without_logits(here, recipe):
     ok("calibrate", "vit", *IMAGES, "--collect", "moments,gram", "-o", "bare")
-    said = (
-        f"recipe {recipe} prunes q and k, and bare has no moments of them: calibrate with --collect moments,gram,logits"
-    )
+    kinds = {"corp": "moments,gram,logits", "corp-qk": "moments,logits"}[recipe]
+    said = f"recipe {recipe} prunes q and k, and bare has no moments of them: calibrate with --collect {kinds}"
     assert refused("prune", "vit", "--recipe", recipe, "--statistics", "bare", "-o", "out") == said
     assert refused("plan", "vit", "--recipe", recipe, "--statistics", "bare") == said
     ok("prune", "vit", "--recipe", "corp-mlp", "--statistics", "bare", "-o", "mlp")
@@ -226,7 +226,7 @@ def test_statistics_without_logits(here, recipe):
 def test_statistics_with_logits_alone(here):
     ok("calibrate", "vit", *IMAGES, "--collect", "logits", "-o", "bare")
     assert refused("prune", "vit", "--recipe", "corp", "--statistics", "bare", "-o", "out") == (
-        "compensation affine needs Grams, and bare has none: calibrate with --collect moments,gram"
+        "compensation affine needs Grams, and bare has none: calibrate with --collect moments,gram,logits"
     )
     ok("prune", "vit", "--recipe", "corp-qk", "--statistics", "bare", "-o", "qk")
 

@@ -217,7 +217,7 @@ def test_images_that_do_not_fit(pictures):
     assert refused("evaluate", "vit", "--images", "listed", "--labels", "no.csv") == "no.csv: no such labels file"
     Path("foldered/n01").rename("foldered/goldfish")
     assert refused("evaluate", "vit", "--images", "foldered") == (
-        "foldered/goldfish: label 'goldfish' is none of the model's 6 classes; "
+        "foldered/goldfish: label 'goldfish' is none of the model's 6 classes, which look like 'n01 tench'; "
         "give a class's index or its name in config.json's id2label"
     )
 

@@ -36,6 +36,7 @@ mlp        24 x column       2.30K      llama        llama
 """
 
 DENSE_PRUNED = """
+by recipe rcpu:
 ratio  heads  mlp  parameters     bytes  FLOPs  container
 0.5        1   12       3,280  12.8 KiB   229K      llama
 0          2   24       5,200  20.3 KiB   418K      llama

@@ -45,9 +45,11 @@ def test_with_folds_the_error_on_unseen_windows_is_told(place):
     for line in lines[6:10]:
         after, unseen = float(line.split()[6]), float(line.split()[9])
         assert unseen > after
-        held_out.append(unseen)
-    (told,) = (line for line in lines if line.startswith("mean error on held-out folds, compensated: "))
-    assert float(told.split()[-1]) == pytest.approx(sum(held_out) / 4, abs=1e-4)
+        held_out.append((line.split()[1], unseen))
+    for space in ("heads", "mlp"):
+        (told,) = (line for line in lines if line.startswith(f"{space}: mean error on held-out folds, compensated, "))
+        own = [unseen for where, unseen in held_out if where == space]
+        assert float(told.split()[-1]) == pytest.approx(sum(own) / 2, abs=1e-4)
 
 
 def test_without_output_nothing_is_written(place):

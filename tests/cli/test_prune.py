@@ -25,8 +25,9 @@ def calibration(out: str) -> dict[str, object]:
     return read_json(f"{out}/ckpt_prune.json")["calibration"]
 
 
-def mean_error(out: str) -> float:
-    return math.fsum(site["error_compensated"] for site in read_json(f"{out}/ckpt_prune.json")["sites"]) / 4
+def mean_error(out: str, space: str) -> float:
+    sites = read_json(f"{out}/ckpt_prune.json")["sites"]
+    return math.fsum(site["error_compensated"] for site in sites if site["space"] == space) / 2
 
 
 # ---- sources of moments ----------------------------------------------------------------------------------------
@@ -36,8 +37,12 @@ def test_statistics(place):
     said = ok("prune", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "out")
     first, rest = said.split("\n", 1)
     assert first == "recipe rcpu is sequential; with --statistics its dense-cache variant is used"
-    assert rest.startswith(COSTS + "mean error of the pruned projections on the calibration tokens: 0.")
-    assert rest.endswith(f" bare, {mean_error('out'):.4f} compensated\nwritten to out\n")
+    assert rest.startswith(COSTS + "heads: mean error of the outputs on the calibration samples 0.")
+    heads, mlp, end = rest.removeprefix(COSTS).splitlines()
+    assert heads.endswith(f" bare, {mean_error('out', 'heads'):.4f} compensated")
+    assert mlp.startswith("mlp: mean error of the outputs on the calibration samples 0.")
+    assert mlp.endswith(f" bare, {mean_error('out', 'mlp'):.4f} compensated")
+    assert end == "written to out"
     assert calibration("out")["target"] == "dense"
     assert same_files("out", "pruned")
 
@@ -285,7 +290,7 @@ def test_a_forced_container(place):
     assert read_json("out/config.json")["model_type"] == "seed_oss"
     assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
     assert refused("prune", "dense", "--recipe", "magnitude", "--container", "gpt2", "-o", "other") == (
-        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss or remote can"
+        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss, remote, any or padded can"
     )
 
 

@@ -198,7 +198,7 @@ def test_a_ratio_that_leaves_nothing(place):
 
 def test_a_container_that_cannot_hold_it(place):
     assert refused("prune", "dense", "--recipe", "magnitude", "--set", "container=gpt2", "-o", "out") == (
-        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss or remote can"
+        "container 'gpt2' cannot hold a llama: llama, mistral, seed_oss, remote, any or padded can"
     )
 
 

@@ -145,10 +145,10 @@ def test_a_slot_opens_with_its_siblings():
 
 def test_an_impossible_container_is_refused():
     assert refusal("qwen3", config_of("qwen3"), requested="seed_oss") == (
-        "container 'seed_oss' cannot hold a qwen3: qwen3 or remote can"
+        "container 'seed_oss' cannot hold a qwen3: qwen3, remote, any or padded can"
     )
     assert refusal("llama", config_of("llama"), requested="lama") == (
-        "container 'lama' cannot hold a llama: llama, mistral, seed_oss or remote can"
+        "container 'lama' cannot hold a llama: llama, mistral, seed_oss, remote, any or padded can"
     )
 
 

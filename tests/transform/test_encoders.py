@@ -318,7 +318,9 @@ def test_half_of_dinov2s_mlp_is_a_ratio_of_two(dense, variant, container, tmp_pa
 
 def test_a_third_of_dinov2s_mlp_has_no_ratio(dense, tmp_path):
     message = refusal(dense, "dinov2-model", {"mlp": 0.3}, container="auto")
-    assert message == "no stock container fits: dinov2 knows only mlp widths of 16, 32, 48, not 44" + STOCKLESS
+    assert message == "no stock container fits: dinov2 knows only mlp widths of 16, 32, 48, not 44" + STOCKLESS + (
+        "; --set spaces.mlp.multiple_of=16 rounds the mlp up to a stock width"
+    )
     remote = pruned(dense, "dinov2-model", tmp_path / "any", {"mlp": 0.3})
     assert remote["container"]["remote_code"]
     assert remote["container"]["note"] == (
@@ -383,7 +385,8 @@ def test_rope_families_refuse_corp(tmp_path):
         job_on(folder, load_recipe("corp"))
     assert str(caught.value) == (
         "recipe corp prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes "
-        "up for dropped dimensions cannot be folded there. Leave out spaces.qk; heads and mlp can be pruned"
+        "up for dropped dimensions cannot be folded there. Heads and mlp can be pruned: recipes "
+        "corp-heads and corp-mlp, or leave out spaces.qk"
     )
 
 
