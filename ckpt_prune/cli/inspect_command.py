@@ -36,11 +36,20 @@ def command(model: str, ratios: str | None, recipe: str, as_json: bool) -> None:
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
+    from ckpt_prune.architectures.remote import remote_class
     from ckpt_prune.cli.setup import open_source
 
     folder = Path(model)
     config_only = folder.is_dir() and is_config_only(folder)
     checkpoint = checkpoint_of_config(folder) if config_only else open_source(model, trust=True)
+    remote = remote_class(checkpoint.config, checkpoint.path)
+    if remote is not None and not _parse_ratios(ratios):
+        found = _describe_remote(checkpoint, remote)
+        if as_json:
+            echo_json(found)
+        else:
+            _print_remote(found)
+        return
     report = _describe(checkpoint)
     report["weights"] = not config_only
     _recipe(recipe, 0.0)
@@ -131,6 +140,50 @@ def _describe(checkpoint: Any) -> dict[str, Any]:
         "spaces": spaces,
         **job.before.model_dump(),
     }
+
+
+def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
+    """What an output with remote code is: it cannot be pruned again, so only its size and what it was made from."""
+    from ckpt_prune.architectures.family import family_of
+    from ckpt_prune.calibration.measure import checkpoint_dtype
+    from ckpt_prune.checkpoint.jsonfile import read_object
+    from ckpt_prune.transform.prune import REPORT
+
+    path = checkpoint.path / REPORT
+    made = read_object(path) if path.is_file() else {}
+    after = made.get("after", {})
+    return {
+        "model": str(checkpoint.path),
+        "family": family_of(checkpoint.config).model_type,
+        "architecture": remote,
+        "dtype": checkpoint_dtype(checkpoint),
+        "files": len(checkpoint.files),
+        "parameters": sum(info.numel for info in checkpoint.tensors.values()),
+        "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
+        "flops": after.get("flops"),
+        "tokens": after.get("tokens"),
+        "source": made.get("source", {}).get("name"),
+        "recipe": made.get("recipe", {}).get("name"),
+        "note": made.get("container", {}).get("note"),
+    }
+
+
+def _print_remote(report: dict[str, Any]) -> None:
+    from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+    facts = {
+        "model": report["model"],
+        "family": f"{report['family']} ({report['architecture']}, remote code of this tool)",
+        "weights": f"{report['dtype']}, {human_bytes(report['bytes'])} in {report['files']} file(s)",
+        "parameters": human_count(report["parameters"]),
+        "FLOPs": report["flops"] and f"{human_count(report['flops'])} for one sample of {report['tokens']} tokens",
+        "made from": report["source"] and f"{report['source']} by recipe {report['recipe']}",
+        "container": report["note"],
+    }
+    for key, value in facts.items():
+        if value:
+            click.echo(f"{key:<11} {value}")
+    click.echo("\nit cannot be pruned or measured again: start from the dense model")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -480,3 +480,15 @@ def test_an_output_with_remote_code_that_lost_a_tensor_is_not_measured(here):
     edit_weights("pruned", lambda tensors: tensors.pop("vit.encoder.layer.1.attention.attention.query.weight"))
     said = refused("evaluate", "pruned", "--against", "vit", "--images", "images")
     assert said.startswith("pruned: tensors are missing or of the wrong shape: vit.")
+
+
+def test_an_output_with_remote_code_is_described(here):
+    made = read_json("pruned/ckpt_prune.json")
+    lines = ok("inspect", "pruned").splitlines()
+    assert lines[1] == "family      vit (PrunedViTForImageClassification, remote code of this tool)"
+    assert lines[5] == "made from   vit by recipe corp"
+    assert lines[-1] == "it cannot be pruned or measured again: start from the dense model"
+    report = json.loads(ok("inspect", "pruned", "--json"))
+    assert (report["parameters"], report["bytes"]) == (made["after"]["parameters"], made["after"]["bytes"])
+    assert report["note"] == made["container"]["note"]
+    assert refused("inspect", "pruned", "--ratio", "0.2").endswith("start from the dense model")
