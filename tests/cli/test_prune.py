@@ -342,7 +342,8 @@ def test_an_output_without_a_stock_class_is_not_pruned_again(place):
         "start from the dense model"
     )
     assert refused("prune", "uneven", "--recipe", "magnitude", "-o", "out") == message
-    assert refused("inspect", "uneven") == message
+    assert refused("inspect", "uneven", "--ratio", "0.5") == message
+    assert "made from   dense by recipe flap-global" in ok("inspect", "uneven").splitlines()
     assert refused("calibrate", "uneven", *TEXT, "-o", "s") == message
 
 
