@@ -1,34 +1,17 @@
-from dataclasses import dataclass, field
-from pathlib import Path
-
 import pytest
 import torch
 
-from ckpt_prune.calibration.statistics import Statistics
 from tests.families import calibrate, make
 
-
-@dataclass
-class Sources:
-    """Dense checkpoints and their statistics, each made once."""
-
-    root: Path
-    _statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
-
-    def folder(self, variant: str, dtype: torch.dtype = torch.float32, shard: str | None = None) -> Path:
-        folder = self.root / f"{variant}-{str(dtype).removeprefix('torch.')}-{shard}"
-        return folder if folder.exists() else make(folder, variant, dtype=dtype, shard=shard)
-
-    def statistics(self, variant: str, folds: int = 1) -> Statistics:
-        if (variant, folds) not in self._statistics:
-            out = self.root / f"{variant}-statistics-{folds}"
-            self._statistics[variant, folds] = calibrate(self.folder(variant), out, folds=folds)
-        return self._statistics[variant, folds]
+from .stored import Sources
 
 
 @pytest.fixture(scope="package")
 def sources(tmp_path_factory) -> Sources:
-    return Sources(tmp_path_factory.mktemp("sources"))
+    def measure(variant, folder, out, **options):
+        return calibrate(folder, out, **options)
+
+    return Sources(tmp_path_factory.mktemp("sources"), make, measure)
 
 
 @pytest.fixture(scope="package", autouse=True)

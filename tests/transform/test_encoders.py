@@ -3,10 +3,6 @@
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +17,6 @@ from ckpt_prune.calibration import streams
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.measure import block_names
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
@@ -51,31 +46,18 @@ from tests.encoders import (
 from tests.evaluation.tiny import random_windows
 from tests.oracles import perplexity
 
+from .stored import Sources, run_elsewhere
+
 BIASED = {"bias", "centred-rotation", "affine"}
 OLD = ["bert-old-names", "bert-no-prefix", "opt-no-prefix"]
 
 
-@dataclass
-class Dense:
-    """Dense checkpoints and their statistics, each made once."""
-
-    root: Path
-    _statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
-
-    def folder(self, variant: str, dtype: torch.dtype = torch.float32, shard: str | None = None) -> Path:
-        folder = self.root / f"{variant}-{str(dtype).removeprefix('torch.')}-{shard}"
-        return folder if folder.exists() else make(folder, variant, dtype=dtype, shard=shard)
-
-    def statistics(self, variant: str, folds: int = 1) -> Statistics:
-        if (variant, folds) not in self._statistics:
-            out = self.root / f"{variant}-statistics-{folds}"
-            self._statistics[variant, folds] = calibrate(self.folder(variant), out, samples(variant), folds=folds)
-        return self._statistics[variant, folds]
-
-
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Dense:
-    return Dense(tmp_path_factory.mktemp("dense"))
+def dense(tmp_path_factory) -> Sources:
+    def measure(variant, folder, out, **options):
+        return calibrate(folder, out, samples(variant), **options)
+
+    return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
 
 def loaded(folder: Path, variant: str, report: dict, **options):
@@ -461,18 +443,7 @@ def remote(dense, tmp_path_factory) -> dict[str, Path]:
         data = samples(variant, 3, seed=9)
         torch.save(data.batch(slice(3)), f"{root / variant}.in")
         folders[variant] = (str(root / variant), VARIANTS[variant].auto.__name__)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(root / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ELSEWHERE, json.dumps(list(folders.values()))],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_elsewhere(ELSEWHERE, json.dumps(list(folders.values())), root=root)
     return {variant: root / variant for variant in REMOTE}
 
 

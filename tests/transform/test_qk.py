@@ -1,7 +1,6 @@
 """Queries and keys narrower than values: logits, scale and containers, against a whole model pruned by hand."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
-from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe import load_recipe
@@ -40,30 +38,20 @@ from tests.encoders import (
 )
 from tests.oracles import logits, perplexity
 
+from .stored import Sources
+
 CHOSEN = ["vit", "vit-no-qkv-bias", "deit-teacher", "dinov2-model", "dinov2-swiglu-classifier", "opt", "opt-350m-like"]
 CHOSEN += ["bert-mlm", "bert-model", "bert-old-names"]
 CONTAINERS = ["remote", "padded"]
 KEPT = {0.25: 3, 0.5: 2, 0.75: 1}
 
 
-class Dense:
-    """Dense checkpoints and their statistics, each made once."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def folder(self, variant: str) -> Path:
-        folder = self.root / variant
-        return folder if folder.exists() else make(folder, variant)
-
-    def statistics(self, variant: str, folds: int = 1) -> Statistics:
-        out = self.root / f"{variant}-{folds}"
-        return Statistics(out) if out.exists() else calibrate(self.folder(variant), out, samples(variant), folds=folds)
-
-
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Dense:
-    return Dense(tmp_path_factory.mktemp("qk"))
+def dense(tmp_path_factory) -> Sources:
+    def measure(variant, folder, out, **options):
+        return calibrate(folder, out, samples(variant), **options)
+
+    return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
 
 def run(dense, variant, out, wanted, *, live=False, **more):

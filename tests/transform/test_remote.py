@@ -1,9 +1,6 @@
 """Outputs that carry their own code: the same model here, in our loader, and where this package is not installed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from tests.families import BLOCKS, calibrate, job_on, logits, make, recipe, stoc
 from tests.oracles.streams import inputs_of
 
 from .oracle import CONSUMERS, columns_of, per_unit
+from .stored import run_elsewhere
 
 ELSEWHERE = """
 import sys, torch
@@ -46,18 +44,7 @@ def remote(sources, tmp_path_factory) -> dict[str, Path]:
         uneven = load_recipe("flap-global", ratio=0.4)
         prune(job_on(sources.folder(variant), uneven, sources.statistics(variant)), root / variant)
     torch.save(windows(3, 20, seed=9), root / "ids")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(root / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ELSEWHERE, str(root / "ids"), *(str(root / name) for name in NAMES)],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_elsewhere(ELSEWHERE, str(root / "ids"), *(str(root / name) for name in NAMES), root=root)
     return {name: root / name for name in NAMES}
 
 
