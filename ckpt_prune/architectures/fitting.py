@@ -15,6 +15,8 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
     """
     declared = family_of(checkpoint.config)
     names = {name for name in checkpoint.tensors if not is_stored_buffer(name)}
+    if len(declared.architectures) == 1:
+        return _prefixed(declared, names)
     family = described(checkpoint.config)
     others = [family.of(name) for name in family.architectures if name != declared.architecture]
     for candidate in [declared, *others]:

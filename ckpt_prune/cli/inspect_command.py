@@ -146,8 +146,8 @@ def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
     """What an output with remote code is: it cannot be pruned again, so only its size and what it was made from."""
     from ckpt_prune.architectures.family import family_of
     from ckpt_prune.calibration.measure import checkpoint_dtype
+    from ckpt_prune.checkpoint.filenames import REPORT
     from ckpt_prune.checkpoint.jsonfile import read_object
-    from ckpt_prune.transform.prune import REPORT
 
     path = checkpoint.path / REPORT
     made = read_object(path) if path.is_file() else {}

@@ -13,13 +13,13 @@ from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.progress import track
 from ckpt_prune.transform.containers import Container
 from ckpt_prune.transform.layout import check_shapes
-from ckpt_prune.transform.prune import REPORT
 from ckpt_prune.transform.sites import rows_of_heads_left, unit_rows
 
 

@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
-
-REPORT = "ckpt_prune.json"
-"""As `transform.prune` names it; repeated because importing that brings torch and transformers."""
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Block = Annotated[int, Field(ge=0, le=10**6)]

@@ -285,9 +285,8 @@ def _build(
         values |= space_keys(family, config, widths[0])
     else:
         values |= _stock_keys(family, config, widths[0])
-    if "heads" in widths[0] and (remote or not family.heads_fill_hidden):
-        values["head_dim"] = family.dimension(config, "head_dim")
-    if remote and family.logits is not None:
+    decoupled = "heads" in widths[0] and not family.heads_fill_hidden
+    if decoupled or (remote and family.logits is not None):
         values["head_dim"] = family.dimension(config, "head_dim")
     switches, opened = _open_slots(candidate, biases)
     values |= switches

@@ -12,6 +12,7 @@ import transformers
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.remote import REMOTE_MODULE
 from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import CONFIG
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
@@ -21,7 +22,6 @@ from ckpt_prune.transform.card import model_card
 from ckpt_prune.transform.job import Job
 from ckpt_prune.transform.sources import SequentialMoments
 
-REPORT = "ckpt_prune.json"
 _REST = "rest"
 
 

@@ -242,13 +242,15 @@ class Sites:
         own = self.recipe.spaces["qk"].compensation
         system = logit.logit_system(whole, dimensions)
         energy = float(system.energy.sum())
+        held_out = None
         if own.method != "none":
             plan.strength = settled
             if plan.strength is None and own.lambda_by == "folds":
                 if len(folds) < 2:
                     raise UserError(NO_FOLDS)
                 assert own.lambda_grid is not None
-                plan.strength = logit.choose_strength(folds, dimensions, own.lambda_grid, own.lambda_units).value
+                choice = logit.choose_strength(folds, dimensions, own.lambda_grid, own.lambda_units)
+                plan.strength, held_out = choice.value, choice.errors[choice.value]
             elif plan.strength is None:
                 plan.strength = own.strength
             solution = logit.solve_logit(system, logit.absolute_strength(plan.strength, own.lambda_units, system))
@@ -273,10 +275,12 @@ class Sites:
                 for head in range(whole.heads)
                 if system.energy[head] > 0
             ]
-            if len(folds) > 1:
+            if len(folds) > 1 and plan.strength is None:
                 plan.error_held_out = plan.error_uncompensated
-                if plan.strength is not None:
-                    plan.error_held_out = logit.held_out_error(folds, dimensions, plan.strength, own.lambda_units)
+            elif len(folds) > 1 and plan.strength is not None:
+                if held_out is None:
+                    held_out = logit.held_out_error(folds, dimensions, plan.strength, own.lambda_units)
+                plan.error_held_out = held_out
         return M
 
 

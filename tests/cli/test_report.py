@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.reporting.reading import REPORT
+from ckpt_prune.checkpoint.filenames import REPORT
 from tests.cli.running import listing, misused, ok, refused
 from tests.reporting.examples import Json, parse, plan, report, site, words, write
 
