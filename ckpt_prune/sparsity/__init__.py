@@ -1,0 +1,1 @@
+"""Unstructured and N:M masks, and the rotations learned before them."""

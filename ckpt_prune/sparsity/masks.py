@@ -1,0 +1,125 @@
+"""Which weights stay: scores of single weights, and exact counts of them (METHODS section 4). Pure functions.
+
+Scores are (d_out, d_in) float64, higher = keep. A mask is (d_out, d_in) bool, True = stays. Among equal scores the
+lower index stays, so that a mask depends neither on the device nor on the order in which a sort happens to visit.
+"""
+
+from decimal import ROUND_FLOOR, Decimal
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.sparsity.patterns import GroupPattern
+
+Compare = Literal["row", "matrix"]
+
+
+def zeros_of(total: int, ratio: float) -> int:
+    """How many of `total` weights a share `ratio` is, rounded down.
+
+    The product is taken in decimal, as the ratio is written: 0.29 of 100 is 29, which binary floats would make 28.
+
+    Raises:
+        ValueError: `ratio` outside [0, 1].
+    """
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"a share of the weights lies between 0 and 1, not {ratio}")
+    return int((Decimal(total) * Decimal(repr(float(ratio)))).to_integral_value(ROUND_FLOOR))
+
+
+def magnitude(weight: Tensor) -> Tensor:
+    """|W|.
+
+    Args:
+        weight: (d_out, d_in), any floating dtype.
+    """
+    return weight.double().abs()
+
+
+def wanda(weight: Tensor, moments: Moments) -> Tensor:
+    """|W_ij| ‖X_j‖₂: Wanda (Sun et al. 2023, arXiv 2306.11695, eq. 1).
+
+    Args:
+        weight: (d_out, d_in), any floating dtype.
+        moments: of the layer's input, width d_in.
+
+    Raises:
+        ValueError: moments of another width.
+    """
+    if moments.width != weight.shape[1]:
+        raise ValueError(f"moments of width {moments.width} do not fit a weight of {weight.shape[1]} inputs")
+    return magnitude(weight) * moments.square.sqrt()
+
+
+def keep_share(scores: Tensor, ratio: float, compare: Compare) -> Tensor:
+    """The weights that stay when a share `ratio` goes, the lowest scores first.
+
+    Args:
+        scores: (d_out, d_in) float64.
+        ratio: in [0, 1].
+        compare: "row": `zeros_of(d_in, ratio)` go in every row, ranked within it; "matrix": `zeros_of(d_out * d_in,
+            ratio)` go in one ranking of all, indices counted row by row.
+
+    Returns:
+        (d_out, d_in) bool, True = stays.
+
+    Raises:
+        ValueError: a ratio outside [0, 1], or a score that is not a number.
+    """
+    _refuse_nan(scores)
+    rows = scores if compare == "row" else scores.reshape(1, -1)
+    zeros = zeros_of(rows.shape[1], ratio)
+    if zeros == 0:
+        return torch.ones_like(scores, dtype=torch.bool)
+    # A ranking is not needed, only the score at which it is cut and who stays among those who tie there.
+    cut = _kth_lowest(rows, zeros)
+    keep = rows > cut
+    tied = rows == cut
+    vacant = rows.shape[1] - zeros - keep.sum(1, keepdim=True)
+    keep |= tied & (tied.cumsum(1) <= vacant)
+    return keep.view_as(scores)
+
+
+def keep_groups(scores: Tensor, pattern: GroupPattern) -> Tensor:
+    """The N highest scores in every group of M consecutive columns of a row stay.
+
+    Args:
+        scores: (d_out, d_in) float64.
+        pattern: N:M.
+
+    Returns:
+        (d_out, d_in) bool, True = stays: N in every group.
+
+    Raises:
+        ValueError: d_in is not divisible by M, or a score is not a number.
+    """
+    check_width(scores.shape[1], pattern)
+    _refuse_nan(scores)
+    groups = scores.reshape(scores.shape[0], -1, pattern.of)
+    best = torch.sort(groups, descending=True, stable=True).indices[..., : pattern.kept]
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(2, best, True).view_as(scores)
+
+
+def check_width(width: int, pattern: GroupPattern) -> None:
+    """Refuse a row of `width` weights that groups of M do not fill.
+
+    Raises:
+        ValueError: `width` is not divisible by M.
+    """
+    if width % pattern.of:
+        raise ValueError(f"pattern {pattern} needs a width divisible by {pattern.of}, and {width} is not")
+
+
+def _kth_lowest(rows: Tensor, k: int) -> Tensor:
+    """The k-th lowest value of every row of (r, n), 1 <= k <= n: (r, 1)."""
+    # Selecting is many times faster than sorting on a CPU, and slower on a GPU, where few rows leave it idle.
+    if rows.is_cuda:
+        return torch.sort(rows, dim=1).values[:, k - 1 : k]
+    return torch.kthvalue(rows, k, dim=1, keepdim=True).values
+
+
+def _refuse_nan(scores: Tensor) -> None:
+    if bool(scores.isnan().any()):
+        raise ValueError("a score is not a number: the weight or the moments hold infinities or NaN")

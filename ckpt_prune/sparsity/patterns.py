@@ -1,0 +1,48 @@
+"""Patterns of zeros: a share of the weights anywhere, or N kept in every M consecutive inputs of a row."""
+
+import re
+from dataclasses import dataclass
+
+UNSTRUCTURED = "unstructured"
+MOST = 32
+"""Largest M. Wider groups are a share of the row in all but name."""
+
+
+@dataclass(frozen=True)
+class GroupPattern:
+    """N:M: of every `of` consecutive weights of a row, `kept` stay (METHODS section 4: N is the number KEPT).
+
+    Attributes:
+        kept: N.
+        of: M.
+    """
+
+    kept: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.of}"
+
+    @property
+    def ratio(self) -> float:
+        """Share of weights that go."""
+        return 1 - self.kept / self.of
+
+
+def parse_pattern(text: str) -> GroupPattern | None:
+    """The pattern of a recipe: None for unstructured.
+
+    Raises:
+        ValueError: neither "unstructured" nor N:M with 1 ≤ N < M ≤ 32.
+    """
+    if text == UNSTRUCTURED:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None:
+        raise ValueError(f"pattern {text!r} is neither {UNSTRUCTURED} nor N:M, for example 2:4")
+    kept, of = int(found[1]), int(found[2])
+    if not 1 <= kept < of <= MOST:
+        raise ValueError(
+            f"pattern {text!r} cannot be meant: N:M keeps N of every M consecutive weights, with 1 <= N < M <= {MOST}"
+        )
+    return GroupPattern(kept, of)

@@ -1,0 +1,224 @@
+"""SparseGPT: drop weights in the order of the optimal brain surgeon and let the others of the row make up for them.
+
+Frantar and Alistarh 2023, arXiv 2301.00774, Algorithm 1. With H the Gram of the inputs and U the upper Cholesky factor
+of H⁻¹ = UᵀU, inputs are visited from left to right; where weight j of a row goes, those after it move by
+−(w_j / U_jj) U_j,later. That is the surgeon's update with H restricted to the inputs not yet visited, since
+U_jj² = [H_F⁻¹]_jj and U_jj U_j,: = [H_F⁻¹]_j,: for F = {j, …, d_in − 1}.
+
+How it is computed here: H = R Rᵀ with R = U⁻¹ upper triangular is one Cholesky factorisation of H read from its last
+input to its first, so neither H⁻¹ nor U is ever formed. The paper's errors E, E_j = (w_j − ŵ_j) / U_jj at the visit of
+j, obey E U = W − Ŵ. Hence what blocks before B moved the weights of B by is (W − Ŵ)_before R_before,B U_BB, and U_BB is
+the inverse of a small triangle, R_BB. The results are the paper's up to rounding.
+
+Departures from the released code:
+
+- mean(diag H) is over live inputs only, so that the damping, and with it the result, does not depend on H's scale.
+- A factorisation also fails where a pivot is nothing but rounding: its sign, hence whether Cholesky notices, is chance.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
+from ckpt_prune.sparsity.patterns import GroupPattern
+
+BLOCK = 128
+"""Inputs whose mask is chosen together where there is no pattern; the paper's B and B_s."""
+DAMP = 0.01
+MOST_DAMP = 1.0
+DAMP_AFTER_NONE = 1e-4
+"""What is tried after a damping of zero, which no factor raises."""
+RESOLVED = 1e-10
+"""Least pivot, as a share of the diagonal it is left of, that means something; float32 Grams round at 6e-8."""
+STRIP = 16
+"""Inputs updated together inside a block without a pattern. Speed only: a whole block at once would leave the cache."""
+
+
+class SingularHessianError(UserError):
+    """The Hessian of a layer could not be factorised at any damping allowed. Names no layer: the caller knows it."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A weight after SparseGPT.
+
+    Attributes:
+        weight: (d_out, d_in) float64, exactly zero where dropped and at every dead input.
+        keep: (d_out, d_in) bool, True = stays. Its counts are exact. A dead input's weights score 0 and so go first,
+            but there may be more of them than have to go: the rest are True here and zero in `weight`.
+        damp: the damping used, as a share of the mean diagonal of H.
+        dead: number of inputs that were zero on every token.
+    """
+
+    weight: Tensor
+    keep: Tensor
+    damp: float
+    dead: int
+
+
+def prune(
+    weight: Tensor,
+    hessian: Tensor,
+    *,
+    pattern: GroupPattern | None,
+    ratio: float,
+    block: int = BLOCK,
+    damp: float = DAMP,
+    most_damp: float = MOST_DAMP,
+) -> Pruned:
+    """Drop a share of the weights, or N:M of them, and update the others (SparseGPT, Algorithm 1).
+
+    Memory beyond the arguments: two float64 matrices of H's size while factorising, then one, and four of the weight's.
+
+    Args:
+        weight: W, (d_out, d_in), any floating dtype.
+        hessian: H, (d_in, d_in), any floating dtype: the Gram of the inputs times any positive factor.
+        pattern: N:M, chosen group by group from weights already updated; None for unstructured.
+        ratio: share that goes where there is no pattern: exactly `zeros_of(d_out * columns, ratio)` in every block of
+            columns, in one ranking of all its rows. At 0 the weight is returned as it is. Unused with a pattern.
+        block: inputs in a block, raised to a multiple of M where there is a pattern.
+        damp: share of the mean diagonal of H (live inputs) added to the diagonal; zero is allowed.
+        most_damp: where the factorisation fails it is tried again with ten times the damping, up to this.
+
+    Returns:
+        The weight and its mask.
+
+    Raises:
+        SingularHessianError: H cannot be factorised with a damping up to `most_damp`.
+        UserError: H holds infinities or NaN.
+        ValueError: shapes that do not fit, a width not divisible by M, a ratio outside [0, 1], a negative damping, a
+            block without columns, or a weight that is NaN.
+    """
+    d_in = weight.shape[1]
+    if hessian.shape != (d_in, d_in):
+        raise ValueError(f"a Hessian of shape {tuple(hessian.shape)} does not fit a weight of {d_in} inputs")
+    if block < 1 or not damp >= 0:
+        raise ValueError(f"block must be at least 1 and damp at least 0, not {block} and {damp}")
+    if pattern is not None:
+        check_width(d_in, pattern)
+        block = -(-block // pattern.of) * pattern.of
+    if not bool(torch.isfinite(hessian).all()):
+        raise UserError(
+            "the Hessian holds infinities or NaN: calibrate again in float32, and check the calibration data"
+        )
+    dead = hessian.diagonal() == 0
+    if pattern is None and ratio == 0:
+        return Pruned(weight.double().clone(), torch.ones_like(weight, dtype=torch.bool), damp, int(dead.sum()))
+    factor, damp = _factorise(hessian, dead, damp, most_damp)
+    # Inputs as rows: a visited input is then contiguous.
+    old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    old[dead] = 0
+    new = old.clone()
+    keep = torch.empty(old.shape, dtype=torch.bool, device=old.device)
+    change = torch.empty_like(old)
+    for start in range(0, d_in, block):
+        here = slice(start, min(start + block, d_in))
+        triangle = _part(factor, here, here)
+        U = torch.linalg.solve_triangular(triangle, torch.eye(len(triangle)).to(triangle), upper=True)
+        if start:
+            new[here].addmm_(U.T, _part(factor, slice(0, start), here).T @ change[:start])
+        _visit(new[here], keep[here], U, pattern, ratio)
+        torch.sub(old[here], new[here], out=change[here])
+    return Pruned(new.T.contiguous(), keep.T.contiguous(), damp, int(dead.sum()))
+
+
+def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, ratio: float) -> None:
+    """Choose and drop inside one block, in place.
+
+    Args:
+        W: weights of the block with its inputs as rows, (b, d_out) float64, updated for the blocks before it.
+        keep: (b, d_out) bool, written.
+        U: (b, b) float64, the block's own part.
+        pattern: as in `prune`.
+        ratio: as in `prune`.
+    """
+    pivots = U.diagonal()[:, None]
+    if pattern is None:
+        # Ties go by index counted along the rows of the weight, so the ranking has to see it that way round.
+        keep.copy_(keep_share((W / pivots).square_().T.contiguous(), ratio, "matrix").T)
+    errors = torch.empty_like(W)
+    strip = STRIP if pattern is None else pattern.of
+    for start in range(0, len(W), strip):
+        here = slice(start, min(start + strip, len(W)))
+        if start:
+            W[here].addmm_(U[:start, here].T, errors[:start], alpha=-1)
+        if pattern is not None:
+            keep[here] = keep_groups((W[here] / pivots[here]).square_().T.contiguous(), pattern).T
+        for j in range(here.start, here.stop):
+            # What came before may have moved this weight: its error is known only now.
+            torch.div(W[j].masked_fill(keep[j], 0), pivots[j], out=errors[j])
+            W[j + 1 : here.stop].addr_(U[j, j + 1 : here.stop], errors[j], alpha=-1)
+    W.masked_fill_(~keep, 0)
+
+
+def _factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> tuple[Tensor, float]:
+    """Cholesky factor L (lower, float64) of H + damping with its inputs in reverse order, and the damping it took."""
+    live = hessian.diagonal()[~dead].double()
+    # Absolute, lest a matrix that is no Gram be turned into one by its sign.
+    mean = float(live.abs().mean()) if live.numel() else 1.0
+    # In units of the mean diagonal, so that neither the scale of H nor the 1 of a dead input matters.
+    matrix = hessian.flip(0, 1).double().div_(mean)
+    dead = dead.flip(0)
+    # A dead input's products are zero but for rounding; its column must not touch a live one.
+    matrix[dead] = 0
+    matrix[:, dead] = 0
+    matrix.diagonal()[dead] = 1
+    diagonal = matrix.diagonal().clone()
+    tried = []
+    for share in _dampings(damp, most_damp):
+        tried.append(share)
+        matrix.diagonal().copy_(diagonal + share)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if int(failed) == 0 and _resolved(factor, matrix.diagonal()):
+            return factor, share
+    listed = ", ".join(f"{share:g}" for share in tried)
+    raise SingularHessianError(
+        f"the Hessian is singular with damping {listed} of its mean diagonal (at most {most_damp:g} is allowed): "
+        "calibrate with more text, or allow a larger damp"
+    )
+
+
+def _dampings(damp: float, most_damp: float) -> Iterator[float]:
+    """`damp`, then ten times more as long as that is no more than `most_damp`."""
+    yield damp
+    first = damp * 10 if damp else DAMP_AFTER_NONE
+    # Powers of a thing, not repeated products: rounding must not decide whether the bound itself is tried.
+    shares = (first * 10**k for k in range(400))
+    for share in shares:
+        if share > most_damp * (1 + 1e-9) or not math.isfinite(share):
+            return
+        yield share
+
+
+def _resolved(factor: Tensor, diagonal: Tensor) -> bool:
+    """Whether every pivot of a Cholesky factor (n, n) is more than the rounding of the diagonal (n,) it came from."""
+    return bool((factor.diagonal().square() > RESOLVED * diagonal).all())
+
+
+def _part(factor: Tensor, rows: slice, columns: slice) -> Tensor:
+    """R[rows, columns] of H = R Rᵀ, from the factor of H with its inputs in reverse order."""
+    n = len(factor)
+    return factor[n - rows.stop : n - rows.start, n - columns.stop : n - columns.start].flip(0, 1)
+
+
+def relative_error(weight: Tensor, pruned: Tensor, gram: Tensor) -> float:
+    """tr((W − Ŵ) G (W − Ŵ)ᵀ) / tr(W G Wᵀ): the share of the output's energy that is lost; 0 where there is none.
+
+    Args:
+        weight: W, (d_out, d_in), any floating dtype.
+        pruned: Ŵ, the same shape.
+        gram: G, (d_in, d_in).
+    """
+    gram = gram.double()
+    lost = energy = 0.0
+    for old, new in zip(torch.split(weight, 1024), torch.split(pruned, 1024), strict=True):
+        rows = old.double()
+        difference = rows - new.double()
+        lost += float((difference @ gram).mul_(difference).sum())
+        energy += float((rows @ gram).mul_(rows).sum())
+    return max(lost, 0.0) / energy if energy > 0 else 0.0
