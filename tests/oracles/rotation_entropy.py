@@ -1,0 +1,63 @@
+"""Importance of rotated weights and its entropy from DenoiseRotator's tables 5-7 and eq. 5, entry by entry."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def full_rotation(side: str | None, width: int, residual: Array | None, heads: Array | None) -> Array:
+    """The (width, width) matrix that a side is turned by: block-diagonal over heads, R2 repeated over its group."""
+    if side == "residual" and residual is not None:
+        return residual
+    if side == "heads" and heads is not None:
+        count, size, _ = heads.shape
+        units = width // size
+        whole = np.zeros((width, width))
+        for unit in range(units):
+            at = unit * size
+            whole[at : at + size, at : at + size] = heads[unit // (units // count)]
+        return whole
+    return np.eye(width)
+
+
+def rotated(W: Array, left: Array, right: Array) -> Array:
+    out = np.zeros_like(W)
+    for i in range(W.shape[0]):
+        for j in range(W.shape[1]):
+            out[i, j] = left[:, i] @ W @ right[:, j]
+    return out
+
+
+def importance(backbone: str, W: Array, H: Array, damp: float, left: Array, right: Array) -> Array:
+    """Of y = W x with Σ x xᵀ = H, rotated: for SparseGPT H is damped by a share of its mean diagonal, then inverted."""
+    turned = rotated(W, left, right)
+    damped = H + damp * np.trace(H) / len(H) * np.eye(len(H))
+    inverse = np.linalg.inv(right.T @ damped @ right) if backbone == "sparsegpt" else H
+    hessian = right.T @ H @ right
+    out = np.zeros_like(W)
+    for i in range(W.shape[0]):
+        for j in range(W.shape[1]):
+            square = turned[i, j] ** 2
+            out[i, j] = {
+                "magnitude": square,
+                "wanda": square * hessian[j, j],
+                "sparsegpt": square / inverse[j, j],
+            }[backbone]
+    return out
+
+
+def group_entropy(values: Array) -> float:
+    total = sum(values)
+    return -sum(v / total * math.log(v / total) for v in values if v > 0) if total > 0 else 0.0
+
+
+def entropy(importance: Array, rows: bool, columns: bool) -> float:
+    found = 0.0
+    if rows:
+        found += sum(group_entropy(row) for row in importance)
+    if columns:
+        found += sum(group_entropy(column) for column in importance.T)
+    return found
