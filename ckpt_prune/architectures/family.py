@@ -65,6 +65,26 @@ class LogitSpace(Space):
     key: str
 
 
+class Residual(_Description):
+    """How a model reads from and adds to its residual stream, where rotations can be folded into what does.
+
+    Attributes:
+        norm: what stands before each read: an RMSNorm (rms) or a LayerNorm (layer).
+        reads: norm of a block → linear modules it feeds.
+        writes: linear modules whose output is added to the stream.
+        values: the linear module that makes the values; the consumer of the heads reads them.
+        starts: modules whose tables make up the stream before the first block.
+        final: the norm before the head.
+    """
+
+    norm: Literal["rms", "layer"]
+    reads: dict[str, list[str]]
+    writes: list[str]
+    values: str
+    starts: list[str]
+    final: str
+
+
 class Architecture(_Description):
     """One class of a family: the base model and a head on it, or the base model alone.
 
@@ -106,6 +126,8 @@ class Family(_Description):
         mlp_ratio: the config key that says the width of the mlp as an integer multiple of the hidden size.
         mlp_gated: with `mlp_ratio`: two thirds of the multiple, rounded up to a multiple of eight.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
+        residual: how blocks read from and add to the residual stream, where rotations can be folded in.
+        unrotatable: why not, where they cannot.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
     """
@@ -132,6 +154,8 @@ class Family(_Description):
     mlp_ratio: str | None = None
     mlp_gated: bool = False
     sliding_window: str | None = None
+    residual: Residual | None = None
+    unrotatable: str | None = None
     stand_ins: list[str] = Field(default_factory=list)
 
     # ---- the class at hand ------------------------------------------------------------------------------------
@@ -197,6 +221,15 @@ class Family(_Description):
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
         return list(dict.fromkeys(module for space in self.spaces for module in self.modules(space)))
+
+    @property
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """A linear module of a block → all that read the same input, itself first; in the order of computation."""
+        found: dict[str, tuple[str, ...]] = {}
+        for space in self.columns.values():
+            producers = tuple(space.producers)
+            found |= {producers[0]: producers, space.consumer: (space.consumer,)}
+        return found
 
     def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
         """On-disk name of a block's tensor."""

@@ -71,6 +71,29 @@ class SitePlan(_Record):
     heads: list[HeadErrors] | None = None
 
 
+class MaskedLinear(_Record):
+    """What a mask did to one linear module of one block.
+
+    Attributes:
+        block: index.
+        weight: on-disk name.
+        rows, columns: of the weight.
+        zeros: weights that the mask zeroed; those that were zero before are among them.
+        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens; None without Grams.
+        damp: what was added to the diagonal of the Hessian, as a share of its mean (SparseGPT); else None.
+        dead: inputs that no calibration token had (SparseGPT zeroes their columns); else None.
+    """
+
+    block: int
+    weight: str
+    rows: int
+    columns: int
+    zeros: int
+    error: float | None = None
+    damp: float | None = None
+    dead: int | None = None
+
+
 class StatisticsReference(_Record):
     """Which statistics a plan was made from."""
 

@@ -3,41 +3,36 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS, Traits
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.fields import Strict, one_of
+from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
+from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
-
-
-def _one_of(what: str, known: Iterable[str]) -> Any:
-    """A string that must be a key of a registry, with the registry's keys in errors and in the JSON Schema."""
-    names = list(known)
-
-    def check(value: str) -> str:
-        if value in names:
-            return value
-        near = difflib.get_close_matches(value, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown {what} {value!r}: {hint}allowed here: {', '.join(names)}")
-
-    return Annotated[str, AfterValidator(check), WithJsonSchema({"type": "string", "enum": names})]
-
+from ckpt_prune.sparsity.damping import DAMP
+from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
 if TYPE_CHECKING:
     ScoreName = str
     MethodName = str
 else:
-    ScoreName = _one_of("score", SCORES | LOGIT_SCORES)
-    MethodName = _one_of("method", METHODS | LOGIT_METHODS)
+    ScoreName = one_of("score", SCORES | LOGIT_SCORES)
+    MethodName = one_of("method", METHODS | LOGIT_METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
 
 
@@ -51,11 +46,7 @@ def scores_of(space: SpaceName) -> Mapping[str, Score] | Mapping[str, LogitScore
     return LOGIT_SCORES if space == "qk" else SCORES
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
-
-
-class Compensation(_Strict):
+class Compensation(Strict):
     """How what stays is rewritten after units are dropped (METHODS sections 1 and 3)."""
 
     method: MethodName = Field("none", description="Closed form folded into the consumer; logit: into q and k.")
@@ -97,7 +88,7 @@ class Compensation(_Strict):
         return 0.01 if self.lam is None else self.lam
 
 
-class SpaceRecipe(_Strict):
+class SpaceRecipe(Strict):
     """What happens to one space."""
 
     score: ScoreName = Field(description="Which units to keep: those with the highest score.")
@@ -110,14 +101,16 @@ class SpaceRecipe(_Strict):
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A recipe: what to score with, how much to drop, how to compensate, and into which container."""
 
     version: Literal[1] = Field(description="Version of the recipe format.")
     name: str = Field(min_length=1, description="Name in tables and in the output's ckpt_prune.json.")
     summary: str = Field("", description="One line for `recipe list`.")
     source: str = Field("", description="Paper and equations.")
-    ratio: float = Field(0.2, ge=0, lt=1, description="Share of units to drop in every space.")
+    ratio: float = Field(
+        0.2, ge=0, lt=1, description="Share of units to drop in every space, or of weights that a mask zeroes."
+    )
     target: Literal["dense", "sequential"] = Field(
         "dense",
         description="dense: moments of the unpruned model; sequential: measured block by block on the pruned prefix "
@@ -140,7 +133,47 @@ class Recipe(_Strict):
         "code where none fits; remote: remote code; padded: a stock class, with zeros where it has no narrower shape, "
         "which saves nothing there; or a model_type to force.",
     )
-    spaces: dict[SpaceName, SpaceRecipe] = Field(min_length=1, description="Spaces to prune; others stay whole.")
+    spaces: dict[SpaceName, SpaceRecipe] = Field(
+        default_factory=dict, description="Spaces to prune; others stay whole."
+    )
+    mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
+    rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ratio_of_pattern(cls, values: Any) -> Any:
+        """An N:M pattern is its own ratio."""
+        mask = values.get("mask") if isinstance(values, dict) else None
+        text = mask.get("pattern", UNSTRUCTURED) if isinstance(mask, dict) else UNSTRUCTURED
+        try:
+            groups = parse_pattern(text)
+        except (TypeError, ValueError):  # the field says why
+            return values
+        if groups is None:
+            return values
+        if values.get("ratio", groups.ratio) != groups.ratio:
+            raise ValueError(
+                f"pattern {groups} zeroes {groups.ratio:g} of the weights by itself: leave out ratio, or set it to that"
+            )
+        return values | {"ratio": groups.ratio}
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "Recipe":
+        if bool(self.spaces) == (self.mask is not None):
+            raise ValueError(
+                "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice"
+                if self.mask is not None
+                else "nothing to do: spaces or a mask is missing"
+            )
+        if self.rotation is not None and self.mask is None:
+            raise ValueError("rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)")
+        if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
+            raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
+        if self.mask is not None and (self.allocation, self.widths) != ("uniform", "uniform"):
+            raise ValueError("allocation and widths speak of units: they do not go with a mask")
+        if self.mask is not None and self.container == "padded":
+            raise ValueError("container padded is for spaces: a mask leaves every shape as it is")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -184,13 +217,31 @@ class Recipe(_Strict):
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
     def canonical_json(self) -> str:
-        """The recipe with every default spelt out, keys sorted."""
-        return json.dumps(self.model_dump(mode="json", by_alias=True), sort_keys=True)
+        """The recipe with every default spelt out, keys sorted; without a mask or rotation where it has none.
+
+        So a recipe that does not use them has the digest it had before there were any.
+        """
+        values = self.model_dump(mode="json", by_alias=True)
+        optional = ("mask", "rotation")
+        return json.dumps({k: v for k, v in values.items() if k not in optional or v is not None}, sort_keys=True)
 
     @property
     def needs_moments(self) -> bool:
-        """Whether any score or compensation needs statistics."""
-        return any(self.space_needs_moments(space) for space in self.spaces)
+        """Whether any score, compensation, mask or rotation needs statistics."""
+        masked = self.mask is not None and self.mask.method != "magnitude"
+        return masked or self.rotation_needs_moments or any(self.space_needs_moments(space) for space in self.spaces)
+
+    @property
+    def importance(self) -> Literal["magnitude", "wanda", "sparsegpt"]:
+        """Whose importance the rotations concentrate."""
+        assert self.mask is not None
+        assert self.rotation is not None
+        return self.rotation.importance or self.mask.method
+
+    @property
+    def rotation_needs_moments(self) -> bool:
+        """Whether rotations are learned from statistics of the dense model."""
+        return self.rotation is not None and self.importance != "magnitude"
 
     def space_needs_moments(self, space: SpaceName) -> bool:
         """Whether the space's score or compensation needs statistics."""
@@ -209,7 +260,19 @@ class Recipe(_Strict):
             found.append("gram")
         if "qk" in self.spaces and self.space_needs_moments("qk"):
             found.append("logits")
+        if self.mask is not None:
+            found += ["gram", "linears"] if self.needs_linear_grams else ["linears"]
         return tuple(found)
+
+    @property
+    def needs_linear_grams(self) -> bool:
+        """Whether the mask or the rotations need the Gram of every linear's input.
+
+        Wanda's norms do under rotations, which mix inputs.
+        """
+        assert self.mask is not None
+        turned = self.rotation is not None and self.mask.method != "magnitude"
+        return self.rotation_needs_moments or turned or self.mask.method == "sparsegpt"
 
     @property
     def perplexity_grid(self) -> list[float] | None:
@@ -300,7 +363,7 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
     values, lines = parse_yaml(content, path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
-    if "spaces" not in values and "name" not in values:
+    if not {"spaces", "mask", "name"} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
         keys = _apply_override(values, override)
@@ -343,13 +406,15 @@ def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], dict[tuple[str
             walk(value, here)
 
     try:
-        root = yaml.compose(content, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(content)
+        root = yaml.compose(content, Loader=Yaml12Loader)
+        values = yaml.load(content, Loader=Yaml12Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not YAML: {reason}") from error
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply for a recipe") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{path} holds a value that cannot be read: {error}") from error
     if not isinstance(values, dict) or root is None:
         raise UserError(f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)")
     try:
@@ -365,7 +430,7 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
     if not separator or not key:
         raise UserError(f"--set {override}: expected key=value, for example spaces.mlp.ratio=0.3")
     try:
-        value = yaml.load(text, Loader=_NumberLoader)
+        value = yaml.load(text, Loader=Yaml12Loader)
     except yaml.YAMLError as error:
         raise UserError(f"--set {override}: {text!r} is not a YAML value") from error
     *parents, last = key.split(".")
@@ -378,25 +443,12 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
     return (*parents, last)
 
 
-class _NumberLoader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as text; on a command line it is a number."""
-
-
-def _number_or_text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    text = loader.construct_scalar(node)
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-_NumberLoader.add_constructor("tag:yaml.org,2002:str", _number_or_text)
-
-
 def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
     """Keys allowed in the mapping that a location's last key stands in."""
     model: type[BaseModel] = Recipe
-    if len(loc) >= 3 and loc[0] == "spaces":
+    if len(loc) >= 2 and loc[0] in ("mask", "rotation"):
+        model = MaskRecipe if loc[0] == "mask" else RotationRecipe
+    elif len(loc) >= 3 and loc[0] == "spaces":
         model = Compensation if len(loc) >= 4 and loc[2] == "compensation" else SpaceRecipe
     elif len(loc) == 2 and loc[0] == "spaces":
         return list(SpaceName.__args__)  # type: ignore[attr-defined]

@@ -28,14 +28,13 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
 
 Backbone = Literal["magnitude", "wanda", "sparsegpt"]
 Side = Literal["residual", "heads"]
 
-LEAST_DAMP = 1e-4
-"""Where a retry starts from no damping at all."""
-MOST_DAMP = 1.0
-"""Damping beyond the mean diagonal itself says nothing about the data any more."""
+_STRIP = 1024
+"""Columns of an inverse that are made together where its diagonal is all that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Term:
 
 
 def sensitivity(
-    gram: Tensor, backbone: Backbone, full: bool, damp: float = 0.01, *, name: str = "a linear layer"
+    gram: Tensor, backbone: Backbone, full: bool, damp: float = DAMP, *, name: str = "a linear layer"
 ) -> Tensor | None:
     """What `Term.inputs` holds for a backbone, from the Gram H = Σ x xᵀ, scaled by H's mean diagonal entry m.
 
@@ -72,8 +71,8 @@ def sensitivity(
         gram: (d_in, d_in), floating.
         backbone: whose importance.
         full: the whole matrix, for inputs that are rotated; else its diagonal.
-        damp: share of the mean diagonal added to the diagonal. Ten times more is tried as long as the Hessian is
-            singular to working precision (from `LEAST_DAMP` if it is zero), up to `MOST_DAMP`. SparseGPT only.
+        damp: share of the mean diagonal added to the diagonal, and more where that leaves the Hessian singular
+            (`damping.damped_cholesky`). SparseGPT only.
         name: of the layer, for the message.
 
     Returns:
@@ -87,42 +86,28 @@ def sensitivity(
         raise ValueError(f"damping must be zero or more, not {damp}")
     if backbone == "magnitude":
         return None
-    hessian = gram.double()
-    if not bool(hessian.isfinite().all()):
+    if not bool(gram.isfinite().all()):
         raise UserError(f"{name}: the Gram of its inputs is not finite; calibrate in float32 or on other data")
-    mean = hessian.diagonal().mean()
-    # Of inputs that are all dead nothing is known: they count alike.
-    hessian = hessian / torch.where(mean > 0, mean, 1.0)
+    hessian = gram.to(torch.float64, copy=True).div_(live_mean(gram))
     if backbone == "wanda":
         return hessian if full else hessian.diagonal().clone()
-    factor = _damped_cholesky(hessian, damp, name)
+    try:
+        factor, _ = damped_cholesky(hessian, damp)
+    except SingularHessianError as error:
+        raise UserError(f"{name}: {error}") from error
     if full:
         inverse: Tensor = torch.cholesky_inverse(factor)
         return inverse
-    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    root: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
-    diagonal: Tensor = root.square().sum(0)
-    return diagonal
+    return torch.cat([_inverse_diagonal(factor, start) for start in range(0, len(factor), _STRIP)])
 
 
-def _damped_cholesky(hessian: Tensor, damp: float, name: str) -> Tensor:
-    """Lower Cholesky factor of hessian + damp I (mean diagonal 1), with the least damping tried that is enough."""
-    resolution = len(hessian) * torch.finfo(hessian.dtype).eps
-    asked = damp
-    while True:
-        damped = hessian.clone()
-        damped.diagonal().add_(damp)
-        factor: Tensor
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        # A pivot no larger than rounding is a singular matrix that Cholesky happened to get through.
-        if int(failed) == 0 and bool(factor.diagonal().amin().square() > resolution * damped.diagonal().amax()):
-            return factor
-        if damp >= MOST_DAMP:
-            raise UserError(
-                f"{name}: the Hessian of its inputs stays singular with damping from {asked:g} up to {damp:g} of its "
-                "mean diagonal; calibrate on more tokens"
-            )
-        damp = min(max(10 * damp, LEAST_DAMP), MOST_DAMP)
+def _inverse_diagonal(factor: Tensor, start: int) -> Tensor:
+    """Some entries of the diagonal of (L Lᵀ)⁻¹: the squared columns of L⁻¹, a few at a time."""
+    count = min(_STRIP, len(factor) - start)
+    columns = torch.zeros(len(factor), count, dtype=factor.dtype, device=factor.device)
+    columns[start : start + count].fill_diagonal_(1)
+    root: Tensor = torch.linalg.solve_triangular(factor, columns, upper=False)
+    return root.square().sum(0)
 
 
 def rotated(

@@ -16,31 +16,20 @@ Departures from the released code:
 - A factorisation also fails where a pivot is nothing but rounding: its sign, hence whether Cholesky notices, is chance.
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP, damped_cholesky, live_mean
 from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
 from ckpt_prune.sparsity.patterns import GroupPattern
 
 BLOCK = 128
 """Inputs whose mask is chosen together where there is no pattern; the paper's B and B_s."""
-DAMP = 0.01
-MOST_DAMP = 1.0
-DAMP_AFTER_NONE = 1e-4
-"""What is tried after a damping of zero, which no factor raises."""
-RESOLVED = 1e-10
-"""Least pivot, as a share of the diagonal it is left of, that means something; float32 Grams round at 6e-8."""
 STRIP = 16
 """Inputs updated together inside a block without a pattern. Speed only: a whole block at once would leave the cache."""
-
-
-class SingularHessianError(UserError):
-    """The Hessian of a layer could not be factorised at any damping allowed. Names no layer: the caller knows it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ def prune(
             columns, in one ranking of all its rows. At 0 the weight is returned as it is. Unused with a pattern.
         block: inputs in a block, raised to a multiple of M where there is a pattern.
         damp: share of the mean diagonal of H (live inputs) added to the diagonal; zero is allowed.
-        most_damp: where the factorisation fails it is tried again with ten times the damping, up to this.
+        most_damp: where the factorisation fails it is tried again with more, up to this (`damping.damped_cholesky`).
 
     Returns:
         The weight and its mask.
@@ -158,46 +147,14 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
 
 def _factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> tuple[Tensor, float]:
     """Cholesky factor L (lower, float64) of H + damping with its inputs in reverse order, and the damping it took."""
-    live = hessian.diagonal()[~dead].double()
-    # Absolute, lest a matrix that is no Gram be turned into one by its sign.
-    mean = float(live.abs().mean()) if live.numel() else 1.0
     # In units of the mean diagonal, so that neither the scale of H nor the 1 of a dead input matters.
-    matrix = hessian.flip(0, 1).double().div_(mean)
+    matrix = hessian.flip(0, 1).double().div_(live_mean(hessian))
     dead = dead.flip(0)
     # A dead input's products are zero but for rounding; its column must not touch a live one.
     matrix[dead] = 0
     matrix[:, dead] = 0
     matrix.diagonal()[dead] = 1
-    diagonal = matrix.diagonal().clone()
-    tried = []
-    for share in _dampings(damp, most_damp):
-        tried.append(share)
-        matrix.diagonal().copy_(diagonal + share)
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        if int(failed) == 0 and _resolved(factor, matrix.diagonal()):
-            return factor, share
-    listed = ", ".join(f"{share:g}" for share in tried)
-    raise SingularHessianError(
-        f"the Hessian is singular with damping {listed} of its mean diagonal (at most {most_damp:g} is allowed): "
-        "calibrate with more text, or allow a larger damp"
-    )
-
-
-def _dampings(damp: float, most_damp: float) -> Iterator[float]:
-    """`damp`, then ten times more as long as that is no more than `most_damp`."""
-    yield damp
-    first = damp * 10 if damp else DAMP_AFTER_NONE
-    # Powers of a thing, not repeated products: rounding must not decide whether the bound itself is tried.
-    shares = (first * 10**k for k in range(400))
-    for share in shares:
-        if share > most_damp * (1 + 1e-9) or not math.isfinite(share):
-            return
-        yield share
-
-
-def _resolved(factor: Tensor, diagonal: Tensor) -> bool:
-    """Whether every pivot of a Cholesky factor (n, n) is more than the rounding of the diagonal (n,) it came from."""
-    return bool((factor.diagonal().square() > RESOLVED * diagonal).all())
+    return damped_cholesky(matrix, damp, most_damp)
 
 
 def _part(factor: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -98,7 +98,10 @@ def test_a_recipe_says_what_it_says(tmp_path):
     assert (loaded.spaces["mlp"].compensation.method, loaded.spaces["mlp"].compensation.strength) == ("ridge", 0.1)
 
 
-KEYS = "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces"
+KEYS = (
+    "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
+    "rotation"
+)
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
 
@@ -311,3 +314,9 @@ def test_the_schema_names_every_score_and_method():
     assert "rotation-scale" in definitions["Compensation"]["properties"]["method"]["enum"]
     assert definitions["Compensation"]["additionalProperties"] is False
     assert "lambda" in definitions["Compensation"]["properties"]
+
+
+def test_digests_of_recipes_that_know_no_masks():
+    """As they were before recipes could have any: plans hold them."""
+    assert load_recipe("rcpu").digest == "79a58290aebc3918f07727b83c73a892b47080e30d5fe7a79e7bb7e6b8b463dd"
+    assert load_recipe("corp").digest == "82878a4f33fea773391803d001326fd6f108ddc1e1adecf159b7a7ead68b92e4"

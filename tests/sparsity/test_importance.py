@@ -205,7 +205,7 @@ def test_dead_inputs_count_next_to_nothing():
     for full in (True, False):
         found = sensitivity(H, "sparsegpt", full, 0.01)
         diagonal = found.diagonal() if full else found
-        torch.testing.assert_close(1 / diagonal, torch.tensor([2.01, 0.01, 1.01]).double())
+        torch.testing.assert_close(1 / diagonal, torch.tensor([4 / 3, 0, 2 / 3]).double() + 0.01)
     assert float(sensitivity(H, "wanda", False)[1]) == 0
     torch.testing.assert_close(sensitivity(torch.zeros(3, 3), "sparsegpt", False, 0.5), torch.full((3,), 2.0).double())
     assert bool((sensitivity(torch.zeros(3, 3), "wanda", True) == 0).all())
@@ -218,22 +218,27 @@ def test_more_damping_where_the_hessian_stays_singular():
     found = sensitivity(singular, "sparsegpt", True, 0.0)
     torch.testing.assert_close(found, torch.linalg.inv(scaled + 1e-4 * torch.eye(5)))
     # Cholesky gets through a pivot that is rounding.
-    found = sensitivity(torch.diag(torch.tensor([2.0, 1e-17])).double(), "sparsegpt", False, 0.0)
-    torch.testing.assert_close(1 / found, torch.tensor([2.0001, 1e-4]).double())
+    twice = torch.tensor([[1, 1], [1, 1 + 1e-14]]).double()
+    found = sensitivity(twice, "sparsegpt", False, 0.0)
+    torch.testing.assert_close(found, torch.linalg.inv(twice + 1e-4 * torch.eye(2)).diagonal())
     # Ten times 0.01 is enough.
-    found = sensitivity(torch.diag(torch.tensor([2.0, 1.05, -0.05])).double(), "sparsegpt", False, 0.01)
-    torch.testing.assert_close(1 / found, torch.tensor([2.1, 1.15, 0.05]).double(), atol=1e-6, rtol=1e-6)
+    found = sensitivity(torch.diag(torch.tensor([2.0, 0.95, -0.05])).double(), "sparsegpt", False, 0.01)
+    torch.testing.assert_close(1 / found, torch.tensor([2.1, 1.05, 0.05]).double(), atol=1e-6, rtol=1e-6)
     # A float32 Gram's negative eigenvalue: 0.01 and 0.1 are not enough, 1 is.
-    indefinite = torch.diag(torch.tensor([2.5, 1.0, -0.5])).double()
+    indefinite = torch.diag(torch.tensor([2.0, 0.5, -0.5])).double()
     found = sensitivity(indefinite, "sparsegpt", False, 0.01)
-    torch.testing.assert_close(1 / found, torch.tensor([3.5, 2.0, 0.5]).double())
+    torch.testing.assert_close(1 / found, torch.tensor([3.0, 1.5, 0.5]).double())
+    # An input that was never seen is not among those whose mean the damping is a share of.
+    found = sensitivity(torch.diag(torch.tensor([3.0, 1.0, 0.0])).double(), "sparsegpt", False, 0.1)
+    torch.testing.assert_close(1 / found, torch.tensor([1.6, 0.6, 0.1]).double())
 
 
 def test_hessians_beyond_help():
     with pytest.raises(
-        UserError, match=r"block 3 o_proj: the Hessian .* singular with damping from 0.01 up to 1 .*tokens"
+        UserError,
+        match=r"block 3 o_proj: the Hessian is singular with damping 0.01, 0.1, 1 of .* more calibration",
     ):
-        sensitivity(torch.diag(torch.tensor([4.0, 1.0, -2.0])), "sparsegpt", True, 0.01, name="block 3 o_proj")
+        sensitivity(torch.diag(torch.tensor([4.0, 1.0, -9.0])), "sparsegpt", True, 0.01, name="block 3 o_proj")
     with pytest.raises(UserError, match=r"block 3 o_proj: .* not finite"):
         sensitivity(torch.full((2, 2), float("nan")), "wanda", True, name="block 3 o_proj")
     with pytest.raises(ValueError, match="damping"):

@@ -1,0 +1,69 @@
+"""Factorising a Gram that calibration may have left singular."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.errors import UserError
+
+DAMP = 0.01
+"""SparseGPT's own: a share of the mean diagonal."""
+LEAST_DAMP = 1e-4
+"""What is tried after a damping of zero, which no factor raises."""
+MOST_DAMP = 1.0
+"""Damping beyond the mean diagonal itself says nothing about the data any more."""
+RESOLVED = 1e-10
+"""Least pivot, as a share of the diagonal it is left of, that means something; float32 Grams round at 6e-8."""
+
+
+class SingularHessianError(UserError):
+    """The Hessian of a layer could not be factorised at any damping allowed. Names no layer: the caller knows it."""
+
+
+def live_mean(hessian: Tensor) -> float:
+    """Mean of the diagonal over inputs that some token had; 1 where there is none.
+
+    Absolute, lest a matrix that is no Gram be turned into one by its sign.
+    """
+    diagonal = hessian.diagonal().double()
+    live = diagonal[diagonal != 0].abs()
+    return float(live.mean()) if live.numel() else 1.0
+
+
+def damped_cholesky(matrix: Tensor, damp: float, most: float = MOST_DAMP) -> tuple[Tensor, float]:
+    """Lower Cholesky factor of H + damping on the diagonal, with the least damping tried that is enough.
+
+    Ten times more is tried as long as the matrix is singular to the precision of the Grams, and at last `most` itself.
+
+    Args:
+        matrix: H (d, d) float64 in units of its mean diagonal. Its diagonal is overwritten.
+        damp: added to the diagonal at first; zero is allowed.
+        most: added at most, unless `damp` itself is more.
+
+    Returns:
+        The factor (d, d), and the damping it took.
+
+    Raises:
+        SingularHessianError: no damping allowed is enough.
+    """
+    diagonal = matrix.diagonal().clone()
+    tried = []
+    for share in dampings(damp, most):
+        tried.append(f"{share:g}")
+        matrix.diagonal().copy_(diagonal + share)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        # A pivot no larger than rounding is a singular matrix that Cholesky happened to get through.
+        if int(failed) == 0 and bool((factor.diagonal().square() > RESOLVED * matrix.diagonal()).all()):
+            return factor, share
+    raise SingularHessianError(
+        f"the Hessian is singular with damping {', '.join(tried)} of its mean diagonal: use more calibration samples"
+    )
+
+
+def dampings(damp: float, most: float) -> Iterator[float]:
+    """`damp`, then ten times more again and again, and `most` last."""
+    yield damp
+    while damp < most:
+        damp = min(10 * damp or LEAST_DAMP, most)
+        yield damp

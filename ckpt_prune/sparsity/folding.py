@@ -1,0 +1,179 @@
+"""Folding norms and rotations into a block's tensors: another parametrisation of the same function.
+
+Rows of activations are multiplied from the right: where the residual stream h becomes h R, a module that reads it gets
+W R and one that adds to it Rᵀ W. An RMSNorm commutes with any rotation once its gains stand in the modules it feeds
+(DenoiseRotator, section 3.3; SliceGPT, section 3.1). A LayerNorm subtracts the mean over coordinates first: the
+subtraction is folded into everything that adds to the stream (SliceGPT, section 3.2), which leaves a stream whose mean
+is zero, and the rotations used with it keep the direction of ones, R 1 = 1, so that it stays zero. The stock LayerNorm
+then acts as an RMSNorm, and no class needs to change.
+
+Everything is computed in float64; whoever stores the result casts it once.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import Family, Residual
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.sparsity.importance import Side, rotated
+
+
+def sides(family: Family, module: str, *, residual: bool) -> tuple[Side | None, Side | None]:
+    """Which rotation acts on the left (rows) and on the right (columns) of a linear module's weight.
+
+    Args:
+        family: with a description of its residual stream.
+        module: a linear module of a block.
+        residual: whether the residual stream is rotated, beside the values.
+    """
+    described = residual_of(family)
+    left: Side | None = None
+    right: Side | None = None
+    if residual and module in described.writes:
+        left = "residual"
+    if residual and any(module in fed for fed in described.reads.values()):
+        right = "residual"
+    if module == described.values:
+        left = "heads"
+    if module == family.columns["heads"].consumer:
+        right = "heads"
+    return left, right
+
+
+def residual_of(family: Family) -> Residual:
+    """The description of a family's residual stream.
+
+    Raises:
+        ValueError: it has none; recipes are checked before.
+    """
+    if family.residual is None:
+        raise ValueError(f"{family.model_type} has no description of its residual stream")
+    return family.residual
+
+
+def reading_norm(family: Family, module: str) -> str | None:
+    """The norm of a block that feeds a linear module; None where none does."""
+    return next((norm for norm, fed in residual_of(family).reads.items() if module in fed), None)
+
+
+def without_mean(tensor: Tensor) -> Tensor:
+    """A tensor minus its mean over the first axis: what adds to the stream no longer adds to its mean."""
+    return tensor - tensor.mean(0, keepdim=True)
+
+
+def fused(family: Family, block: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A block whose norms have no gains and no biases of their own, and which adds nothing to the stream's mean.
+
+    Args:
+        family: with a description of its residual stream.
+        block: index.
+        tensors: of the block, by on-disk name.
+
+    Returns:
+        All its tensors, those that changed in float64; a bias is added where a norm's has to go somewhere.
+    """
+    described = residual_of(family)
+    found = dict(tensors)
+    for norm, modules in described.reads.items():
+        gain, shift = (found.get(family.tensor(block, norm, kind)) for kind in ("weight", "bias"))
+        for module in modules:
+            name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
+            weight = found[name].double()
+            if shift is not None:
+                found[bias] = weight @ shift.double() + (found[bias].double() if bias in found else 0)
+            found[name] = weight if gain is None else weight * gain.double()
+        if gain is not None:
+            found[family.tensor(block, norm)] = torch.ones_like(gain)
+        if shift is not None:
+            found[family.tensor(block, norm, "bias")] = torch.zeros_like(shift)
+    if described.norm == "layer":
+        for module in described.writes:
+            for kind in ("weight", "bias"):
+                name = family.tensor(block, module, "bias" if kind == "bias" else "weight")
+                if name in found:
+                    found[name] = without_mean(found[name].double())
+    return found
+
+
+def turned(
+    family: Family, block: int, tensors: Mapping[str, Tensor], residual: Tensor | None, heads: Tensor | None
+) -> dict[str, Tensor]:
+    """A block's tensors under its rotations.
+
+    Args:
+        family: with a description of its residual stream.
+        block: index.
+        tensors: of the block, its norms fused where the residual stream is rotated.
+        residual: R1, (d, d) float64 orthogonal, or None.
+        heads: R2 of every KV head, (kv, head_dim, head_dim) float64 orthogonal, or None.
+
+    Returns:
+        All its tensors, those that changed in float64.
+    """
+    found = dict(tensors)
+    for module in family.linears:
+        left, right = sides(family, module, residual=residual is not None)
+        if heads is None:
+            left, right = (None if side == "heads" else side for side in (left, right))
+        if left is None and right is None:
+            continue
+        name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
+        found[name] = rotated(found[name].double(), left, right, residual, heads)
+        if left is not None and bias in found:
+            found[bias] = rotated(found[bias].double()[:, None], left, None, residual, heads)[:, 0]
+    return found
+
+
+def before_norm(moments: Moments, gain: Tensor | None, shift: Tensor | None) -> Moments:
+    """Moments of a norm's output before its gains and biases: of x̂ where x = g x̂ + b was measured.
+
+    An input whose gain is zero was never seen: its moments are zero.
+
+    Args:
+        moments: of x, with a Gram.
+        gain: g, (d,), or None for ones.
+        shift: b, (d,), or None for zeros.
+
+    Returns:
+        Count, sum, square and Gram of x̂, float64; absolute values and activity are unknown, NaN.
+    """
+    if moments.gram is None:
+        raise ValueError("moments without a Gram")
+    total, gram = moments.sum.double(), moments.gram.double()
+    if shift is not None:
+        b = shift.double().to(total.device)
+        gram = gram - torch.outer(total, b) - torch.outer(b, total) + moments.count * torch.outer(b, b)
+        total = total - moments.count * b
+    if gain is not None:
+        g = gain.double().to(total.device)
+        inverse = torch.where(g == 0, torch.zeros_like(g), 1 / g)
+        gram, total = gram * torch.outer(inverse, inverse), total * inverse
+    return _second(moments.count, total, gram)
+
+
+def after_rotation(moments: Moments, right: Side | None, residual: Tensor | None, heads: Tensor | None) -> Moments:
+    """Moments of a linear's input under the rotation on the right of its weight.
+
+    Args:
+        moments: of its input before, with a Gram.
+        right: which rotation.
+        residual: R1.
+        heads: R2 of every KV head.
+
+    Returns:
+        As `before_norm`.
+    """
+    if moments.gram is None:
+        raise ValueError("moments without a Gram")
+    total, gram = moments.sum.double(), moments.gram.double()
+    if right is not None:
+        total = rotated(total[None], None, right, residual, heads)[0]
+        gram = rotated(rotated(gram, None, right, residual, heads).T, None, right, residual, heads)
+    return _second(moments.count, total, gram)
+
+
+def _second(count: int, total: Tensor, gram: Tensor) -> Moments:
+    unknown = torch.full_like(total, torch.nan)
+    return Moments(count, total, gram.diagonal().clamp_min(0).clone(), unknown, unknown, gram)
