@@ -21,11 +21,20 @@ class BlockFactory:
         config: the dense model's config.
         device: where the blocks run.
         dtype: floating-point type the blocks compute in.
+        skeleton: the model on the meta device, where it is not the stock one of the config.
     """
 
-    def __init__(self, family: Family, config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        family: Family,
+        config: PreTrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        skeleton: nn.Module | None = None,
+    ) -> None:
         self.family, self.config, self.device, self.dtype = family, config, device, dtype
-        self.skeleton = build_skeleton(config, family.architecture)
+        self.skeleton = build_skeleton(config, family.architecture) if skeleton is None else skeleton
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(family.layers)
         self._pruned: Any = getattr(modeling_pruned, f"Pruned{family.architecture}")

@@ -1,12 +1,15 @@
 """What can be collected, and what one space's moments are: names that recipes, statistics and the engine share."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
 
-Collect = Literal["moments", "gram", "logits"]
-"""Vectors and Grams of consumers' inputs; moments of queries and keys."""
+Collect = Literal["moments", "gram", "logits", "linears"]
+"""Vectors and Grams of consumers' inputs; moments of queries and keys; the former of every other linear's input."""
 
 SpaceMoments = tuple[Moments, ...] | tuple[LogitMoments, ...]
 """Moments of one space, one for each fold: of the consumer's input, or of queries and keys."""
+
+Key = TypeVar("Key", bound=str)
+"""Names what is measured in a block: a space, or a linear module for the moments of its input."""

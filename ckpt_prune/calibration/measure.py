@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import Family, LogitSpace, SpaceName
+from ckpt_prune.architectures.family import ColumnSpace, Family, LogitSpace
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Collect
@@ -33,6 +33,8 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
+
+_INPUT = "/input"
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> str:
@@ -76,6 +78,13 @@ def consumer_widths(family: Family, config: PreTrainedConfig) -> dict[str, int]:
     }
 
 
+def linear_widths(family: Family, config: PreTrainedConfig) -> dict[str, int]:
+    """The same of the linears that are no consumer, by `moments_name`: the first of those that read one input."""
+    consumers = {description.consumer for description in family.columns.values()}
+    hidden = family.dimension(config, "hidden")
+    return {f"{family.block}{first}.weight{_INPUT}": hidden for first in family.inputs if first not in consumers}
+
+
 def query_heads(family: Family, config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
     """Query's on-disk weight, with `{block}` for the block → heads and their width.
 
@@ -95,7 +104,8 @@ def reader_fingerprint(checkpoint: Checkpoint, family: Family) -> str | None:
 
 def everything(family: Family) -> tuple[Collect, ...]:
     """All that can be collected for a family."""
-    return ("moments", "gram", "logits") if family.logits is not None else ("moments", "gram")
+    kinds: tuple[Collect, ...] = ("moments", "gram", "logits", "linears")
+    return tuple(kind for kind in kinds if kind != "logits" or family.logits is not None)
 
 
 def statistics_bytes(
@@ -104,7 +114,10 @@ def statistics_bytes(
     """Bytes a statistics folder will take."""
     config = parse_config(checkpoint.config)
     per_block = 0
-    for width in consumer_widths(family, config).values():
+    widths = [*consumer_widths(family, config).values()]
+    if "linears" in collect:
+        widths += linear_widths(family, config).values()
+    for width in widths:
         per_block += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
     if "logits" in collect:
         for heads, head_dim in query_heads(family, config).values():
@@ -161,14 +174,17 @@ def measure(
         factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
         stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds)
         blocks = family.dimension(config, "layers")
-        wanted: dict[SpaceName, bool] = dict.fromkeys(family.columns, "gram" in collect)
+        wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
         if "logits" in collect:
             wanted["qk"] = True
+        if "linears" in collect:
+            consumers = {description.consumer for description in family.columns.values()}
+            wanted |= {first: "gram" in collect for first in family.inputs if first not in consumers}
         files: dict[str, str] = {}
         for block in track(range(blocks), "calibrating", total=blocks):
             tensors = checkpoint.read(block_names(checkpoint, family, block))
             found = stream.observe(block, tensors, wanted, advance=True)
-            named = {moments_name(family, block, space): moments for space, moments in found.items()}
+            named = {moments_name(family, block, key): moments for key, moments in found.items()}
             for name, moments in named.items():
                 if not all(_finite(each) for each in moments):
                     raise UserError(f"what reaches {name} is not finite: the model overflows in {compute_dtype}")
@@ -189,16 +205,24 @@ def measure(
             blocks=blocks,
             consumers=consumer_widths(family, config),
             queries=query_heads(family, config),
+            linears=linear_widths(family, config) if "linears" in collect else {},
             files=files,
         )
         (partial / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return Statistics(out)
 
 
-def moments_name(family: Family, block: int, space: SpaceName) -> str:
-    """On-disk weight that statistics file a space's moments under: its consumer, or the query projection."""
-    description = family.spaces[space]
-    return family.tensor(block, description.query if isinstance(description, LogitSpace) else description.consumer)
+def moments_name(family: Family, block: int, key: str) -> str:
+    """On-disk weight that statistics file moments under.
+
+    Of a space: its consumer, or the query projection; of a linear module: the consumer, where it is one, else itself
+    with a suffix, since the moments of queries stand under the bare name.
+    """
+    for space, description in family.spaces.items():
+        own = description.query if isinstance(description, LogitSpace) else description.consumer
+        if key == space or (key == own and isinstance(description, ColumnSpace)):
+            return family.tensor(block, own)
+    return family.tensor(block, key) + _INPUT
 
 
 def _finite(moments: Moments | LogitMoments) -> bool:

@@ -47,12 +47,15 @@ class StatisticsIndex(BaseModel):
         seed, samples, window, tokens: of the samples, windows of text or images; after adding, samples and tokens are
             totals.
         folds: moments are kept apart for this many contiguous runs of samples.
-        collect: moments (vectors), gram (Grams of consumers' inputs), logits (moments of queries and keys).
+        collect: moments (vectors), gram (Grams), both of consumers' inputs; logits (moments of queries and keys);
+            linears (vectors, and Grams where asked for, also of the inputs of all other linears).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
         consumers: consumer's on-disk weight → width, for every block.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
+        linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
+            with `/input` → width of that input, for every block.
         files: block file → sha256.
     """
 
@@ -74,6 +77,7 @@ class StatisticsIndex(BaseModel):
     blocks: int = Field(ge=1)
     consumers: dict[str, int]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
 
     @property
@@ -199,8 +203,9 @@ class Statistics:
                     return LogitMoments(samples, tokens, heads, head_dim, **parts)
 
                 folds = range(self.index.folds)
-                for consumer, width in self.index.consumers.items():
-                    name = consumer.format(block=block)
+                linears = self.index.linears if "linears" in self.index.collect else {}
+                for weight, width in (self.index.consumers | linears).items():
+                    name = weight.format(block=block)
                     if weights is not None and name not in weights:
                         continue
                     found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
@@ -226,6 +231,7 @@ class Statistics:
         blocks: int,
         consumers: dict[str, int],
         queries: dict[str, tuple[int, int]],
+        linears: dict[str, int],
     ) -> None:
         """Refuse to be used with another model.
 
@@ -244,7 +250,13 @@ class Statistics:
             raise UserError(f"{self.folder} was measured with another {reader} than this checkpoint's: measure again")
         if self.index.model != model:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
-        if (self.index.blocks, self.index.consumers, self.index.queries) != (blocks, consumers, queries):
+        listed = linears if "linears" not in self.index.collect else self.index.linears
+        if (self.index.blocks, self.index.consumers, self.index.queries, listed) != (
+            blocks,
+            consumers,
+            queries,
+            linears,
+        ):
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
     def summary(self) -> dict[str, Any]:
@@ -273,6 +285,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "window": "windows",
         "consumers": "consumers",
         "queries": "queries",
+        "linears": "linears",
     }
     for field, name in same.items():
         if getattr(a.index, field) != getattr(b.index, field):

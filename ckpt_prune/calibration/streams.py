@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.family import LogitSpace, SpaceName
+from ckpt_prune.architectures.family import LogitSpace
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, smaller_form
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples
@@ -137,29 +137,31 @@ class HiddenStream:
 
     @torch.inference_mode()
     def observe(
-        self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[SpaceName, bool], *, advance: bool = False
-    ) -> dict[SpaceName, SpaceMoments]:
-        """Moments of each named space, a tuple over folds: of the input of its consumer, or of queries and keys.
+        self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[Key, bool], *, advance: bool = False
+    ) -> dict[Key, SpaceMoments]:
+        """Moments of what is named, a tuple over folds.
+
+        Of a space: of its consumer's input, or of queries and keys. Of a linear module: of its input.
 
         Args:
             index: the block.
             tensors: its on-disk tensors, of any widths.
-            gram: spaces to observe, and whether with the Gram (queries and keys have nothing else).
+            gram: spaces and linear modules to observe, and whether with the Gram (queries and keys have nothing else).
             advance: also let the block's output become the next block's input.
         """
         block = self.factory.block(index, tensors)
-        observers = {space: self._observer(block, index, space, wanted) for space, wanted in gram.items()}
+        observers = {key: self._observer(block, index, key, wanted) for key, wanted in gram.items()}
         for position, (fold, _) in enumerate(self._batches):
             for observer in observers.values():
                 observer.fold = fold
             output = self._output(block, index, position)
             if advance:
                 self._states[position] = output.cpu()
-        return {space: observer.moments() for space, observer in observers.items()}
+        return {key: observer.moments() for key, observer in observers.items()}
 
-    def _observer(self, block: nn.Module, index: int, space: SpaceName, gram: bool) -> "_Inputs | _Logits":
+    def _observer(self, block: nn.Module, index: int, what: str, gram: bool) -> "_Inputs | _Logits":
         family, factory = self.factory.family, self.factory
-        description = family.spaces[space]
+        description = next((space for name, space in family.spaces.items() if name == what), None)
         if isinstance(description, LogitSpace):
             query, key = (
                 block.get_submodule(factory.module_path(index, module))
@@ -171,9 +173,10 @@ class HiddenStream:
             forms = [smaller_form(run.stop - run.start, head_dim) for run in runs]
             zeros = [LogitMoments.zeros(heads, head_dim, form=form, device=factory.device) for form in forms]
             return _Logits(query, key, zeros)
-        consumer = block.get_submodule(factory.module_path(index, description.consumer))
-        width = int(consumer.weight.shape[1])  # type: ignore[index]
-        return _Inputs(consumer, [Moments.zeros(width, gram=gram, device=factory.device) for _ in range(self.folds)])
+        name = what if description is None else description.consumer
+        linear = block.get_submodule(factory.module_path(index, name))
+        width = int(linear.weight.shape[1])  # type: ignore[index]
+        return _Inputs(linear, [Moments.zeros(width, gram=gram, device=factory.device) for _ in range(self.folds)])
 
     @torch.inference_mode()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -219,9 +222,9 @@ def consumer_columns(block: nn.Module, factory: BlockFactory, index: int) -> int
 class _Inputs:
     """Accumulates the input of one linear module."""
 
-    def __init__(self, consumer: nn.Module, folds: list[Moments]) -> None:
+    def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
         self.fold, self._folds = 0, folds
-        self._handle = consumer.register_forward_pre_hook(self._see)
+        self._handle = linear.register_forward_pre_hook(self._see)
 
     def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
