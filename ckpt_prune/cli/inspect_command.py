@@ -24,27 +24,38 @@ from ckpt_prune.cli.options import echo_json, json_option, table
     help="Recipe whose spaces and rounding --ratio applies to: rcpu drops heads and mlp columns, corp dimensions of q "
     "and k and mlp columns.",
 )
+@click.option(
+    "--sparsity",
+    is_flag=True,
+    help="Also count the zeros of the linear weights, and say which of 1:4, 2:4 and 4:8 they hold. Reads all weights.",
+)
 @json_option
-def command(model: str, ratios: str | None, recipe: str, as_json: bool) -> None:
+def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json: bool) -> None:
     """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
 
-    Reads the config and the headers of the weights only. A folder with nothing but a config.json will do, for
-    counting.
+    Reads the config and the headers of the weights only, unless asked for --sparsity. A folder with nothing but a
+    config.json will do, for counting.
 
     \b
       ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
+      ckpt-prune inspect OUT --sparsity
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
     from ckpt_prune.architectures.remote import remote_class
     from ckpt_prune.cli.setup import open_source
+    from ckpt_prune.errors import UserError
 
     folder = Path(model)
     config_only = folder.is_dir() and is_config_only(folder)
+    if config_only and sparsity:
+        raise UserError(f"{model} has a config.json and no weights: --sparsity counts zeros in weights; leave it out")
     checkpoint = checkpoint_of_config(folder) if config_only else open_source(model, trust=True)
     remote = remote_class(checkpoint.config, checkpoint.path)
     if remote is not None and not _parse_ratios(ratios):
         found = _describe_remote(checkpoint, remote)
+        if sparsity:
+            found["sparsity"] = _sparsity(checkpoint)
         if as_json:
             echo_json(found)
         else:
@@ -55,6 +66,8 @@ def command(model: str, ratios: str | None, recipe: str, as_json: bool) -> None:
     _recipe(recipe, 0.0)
     report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
     report["recipe"] = recipe if report["pruned"] else None
+    if sparsity:
+        report["sparsity"] = _sparsity(checkpoint)
     if as_json:
         echo_json(report)
     else:
@@ -74,8 +87,11 @@ def _parse_ratios(text: str | None) -> list[float]:
 
 
 def _recipe(name: str, ratio: float) -> Any:
+    from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import load_recipe
 
+    if load_recipe(name).mask is not None:
+        raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
     # Whatever holds the shape: sizes are asked for, not a refusal.
     return load_recipe(name, ("container=any",), ratio)
 
@@ -168,6 +184,63 @@ def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
     }
 
 
+def _sparsity(checkpoint: Any) -> dict[str, Any]:
+    """Zeros of every tensor, and of the blocks' linear weights by module and together."""
+    from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.checkpoint.zeros import find_zeros, pattern_of_all, share_of_all, weights_by_module
+
+    family = fitting_family(checkpoint)
+    found = {each.name: each for each in find_zeros(checkpoint)}
+    modules = {
+        module: [found[name] for name in names]
+        for module, names in weights_by_module(checkpoint.tensors, family.block, family.linears).items()
+    }
+
+    def together(tensors: list[Any]) -> dict[str, Any]:
+        return {
+            "tensors": len(tensors),
+            "weights": sum(each.numel for each in tensors),
+            "zeros": sum(each.zeros for each in tensors),
+            "min": min((each.share for each in tensors), default=0.0),
+            "mean": share_of_all(tensors),
+            "max": max((each.share for each in tensors), default=0.0),
+            "pattern": pattern_of_all(tensors),
+        }
+
+    return {
+        "modules": {module: together(tensors) for module, tensors in modules.items()},
+        "blocks": together([each for tensors in modules.values() for each in tensors]),
+        "tensors": [
+            {
+                "name": each.name,
+                "shape": list(each.shape),
+                "zeros": each.zeros,
+                "share": each.share,
+                "pattern": each.pattern,
+            }
+            for each in found.values()
+        ],
+    }
+
+
+def _print_sparsity(found: dict[str, Any]) -> None:
+    from ckpt_prune.checkpoint.units import human_count
+
+    rows = [
+        [
+            name,
+            str(row["tensors"]),
+            human_count(row["weights"]),
+            *(f"{row[key]:.1%}" for key in ("min", "mean", "max")),
+            row["pattern"] or "-",
+        ]
+        for name, row in [*found["modules"].items(), ("all", found["blocks"])]
+    ]
+    click.echo()
+    click.echo("zeros in the linear weights of the blocks; pattern: N:M, held in every group of all the tensors:")
+    click.echo(table(["module", "tensors", "weights", "min", "mean", "max", "pattern"], rows))
+
+
 def _print_remote(report: dict[str, Any]) -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
 
@@ -184,6 +257,8 @@ def _print_remote(report: dict[str, Any]) -> None:
         if value:
             click.echo(f"{key:<11} {value}")
     click.echo("\nit cannot be pruned or measured again: start from the dense model")
+    if "sparsity" in report:
+        _print_sparsity(report["sparsity"])
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -211,6 +286,8 @@ def _print(report: dict[str, Any]) -> None:
     ]
     click.echo()
     click.echo(table(["space", "units per block", "parameters", "container", "with a bias"], rows))
+    if "sparsity" in report:
+        _print_sparsity(report["sparsity"])
     if report["pruned"]:
         spaces = list(report["pruned"][0]["units"])
         rows = [

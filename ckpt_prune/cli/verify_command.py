@@ -10,11 +10,17 @@ from ckpt_prune.cli.options import echo_json, json_option, table
 
 @click.command("verify")
 @click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--against", metavar="MODEL", help="The dense model: also check that kept rows are its own, bit for bit.")
+@click.option(
+    "--against",
+    metavar="MODEL",
+    help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit.",
+)
 @json_option
 @click.pass_context
 def command(ctx: click.Context, folder: Path, against: str | None, as_json: bool) -> None:
     """Prove that OUT is whole: it loads, is finite, agrees with its config and with the digests in ckpt_prune.json.
+
+    Of a masked OUT, the zeros and the pattern that its report states are counted in every weight.
 
     Loads the whole model once. Exit code 1 if a check fails.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, field_validator
 
 from ckpt_prune.architectures.family import Family, SpaceName
 from ckpt_prune.architectures.fitting import fitting_family
@@ -15,12 +15,24 @@ from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.zeros import (
+    crowded_groups,
+    find_zeros,
+    pattern_of_all,
+    share_of_all,
+    sparsity_of,
+    weights_by_module,
+)
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.progress import track
+from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
 from ckpt_prune.transform.containers import Container
 from ckpt_prune.transform.layout import check_shapes
 from ckpt_prune.transform.sites import rows_of_heads_left, unit_rows
+
+_ONLY_ZEROING = {"magnitude", "wanda"}
+"""Mask methods that leave the weights they keep as they were."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,29 @@ class _Container(BaseModel):
     padded: list[SpaceName] = []
 
 
+class _Mask(BaseModel):
+    method: str
+    pattern: str
+
+    @field_validator("pattern")
+    @classmethod
+    def _can_be_meant(cls, text: str) -> str:
+        parse_pattern(text)
+        return text
+
+    @property
+    def groups(self) -> GroupPattern | None:
+        """N:M, or None for unstructured."""
+        return parse_pattern(self.pattern)
+
+
+class _Linear(BaseModel):
+    weight: str
+    rows: int
+    columns: int
+    zeros: int
+
+
 class _Report(BaseModel):
     """What is checked of an output's report; the rest of it is for readers."""
 
@@ -56,6 +91,14 @@ class _Report(BaseModel):
     container: _Container
     files: dict[str, str]
     sites: list[_Site]
+    mask: _Mask | None = None
+    linears: list[_Linear] = []
+    rotation: Any = None
+
+    @property
+    def rewritten(self) -> str | None:
+        """The mask's method where it also changes the weights it keeps."""
+        return self.mask.method if self.mask and self.mask.method not in _ONLY_ZEROING else None
 
 
 def verify(folder: Path, against: Path | None = None) -> list[Check]:
@@ -75,6 +118,7 @@ def verify(folder: Path, against: Path | None = None) -> list[Check]:
         _guarded("finite", lambda: _finite(checkpoint)),
         _guarded("load", lambda: _load(checkpoint)),
         _guarded("digests", lambda: _digests(folder, report)),
+        _guarded("sparsity", lambda: _sparsity(checkpoint, report)),
     ]
     if report is not None and dense is not None:
         checks.append(_guarded("kept units", lambda: _kept(checkpoint, dense, report)))
@@ -150,11 +194,93 @@ def _digests(folder: Path, report: _Report | None) -> tuple[bool | None, str]:
     return True, f"{len(report.files)} file(s) as written"
 
 
-def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
+def _sparsity(checkpoint: Checkpoint, report: _Report | None) -> tuple[bool | None, str]:
+    """Every masked weight has the zeros of its mask, and its groups hold the pattern."""
+    if report is None or report.mask is None or not report.linears:
+        return None, f"no mask recorded; {_found_zeros(checkpoint)}"
+    groups = report.mask.groups
+    faults: list[str] = []
+    zeros = weights = 0
+    for linear in track(report.linears, "checking masks", unit="tensor"):
+        tensor = checkpoint.read([linear.weight])[linear.weight]
+        found = sparsity_of(linear.weight, tensor)
+        zeros, weights = zeros + found.zeros, weights + found.numel
+        if fault := _mask_fault(linear, tensor, found.zeros, groups):
+            faults.append(f"{linear.weight} {fault}")
+    if faults:
+        return False, f"{faults[0]}; {len(faults)} of {_count(report.linears)} do not hold their mask"
+    holds = f", {groups} holds in every group" if groups else ""
+    return True, f"{_count(report.linears)}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
+
+
+def _mask_fault(linear: _Linear, tensor: torch.Tensor, zeros: int, groups: GroupPattern | None) -> str | None:
+    """What of a masked weight is not as its report says; None where all is."""
+    if tensor.shape != (linear.rows, linear.columns):
+        return f"has shape {list(tensor.shape)}, its mask {[linear.rows, linear.columns]}"
+    if zeros < linear.zeros:
+        return f"has {zeros} zeros, its mask {linear.zeros}"
+    if groups is None:
+        return None
+    if linear.columns % groups.of:
+        return f"has rows of {linear.columns} weights, which are no groups of {groups.of}"
+    crowded = crowded_groups(tensor, groups.kept, groups.of)
+    return f"does not hold {groups} in {crowded} of its groups" if crowded else None
+
+
+def _found_zeros(checkpoint: Checkpoint) -> str:
+    """What share of the blocks' linear weights is zero, and the pattern that all of them hold."""
+    family = fitting_family(checkpoint)
+    modules = weights_by_module(checkpoint.tensors, family.block, family.linears)
+    found = list(find_zeros(checkpoint, [name for names in modules.values() for name in names]))
+    share, pattern = share_of_all(found), pattern_of_all(found)
+    holds = f", {pattern} holds in every group" if pattern else ""
+    return f"{100 * share:.1f} % of block weights are zero{holds}"
+
+
+def _count(linears: list[_Linear]) -> str:
+    return f"{len(linears)} masked weight{'s' if len(linears) != 1 else ''}"
+
+
+def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool | None, str]:
+    """What of the dense model must be there unchanged, is: rows of kept units, and weights that masks keep."""
+    if report.rotation is not None:
+        return None, "the weights are rotated: they are not compared with the dense model's"
+    if report.linears and not report.sites:
+        return _kept_weights(checkpoint, dense, report)
+    return _kept_rows(checkpoint, dense, report)
+
+
+def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
+    """Masked weights are zero or the dense ones, where their method does no more; other tensors are the dense ones."""
+    masked = {linear.weight for linear in report.linears}
+    compared = [name for name in checkpoint.tensors if name not in masked or not report.rewritten]
+    for name in track(compared, "comparing", unit="tensor"):
+        if name not in dense.tensors:
+            return False, f"{name} is not a tensor of the dense model"
+        ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
+        if name in masked and not _same(ours, theirs, zeroed=True):
+            return False, f"{name} has weights that are neither zero nor the dense model's"
+        if name not in masked and not _same(ours, theirs):
+            return False, f"{name} has no mask and is not the dense model's"
+    others = f"{len(checkpoint.tensors) - len(masked)} other tensors are the dense ones, bit for bit"
+    if report.rewritten:
+        return True, f"{others}; {_count(report.linears)} rewritten by {report.rewritten} and not compared"
+    return True, f"{_count(report.linears)}: what is not zero is the dense model's; {others}"
+
+
+def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> bool:
+    """Whether two tensors are equal; with `zeroed`, where ours is not zero."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    return not bool(((ours != theirs) & (ours != 0)).any()) if zeroed else torch.equal(ours, theirs)
+
+
+def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is folded in."""
     family = fitting_family(dense)
     config = parse_config(dense.config)
     padded = frozenset(report.container.padded)
+    masked = {linear.weight for linear in report.linears}
     compared = 0
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {site.space: site for site in report.sites if site.block == block}
@@ -167,17 +293,21 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[b
             for kind in ("weight", "bias")
         }
         for name, rows in _producer_rows(family, config, block, sites, dense):
+            if name in masked and report.rewritten:
+                continue
             ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
             own = rows
             if "heads" in sites and "heads" not in padded and name in in_heads:
                 width = family.dimension(config, "head_dim")
                 own = rows_of_heads_left(rows, torch.tensor(sites["heads"].kept), width)
             held = ours if len(ours) == len(rows) else ours[own]
-            if not torch.equal(held, theirs[rows]):
+            if not _same(held, theirs[rows], zeroed=name in masked):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
         compared += sum(len(site.kept) < site.units and site.method != "logit" for site in sites.values())
     folded = sum(site.method == "logit" for site in report.sites)
     more = f"; q and k of {folded} blocks are rewritten and not compared" if folded else ""
+    if report.rewritten:
+        more += f"; {_count(report.linears)} rewritten by {report.rewritten} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.running import edit_weights, misused, ok, poison, refused, set_config
 
@@ -148,3 +149,97 @@ def test_configs_that_transformers_refuses(place, changes, message):
     said = refused("inspect", "dense")
     assert said.startswith("transformers refuses this config.json: ")
     assert said.endswith(message)
+
+
+# ---- zeros -------------------------------------------------------------------------------------------------------
+
+MASKED = """
+zeros in the linear weights of the blocks; pattern: N:M, held in every group of all the tensors:
+module            tensors  weights    min   mean     max  pattern
+self_attn.q_proj        2      512   0.0%   0.0%    0.0%        -
+self_attn.k_proj        2      256   0.0%   0.0%    0.0%        -
+self_attn.v_proj        2      256   0.0%  50.0%  100.0%        -
+self_attn.o_proj        2      512   0.0%   0.0%    0.0%        -
+mlp.gate_proj           2      768  50.0%  50.0%   50.0%      4:8
+mlp.up_proj             2      768  50.0%  62.5%   75.0%      2:4
+mlp.down_proj           2      768   0.0%   0.0%    0.0%        -
+all                    14    3.84K   0.0%  25.8%  100.0%        -
+"""
+
+
+def zero(folder: str, weight: str, groups: str) -> None:
+    """Zero a weight in groups of columns: "0110" keeps the two in the middle of every four."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[weight].view(-1, len(groups)).mul_(torch.tensor([float(kept) for kept in groups]))
+
+    edit_weights(folder, change)
+
+
+def masked() -> None:
+    zero("dense", "model.layers.0.mlp.up_proj.weight", "0100")
+    zero("dense", "model.layers.1.mlp.up_proj.weight", "0110")
+    zero("dense", "model.layers.0.mlp.gate_proj.weight", "11110000")
+    zero("dense", "model.layers.1.mlp.gate_proj.weight", "0011")
+    zero("dense", "model.layers.1.self_attn.v_proj.weight", "0")
+
+
+def test_zeros(place):
+    masked()
+    assert ok("inspect", "dense") == DENSE
+    assert ok("inspect", "dense", "--sparsity") == DENSE + MASKED
+    assert ok("inspect", "dense", "--sparsity", "--ratio", "0.5,0") == DENSE + MASKED + DENSE_PRUNED
+
+
+def test_zeros_of_every_tensor_in_json(place):
+    masked()
+    zero("dense", "lm_head.weight", "1000")
+    assert "sparsity" not in json.loads(ok("inspect", "dense", "--json"))
+    found = json.loads(ok("inspect", "dense", "--sparsity", "--json"))["sparsity"]
+    tensors = {each.pop("name"): each for each in found["tensors"]}
+    assert len(tensors) == 21
+    assert tensors["lm_head.weight"] == {"shape": [40, 16], "zeros": 480, "share": 0.75, "pattern": "1:4"}
+    assert tensors["model.norm.weight"] == {"shape": [16], "zeros": 0, "share": 0.0, "pattern": None}
+    assert tensors["model.layers.0.mlp.gate_proj.weight"]["pattern"] == "4:8"
+    assert found["modules"]["mlp.up_proj"] == {
+        "tensors": 2,
+        "weights": 768,
+        "zeros": 480,
+        "min": 0.5,
+        "mean": 0.625,
+        "max": 0.75,
+        "pattern": "2:4",
+    }
+    assert found["blocks"] | {"tensors": 14, "weights": 3840, "zeros": 992} == found["blocks"]
+
+
+def test_zeros_of_shards(place):
+    found = json.loads(ok("inspect", "sharded", "--sparsity", "--json"))["sparsity"]
+    assert (found["blocks"]["tensors"], found["blocks"]["zeros"]) == (14, 0)
+
+
+def test_zeros_of_an_output_with_remote_code(place):
+    """Blocks of different widths."""
+    args = ["--recipe", "flap-global", "--statistics", "stats", "--set", "spaces.heads.ratio=0.5"]
+    ok("prune", "dense", *args, "-o", "out")
+    name = "model.layers.1.mlp.up_proj.weight"
+    zero("out", name, "0101")
+    plain = ok("inspect", "out")
+    text = ok("inspect", "out", "--sparsity")
+    assert text.startswith(plain + "\nzeros in the linear weights of the blocks; pattern")
+    assert text.splitlines()[-1].startswith("all ")
+    found = json.loads(ok("inspect", "out", "--sparsity", "--json"))["sparsity"]
+    rows, columns = next(each["shape"] for each in found["tensors"] if each["name"] == name)
+    assert found["modules"]["mlp.up_proj"]["zeros"] == found["blocks"]["zeros"] == rows * columns // 2
+    assert found["blocks"]["tensors"] == 14
+
+
+def test_a_config_has_no_zeros(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    assert refused("inspect", str(tmp_path), "--sparsity") == (
+        f"{tmp_path} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
+    )
+
+
+def test_the_help_says_that_zeros_take_reading(place):
+    assert "Reads all weights." in " ".join(ok("inspect", "-h").split())

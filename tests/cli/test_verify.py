@@ -15,12 +15,14 @@ tensors         ok
 finite          ok
 load            ok
 digests         ok
+sparsity         -
 kept units      ok
 
 tensors: 21 tensors have the shapes that config.json says
 finite: no NaN, no Inf
 load: LlamaForCausalLM by stock transformers: no key missing, unexpected or mismatched
 digests: 2 file(s) as written
+sparsity: no mask recorded; 0.0 % of block weights are zero
 kept units: producers of 4 pruned spaces hold the dense rows, bit for bit
 """
 FILE = "pruned/model.safetensors"
@@ -44,14 +46,15 @@ def test_json(place):
     said = json.loads(ok("verify", "pruned", "--against", "dense", "--json"))
     assert said["passed"] is True
     assert [(check["name"], check["passed"]) for check in said["checks"]] == [
-        *[("tensors", True), ("finite", True), ("load", True), ("digests", True), ("kept units", True)]
+        *[("tensors", True), ("finite", True), ("load", True), ("digests", True)],
+        *[("sparsity", None), ("kept units", True)],
     ]
 
 
 def test_a_checkpoint_of_others_has_no_digests(place):
     said = ok("verify", "sharded")
-    assert "digests       -" in said
-    assert said.endswith("digests: no ckpt_prune.json: not written by this tool\n")
+    assert "digests        -\nsparsity       -\n" in said
+    assert "\ndigests: no ckpt_prune.json: not written by this tool\n" in said
 
 
 def test_blocks_of_different_widths(place):
@@ -67,16 +70,18 @@ def test_text_of_a_failure(place):
     result = run("verify", "pruned")
     assert result.exit_code == 1
     assert result.stdout == (
-        "check    result\n"
-        "tensors  FAILED\n"
-        "finite       ok\n"
-        "load     FAILED\n"
-        "digests  FAILED\n"
+        "check     result\n"
+        "tensors   FAILED\n"
+        "finite        ok\n"
+        "load      FAILED\n"
+        "digests   FAILED\n"
+        "sparsity       -\n"
         "\n"
         "tensors: pruned lacks tensor model.norm.weight (1 missing), which its config.json asks for\n"
         "finite: no NaN, no Inf\n"
         "load: 1 missing, first model.norm.weight\n"
         "digests: model.safetensors changed since it was written\n"
+        "sparsity: no mask recorded; 0.0 % of block weights are zero\n"
     )
 
 
@@ -141,6 +146,52 @@ def test_code_of_others_is_not_run(place, auto_map):
 def test_an_unknown_family(place):
     set_config("pruned", model_type="gpt_neox")
     assert failures("pruned")["tensors"].startswith("model_type 'gpt_neox' is not a family this version knows (bert,")
+
+
+# ---- zeros -------------------------------------------------------------------------------------------------------
+
+
+def mask(method: str = "wanda") -> None:
+    """Make `masked` of `dense` as a 2:4 recipe would: the first two of every four weights of up_proj go."""
+    shutil.copytree("dense", "masked")
+    linears = []
+
+    def zero(tensors: dict[str, torch.Tensor]) -> None:
+        for name in sorted(name for name in tensors if "up_proj" in name):
+            weight = tensors[name]
+            weight.view(-1, 4)[:, :2] = 0
+            rows, columns = weight.shape
+            zeros = rows * columns // 2
+            linears.append({"block": 0, "weight": name, "rows": rows, "columns": columns, "zeros": zeros, "error": 0.1})
+
+    edit_weights("masked", zero)
+    report = read_json("pruned/ckpt_prune.json")
+    report |= {
+        "files": {},
+        "sites": [],
+        "linears": linears,
+        "mask": {"method": method, "pattern": "2:4", "ratio": 0.5},
+        "rotation": None,
+    }
+    Path("masked/ckpt_prune.json").write_text(json.dumps(report))
+
+
+def test_masked(place):
+    mask()
+    assert ok("verify", "masked", "--against", "dense").splitlines()[-2:] == [
+        "sparsity: 2 masked weights: 50.0 % zeros, 2:4 holds in every group",
+        "kept units: 2 masked weights: what is not zero is the dense model's; 19 other tensors are the dense ones, "
+        "bit for bit",
+    ]
+
+
+def test_a_weight_that_its_mask_dropped_is_back(place):
+    mask("sparsegpt")
+    edit_weights("masked", poison("model.layers.1.mlp.up_proj.weight", 0.5))
+    assert failures("masked", "--against", "dense") == {
+        "sparsity": "model.layers.1.mlp.up_proj.weight has 191 zeros, its mask 192; 1 of 2 masked weights do not hold "
+        "their mask"
+    }
 
 
 # ---- what cannot be checked ------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""Zeros found in tensors, and the N:M patterns they hold."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.progress import track
+
+PATTERNS = {"1:4": (1, 4), "2:4": (2, 4), "4:8": (4, 8)}
+"""N:M that are looked for, the tightest first: N, the weights kept at most, and M, consecutive weights of a row."""
+
+_SLICE_ELEMENTS = 2**23
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Zeros of one tensor.
+
+    Attributes:
+        name: on disk.
+        shape: of the tensor.
+        zeros: elements that are zero, -0.0 among them.
+        pattern: the tightest of `PATTERNS` that a two-dimensional tensor holds; None where it holds none of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    zeros: int
+    pattern: str | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def share(self) -> float:
+        """Zeros among the elements; 0 for a tensor without any."""
+        return self.zeros / self.numel if self.numel else 0.0
+
+    def holds(self, pattern: str) -> bool:
+        """Whether the tensor holds one of `PATTERNS`: its own, or one that follows from it.
+
+        What keeps at most 2 of 4 keeps at most 4 of 8, if its rows are made of groups of 8.
+        """
+        order = list(PATTERNS)
+        fits = bool(self.shape) and self.shape[-1] % PATTERNS[pattern][1] == 0
+        return self.pattern is not None and order.index(self.pattern) <= order.index(pattern) and fits
+
+
+def sparsity_of(name: str, tensor: Tensor) -> Sparsity:
+    """Zeros of a tensor (any shape, any dtype, on CPU), in temporary memory of some 8 Mi elements."""
+    groups = {of: 0 for _, of in PATTERNS.values() if tensor.ndim == 2 and tensor.shape[1] % of == 0}
+    filled = 0
+    for nonzero in _nonzero(tensor):
+        filled += int(nonzero.sum())
+        for of, most in groups.items():
+            # A pattern that one slice breaks is broken: that slice says enough.
+            if most < of:
+                groups[of] = max(most, int(_kept_in_groups(nonzero, of).max()))
+    zeros = tensor.numel() - filled
+    held = (text for text, (kept, of) in PATTERNS.items() if of in groups and groups[of] <= kept)
+    return Sparsity(name, tuple(tensor.shape), zeros, next(held, None) if zeros else None)
+
+
+def crowded_groups(tensor: Tensor, kept: int, of: int) -> int:
+    """Groups of `of` consecutive elements of a row of `tensor` (rows, columns) with more than `kept` that are not zero.
+
+    Raises:
+        ValueError: the tensor has not two dimensions, or `of` does not divide its columns.
+    """
+    if tensor.ndim != 2 or tensor.shape[1] % of:
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} has no groups of {of} in its rows")
+    return sum(int((_kept_in_groups(nonzero, of) > kept).sum()) for nonzero in _nonzero(tensor))
+
+
+def find_zeros(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> Iterator[Sparsity]:
+    """Zeros of the named tensors, or of all; one tensor is in memory at a time.
+
+    Raises:
+        UserError: an unknown name, or a file that changed since it was opened.
+    """
+    for name in track(list(checkpoint.tensors if names is None else names), "counting zeros", unit="tensor"):
+        yield sparsity_of(name, checkpoint.read([name])[name])
+
+
+def pattern_of_all(found: Iterable[Sparsity]) -> str | None:
+    """The tightest of `PATTERNS` that every tensor holds; None where there is none, or no tensor."""
+    tensors = list(found)
+    return next((text for text in PATTERNS if tensors and all(each.holds(text) for each in tensors)), None)
+
+
+def share_of_all(found: Iterable[Sparsity]) -> float:
+    """Zeros among the elements of all tensors."""
+    tensors = list(found)
+    return sum(each.zeros for each in tensors) / max(1, sum(each.numel for each in tensors))
+
+
+def weights_by_module(names: Iterable[str], block: str, modules: Iterable[str]) -> Mapping[str, list[str]]:
+    """The weights of the blocks' linear modules that are among `names`, module by module, in the order of `names`.
+
+    Args:
+        names: on disk.
+        block: beginning of the names of a block's tensors, with `{block}` for its index.
+        modules: paths within a block; those that no block has are left out.
+    """
+    before, after = (re.escape(part) for part in block.split("{block}"))
+    either = "|".join(re.escape(module) for module in modules)
+    weight = re.compile(rf"{before}\d+{after}({either})\.weight")
+    found: dict[str, list[str]] = {module: [] for module in modules}
+    for name in names:
+        if match := weight.fullmatch(name):
+            found[match[1]].append(name)
+    return {module: weights for module, weights in found.items() if weights}
+
+
+def _nonzero(tensor: Tensor) -> Iterator[Tensor]:
+    """Which elements are not zero, in slices of whole rows."""
+    if tensor.numel() == 0:
+        return
+    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    step = max(1, _SLICE_ELEMENTS * rows.shape[0] // rows.numel())
+    for first in range(0, rows.shape[0], step):
+        yield rows[first : first + step] != 0
+
+
+def _kept_in_groups(nonzero: Tensor, of: int) -> Tensor:
+    """How many of each `of` consecutive elements are true, uint8, flat."""
+    return nonzero.reshape(-1, of).sum(dim=1, dtype=torch.uint8)
