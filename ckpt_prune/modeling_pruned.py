@@ -10,7 +10,11 @@ entry in `per_layer_config` may override:
 - `num_attention_heads`, `num_key_value_heads`, the key of the MLP's width: how many there are;
 - `head_dim`: width of a value head, as in the dense model; attention is scaled by its inverse square root;
 - `qk_head_dim`: width of a query and key head, where it is narrower;
-- `ckpt_prune_biases`: linear modules (paths within a block) that have a bias although the stock class gives them none.
+- `ckpt_prune_biases`: linear modules (paths within a block) that have a bias although the stock class gives them none;
+- `ckpt_prune_rotations`: blocks before (`entry`) and after (`exit`) which the residual stream is turned into another
+  basis, by a square matrix each. Hidden states that are recorded between blocks are in the basis of their block. The
+  gains of these blocks' norms stand in other modules, so that one number is left of each. Stock classes refuse its
+  shape, where they would otherwise pass over the matrices and compute something else.
 """
 
 import copy
@@ -104,6 +108,13 @@ class PrunedMixin:
             linear = layer.get_submodule(cls.module_path(path))
             if linear.bias is None:
                 linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+        rotations = getattr(config, "ckpt_prune_rotations", None) or {}
+        for side in ("entry", "exit"):
+            if index in rotations.get(side, []):
+                hidden = config.hidden_size
+                setattr(layer, f"{side}_rotation", nn.Linear(hidden, hidden, bias=False))
+                layer.__class__ = _turning(type(layer))
+                _drop_gains(layer)
         return layer
 
     @classmethod
@@ -115,6 +126,61 @@ class PrunedMixin:
     def module_path(cls, path: str) -> str:
         """Path in the model of a linear that `ckpt_prune_biases` names as it stands on disk."""
         return path
+
+
+# ---- blocks with a basis of their own ---------------------------------------------------------------------------
+
+
+_TURNING: dict[type, type] = {}
+
+
+def _turning(layer_class: type[nn.Module]) -> type:
+    """A block's class that turns the residual stream as it enters and leaves; under the same name, for device maps."""
+    if layer_class in _TURNING.values():
+        return layer_class
+    if layer_class not in _TURNING:
+
+        def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            entry, leave = (getattr(self, name, None) for name in ("entry_rotation", "exit_rotation"))
+            if entry is not None:
+                hidden_states = entry(hidden_states)
+            output = layer_class.forward(self, hidden_states, *args, **kwargs)
+            if leave is None:
+                return output
+            return (leave(output[0]), *output[1:]) if isinstance(output, tuple) else leave(output)
+
+        _TURNING[layer_class] = type(layer_class.__name__, (layer_class,), {"forward": forward})
+    return _TURNING[layer_class]
+
+
+class PlainNorm(nn.Module):
+    """An RMSNorm or LayerNorm whose gains are one number, and whose biases are.
+
+    Args:
+        norm: the stock one.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.centred = isinstance(norm, nn.LayerNorm)
+        self.eps = norm.eps if self.centred else norm.variance_epsilon
+        self.weight = nn.Parameter(torch.ones(1))
+        self.bias = nn.Parameter(torch.zeros(1)) if getattr(norm, "bias", None) is not None else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise over the last axis, in float32 as the stock RMSNorm does."""
+        if self.centred:
+            normed = nn.functional.layer_norm(hidden_states, hidden_states.shape[-1:], eps=self.eps) * self.weight
+            return normed if self.bias is None else normed + self.bias
+        wide = hidden_states.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+def _drop_gains(layer: nn.Module) -> None:
+    for name, child in layer.named_children():
+        if hasattr(child, "variance_epsilon") or isinstance(child, nn.LayerNorm):
+            setattr(layer, name, PlainNorm(child))
 
 
 # ---- attention whose queries and keys have a width of their own -------------------------------------------------

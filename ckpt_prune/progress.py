@@ -2,7 +2,8 @@
 
 import shutil
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -14,3 +15,31 @@ def track(items: Iterable[T], what: str, *, total: int | None = None, unit: str 
     # Not tqdm's own measure of the width: a terminal that reports none (0 columns) would get an empty line.
     columns = shutil.get_terminal_size().columns
     yield from tqdm(items, desc=what, total=total, unit=unit, disable=None, ncols=columns)
+
+
+class Meter:
+    """A bar over steps that several loops share.
+
+    Args:
+        bar: what is shown.
+    """
+
+    def __init__(self, bar: "tqdm[Any]") -> None:
+        self._bar = bar
+
+    def step(self, step: int, value: float) -> None:
+        """So many steps of a loop are done and have reached `value`; none before the first."""
+        self._bar.set_postfix_str(f"{value:.6g}", refresh=False)
+        self._bar.update(min(step, 1))
+
+    def to(self, done: int) -> None:
+        """So many steps are done, whether taken or not."""
+        self._bar.update(done - self._bar.n)
+
+
+@contextmanager
+def meter(total: int, what: str, *, unit: str = "step") -> Iterator[Meter]:
+    """A tqdm bar as `track` shows it, moved by hand."""
+    columns = shutil.get_terminal_size().columns
+    with tqdm(total=total, desc=what, unit=unit, disable=None, ncols=columns) as bar:
+        yield Meter(bar)

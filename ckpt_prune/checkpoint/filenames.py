@@ -2,3 +2,9 @@
 
 REPORT = "ckpt_prune.json"
 """An output's report: how it was made, kept units and errors."""
+
+ROTATIONS = "rotations.st"
+"""An output's rotations, in the safetensors format, float32: R1 as `residual`, of one block or of all, R2 as `heads`.
+
+Not under that format's usual suffix: loaders take every file that has it for weights.
+"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.filenames import REPORT
+from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
 from ckpt_prune.checkpoint.hub import resolve
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
@@ -28,7 +28,7 @@ _CONVERT = (
 )
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, "README.md", REPORT}
+_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS}
 
 
 @dataclass(frozen=True, eq=False)

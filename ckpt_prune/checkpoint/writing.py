@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,6 +45,8 @@ class CheckpointWriter:
         layout: for each safetensors file its tensors' dtypes and shapes.
         job: a digest of everything that determines the output; a staging folder of another job is not resumed.
         sharded: whether to write an index; without it `layout` must have one file.
+        aside: files of the layout that are no part of the checkpoint: the index does not list them, and they need not
+            have its suffix.
         metadata: free text for each file's header, beside `{"format": "pt"}`.
         resume: go on with a staging folder that an equal job left; without one, just start.
         overwrite: replace an existing OUT when finished, and drop what an unfinished run left.
@@ -61,18 +63,20 @@ class CheckpointWriter:
         *,
         job: str,
         sharded: bool,
+        aside: Set[str] = frozenset(),
         metadata: Mapping[str, str] | None = None,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
-        if not sharded and len(layout) != 1:
-            raise ValueError(f"{len(layout)} files need an index")
-        self._sharded = sharded
+        files = len(layout.keys() - aside)
+        if not sharded and files != 1:
+            raise ValueError(f"{files} files need an index")
+        self._sharded, self._aside = sharded, aside
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
         self._plan: dict[str, TensorInfo] = {}
         for file, tensors in layout.items():
-            if Path(file).name != file or not file.endswith(".safetensors"):
+            if Path(file).name != file or (file not in aside and not file.endswith(".safetensors")):
                 raise ValueError(f"{file!r} is not a plain safetensors file name")
             if repeated := self._plan.keys() & tensors.keys():
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
@@ -214,12 +218,13 @@ class CheckpointWriter:
             self._staging.discard()
 
     def _index(self) -> dict[str, object]:
+        listed = {name: info for name, info in self._plan.items() if info.file not in self._aside}
         return {
             "metadata": {
-                "total_parameters": sum(info.numel for info in self._plan.values()),
-                "total_size": sum(info.nbytes for info in self._plan.values()),
+                "total_parameters": sum(info.numel for info in listed.values()),
+                "total_size": sum(info.nbytes for info in listed.values()),
             },
-            "weight_map": {name: self._plan[name].file for name in sorted(self._plan)},
+            "weight_map": {name: listed[name].file for name in sorted(listed)},
         }
 
     def _check_active(self) -> None:

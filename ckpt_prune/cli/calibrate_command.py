@@ -26,7 +26,8 @@ from ckpt_prune.cli.options import (
     metavar="KIND[,KIND...]",
     help="moments: vectors only, enough for scores and bias compensation; gram: also the Gram of every consumer's "
     "input, which rotation, ridge and the other closed forms need; logits: moments of queries and keys, for "
-    "pruning q and k. [default: all that the model's family can use]",
+    "pruning q and k; linears: vectors, and with gram also Grams, of the inputs of all other linears, for masks. "
+    "[default: all that the model's family can use]",
 )
 @click.option(
     "-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write."

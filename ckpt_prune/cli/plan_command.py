@@ -74,6 +74,10 @@ def command(
         _check_place(out, overwrite)
     target = resolve_device(device)
     loaded = load_recipe(recipe, with_container(overrides, container), ratio)
+    if loaded.mask is not None:
+        raise UserError(
+            f"recipe {loaded.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
+        )
     if loaded.perplexity_grid:
         raise UserError(
             f"recipe {loaded.name} chooses lambda by perplexity, on text and while pruning: "

@@ -33,6 +33,15 @@ from ckpt_prune.cli.options import (
 @set_option
 @container_option
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["plain", "compressed"]),
+    default="plain",
+    show_default=True,
+    help="plain: zeros are stored like other weights. compressed: 2:4 packed by the compressed-tensors library, where "
+    "a version can that transformers loads; none can at present, and the message says what is true.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything and print sizes; write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
 @click.option(
@@ -55,6 +64,7 @@ def command(
     overrides: tuple[str, ...],
     container: str | None,
     out: Path,
+    form: str,
     dry_run: bool,
     resume: bool,
     diagnostics: bool,
@@ -65,6 +75,9 @@ def command(
     **options: Any,
 ) -> None:
     """Write a pruned and compensated copy of MODEL (a folder or a Hub id) that stock transformers loads.
+
+    A recipe either drops units of spaces, so that the model becomes smaller, or has a mask, which zeroes single
+    weights and leaves every shape as it is.
 
     Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
@@ -77,9 +90,11 @@ def command(
       ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
       ckpt-prune prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT
       ckpt-prune prune VIT --recipe corp --ratio 0.5 --images DIR -o OUT
+      ckpt-prune prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
     from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.checkpoint.compressed import refuse_compressed
     from ckpt_prune.checkpoint.writing import check_room
     from ckpt_prune.cli.setup import (
         build_job,
@@ -87,6 +102,7 @@ def command(
         has_data,
         kept_line,
         live_samples,
+        mask_lines,
         open_source,
         resolve_device,
         warning_lines,
@@ -97,7 +113,7 @@ def command(
     from ckpt_prune.planning.recipe import load_recipe
     from ckpt_prune.transform.job import check_spaces
     from ckpt_prune.transform.layout import check_source
-    from ckpt_prune.transform.prepare import measured
+    from ckpt_prune.transform.prepare import measured, measures_first
     from ckpt_prune.transform.prune import check_output, prune
 
     calibration, images = CalibrationOptions(**options), ImageOptions(**options)
@@ -111,6 +127,8 @@ def command(
             "a plan has settled ratio, recipe and statistics: --text, --images, --ratio, --set and --container do not "
             "go with it"
         )
+    if form == "compressed":
+        refuse_compressed()
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
     loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio)
@@ -138,7 +156,7 @@ def command(
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {job.statistics.folder}: plan again")
-    if dry_run or (live is not None and not job.sequential):
+    if dry_run or measures_first(job):
         # Measuring comes before prune's own scan: refuse here what would otherwise pass for an overflow.
         checkpoint.check_finite()
         if dry_run or loaded.allocation == "uniform":
@@ -164,8 +182,11 @@ def command(
     for message in _messages(ready):
         click.echo(message)
     click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
-    click.echo(kept_line(ready))
+    if loaded.mask is None:
+        click.echo(kept_line(ready))
     _print_errors(report)
+    for line in mask_lines(report):
+        click.echo(line)
     for line in warning_lines(report["sites"]):
         click.echo(line)
     if report["lambda_search"]:
@@ -178,7 +199,7 @@ def _messages(job: Any) -> list[str]:
     from ckpt_prune.cli.setup import few_tokens
 
     found = []
-    if job.recipe.target == "sequential" and job.statistics is not None and job.plan is None:
+    if job.recipe.target == "sequential" and not job.sequential and job.statistics is not None and job.plan is None:
         found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
     if job.container.note:
         found.append(job.container.note)
@@ -202,12 +223,17 @@ def _print_errors(report: dict[str, Any]) -> None:
 
 
 def _print_dry(job: Any) -> None:
-    from ckpt_prune.cli.setup import cost_rows, kept_line
+    from ckpt_prune.cli.setup import cost_rows, kept_line, mask_name
 
     for message in _messages(job):
         click.echo(message)
     click.echo(table(["", "before", "after", "share"], cost_rows(job)))
-    click.echo(kept_line(job))
+    mask = job.recipe.mask
+    if mask is None:
+        click.echo(kept_line(job))
+    else:
+        how = mask_name(mask.method, mask.pattern)
+        click.echo(f"to be masked by {how}: {job.recipe.ratio:.1%} of every linear weight in every block")
     click.echo("everything checked, nothing written")
 
 

@@ -23,10 +23,12 @@ from ckpt_prune.calibration.text import (
     token_stream,
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.cli.options import CalibrationOptions, ImageOptions
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 from ckpt_prune.transform.job import Job, LiveSamples
 
 SOLVED = 1e-6
@@ -194,6 +196,43 @@ def kept_line(job: Job) -> str:
     return f"kept per block: {', '.join(kept)}"
 
 
+def mask_lines(report: dict[str, Any]) -> list[str]:
+    """What a mask did, and the rotations before it."""
+    lines = []
+    rotation, linears = report["rotation"], report["linears"]
+    if rotation is not None:
+        before, after = (sum(e[f"entropy_{when}"] for e in rotation["learned"]) for when in ("before", "after"))
+        steps = sorted({entry["steps"] for entry in rotation["learned"]})
+        span = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        # Nothing is left to concentrate where every weight is zero.
+        change = f" ({after / before - 1:+.1%})" if before > 0 else ""
+        lines.append(
+            f"rotation {rotation['kind']}: entropy of {rotation['importance']} importance {before:.0f} -> {after:.0f} "
+            f"nats{change}, {span} steps"
+        )
+    if linears:
+        zeros, total = sum(e["zeros"] for e in linears), sum(e["rows"] * e["columns"] for e in linears)
+        how = mask_name(report["mask"]["method"], report["mask"]["pattern"])
+        lines.append(f"masked by {how}: {zeros / total:.2%} zeros in {len(linears)} weights of {human_count(total)}")
+        errors = [e["error"] for e in linears if e["error"] is not None]
+        if errors:
+            lines.append(f"mean error of the outputs on the calibration samples {sum(errors) / len(errors):.4f}")
+        asked = report["recipe"]["mask"]["damp"]
+        damped = [e for e in linears if e["damp"] is not None and e["damp"] > asked]
+        if damped:
+            named = ", ".join(e["weight"] for e in damped[:3]) + (", ..." if len(damped) > 3 else "")
+            lines.append(
+                f"{len(damped)} of {len(linears)} Hessians were singular with damping {asked:g} and took up to "
+                f"{max(e['damp'] for e in damped):g}: use more samples ({named})"
+            )
+    return lines
+
+
+def mask_name(method: str, pattern: str) -> str:
+    """A mask in a line: its method, and its pattern where it has one."""
+    return method if pattern == UNSTRUCTURED else f"{method} {pattern}"
+
+
 def few_tokens(job: Job, *, errors: str) -> str | None:
     """A warning where the calibration tokens are too few for the fits to be more than memory, or None.
 
@@ -209,6 +248,8 @@ def few_tokens(job: Job, *, errors: str) -> str | None:
         for space in job.recipe.spaces
         if job.recipe.needs_gram(space)
     ]
+    if job.recipe.mask is not None and job.recipe.mask.method == "sparsegpt":
+        widths = [job.checkpoint.tensors[job.family.tensor(0, module)].shape[1] for module in job.family.linears]
     if not widths or tokens >= 2 * max(widths):
         return None
     return (
@@ -219,8 +260,6 @@ def few_tokens(job: Job, *, errors: str) -> str | None:
 
 def cost_rows(job: Job) -> list[list[str]]:
     """Parameters, bytes and FLOPs before and after, for a table."""
-    from ckpt_prune.checkpoint.units import human_bytes, human_count
-
     rows = []
     before: dict[str, Any] = job.before.model_dump()
     after: dict[str, Any] = job.after.model_dump()

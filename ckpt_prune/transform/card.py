@@ -2,7 +2,13 @@
 
 from typing import Any
 
+from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+_PACKED = (
+    "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
+    "removed its support of 2:4."
+)
 
 
 def model_card(report: dict[str, Any]) -> str:
@@ -20,7 +26,7 @@ def model_card(report: dict[str, Any]) -> str:
         f"Made by ckpt_prune {report['ckpt_prune']} from `{report['source']['name']}`. {recipe['summary']}",
         f"Source of the method: {recipe['source']}." if recipe["source"] else "",
         "",
-        "| | before | after | share kept |",
+        "| | before | after | share |",
         "|---|---|---|---|",
     ]
     for key, show in (("parameters", human_count), ("bytes", human_bytes), ("flops", human_count)):
@@ -33,9 +39,15 @@ def model_card(report: dict[str, Any]) -> str:
             f"Calibrated on {calibration['samples']} {what} of {calibration['window']} tokens, "
             f"target {calibration['target']}."
         )
+    lines += [*_mask(report), *_rotation(report)]
     if container["note"]:
         lines.append(f"Container: {container['note']}.")
-    if container["remote_code"]:
+    if _turns(report):
+        lines.append(
+            "Load it as below: plain `from_pretrained` refuses it, by the shape of the norms' gains, of which one "
+            "number is left."
+        )
+    elif container["remote_code"]:
         lines.append(
             "Load it as below; plain `from_pretrained` either refuses it or, where only biases have no slot, drops "
             "them with a mere warning."
@@ -48,5 +60,68 @@ def model_card(report: dict[str, Any]) -> str:
         if container["remote_code"]
         else f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("PATH")'
     )
-    lines += ["", "```python", loader, "```", "", "Kept units and errors of every layer are in `ckpt_prune.json`.", ""]
+    lines += ["", "```python", loader, "```", "", _record(report), ""]
     return "\n".join(lines)
+
+
+def _mask(report: dict[str, Any]) -> list[str]:
+    """What was zeroed, and what that is good for."""
+    mask, linears = report["mask"], report["linears"]
+    if mask is None:
+        return []
+    zeros, size = sum(e["zeros"] for e in linears), sum(e["rows"] * e["columns"] for e in linears)
+    sentences = [
+        f"Mask by {mask['method']}, pattern {mask['pattern']}: {zeros / size:.2%} zeros in {len(linears)} linear "
+        f"weights of {human_count(size)} parameters."
+    ]
+    if zeros:
+        sentences.append(
+            "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless "
+            "a runtime makes use of the zeros."
+        )
+    if zeros and mask["pattern"] == "2:4":
+        sentences.append(_PACKED)
+    return [" ".join(sentences)]
+
+
+def _turns(report: dict[str, Any]) -> bool:
+    """Whether rotations stay in the model, as matrices between blocks."""
+    rotation = report["rotation"]
+    return rotation is not None and rotation["turns"]
+
+
+def _rotation(report: dict[str, Any]) -> list[str]:
+    """What was turned, and what of it remains at run time."""
+    rotation = report["rotation"]
+    if rotation is None:
+        return []
+    if rotation["kind"] == "values":
+        what = (
+            "the values of every head turn, which is folded away into the weights before and after them and adds no "
+            "computation at run time"
+        )
+    elif _turns(report):
+        what = (
+            "every block has its own basis of the residual stream, so a d x d matrix per block (d is the width of the "
+            "stream) turns the stream at run time, which takes remote code"
+        )
+    else:
+        what = (
+            "all blocks share one basis of the residual stream, which is folded away into the weights and adds no "
+            "computation at run time"
+        )
+    return [f"Rotation {rotation['kind']}: {what}."]
+
+
+def _record(report: dict[str, Any]) -> str:
+    """What else there is to read of the output."""
+    if report["mask"] is None:
+        return "Kept units and errors of every layer are in `ckpt_prune.json`."
+    measured = any(linear["error"] is not None for linear in report["linears"])
+    what = "How much of every linear weight was zeroed"
+    found = f"{what} and the error at its output are" if measured else f"{what} is"
+    found += " in `ckpt_prune.json`"
+    if report["rotation"] is not None:
+        found += ", with entropies before and after rotation; the rotations themselves, which no loader needs, are in "
+        found += f"`{ROTATIONS}`"
+    return f"{found}."

@@ -204,7 +204,7 @@ def choose_container(
             return choose_container(family, raw_config, widths, biases, per_layer=per_layer)
         except NothingFitsError as error:
             made = choose_container(family, raw_config, widths, biases, requested=REMOTE, per_layer=per_layer)
-            return replace(made, note=_remote_note(made.model_type, str(error.reasons[0])))
+            return replace(made, note=remote_note(made.model_type, str(error.reasons[0])))
     if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()
@@ -254,7 +254,8 @@ class NothingFitsError(UserError):
         self.reasons = reasons
 
 
-def _remote_note(model_type: str, why: str) -> str:
+def remote_note(model_type: str, why: str) -> str:
+    """What to tell the user of an output with remote code."""
     return f"stored as {model_type} with remote code ({why}): load with ckpt_prune.load or trust_remote_code"
 
 
@@ -290,7 +291,7 @@ def _build(
         values["head_dim"] = family.dimension(config, "head_dim")
     switches, opened = _open_slots(candidate, biases)
     values |= switches
-    note = None if same else f"stored as {candidate.model_type}: {'; '.join(reasons)}"
+    note = None if same else f"stored as {candidate.model_type}: {'; '.join(reasons) or 'on request'}"
     if not remote:
         return Container(candidate.model_type, values, None, opened, note, candidate.architecture)
     remote_class = f"Pruned{candidate.architecture}"
@@ -308,5 +309,5 @@ def _build(
     if overrides:
         values["per_layer_config"] = overrides
     reason = next(iter(stockless(candidate, config, widths).values()), "on request") if same else "on request"
-    note = _remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
+    note = remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
     return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

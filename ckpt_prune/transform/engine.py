@@ -1,6 +1,6 @@
 """The engine: one block in, its pruned and compensated tensors out. It neither reads nor writes files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,8 @@ class Pruner:
     diagnostics: bool = False
     padded: frozenset[SpaceName] = frozenset()
 
+    record = SitePlan
+
     @property
     def sites(self) -> Sites:
         """What solves single sites."""
@@ -102,12 +104,8 @@ class Pruner:
                 plans.append(plan)
                 if new is not None:
                     self._apply(block, space, current, torch.tensor(plan.kept), plan.units, new)
-        self._fill_biases(block, current)
-        for name, tensor in current.items():
-            if tensor is not tensors.get(name) and not torch.isfinite(tensor).all():
-                raise UserError(
-                    f"{name}: the folded tensor does not fit its dtype {tensor.dtype}: use a gentler recipe"
-                )
+        fill_biases(self.family, block, self.biases, current)
+        check_overflow(tensors, current)
         # Before the source goes on: a resumed run goes on from what was written.
         self._pad(block, plans, current)
         source.advance(block, current)
@@ -164,10 +162,22 @@ class Pruner:
             full[:, unit_columns(kept, per_unit)] = tensors[name]
             tensors[name] = full
 
-    def _fill_biases(self, block: int, tensors: dict[str, Tensor]) -> None:
-        """Zeros in the slots that the container opens and nothing fills."""
-        for module in sorted(self.biases):
-            name = self.family.tensor(block, module, "bias")
-            if name not in tensors:
-                weight = tensors[self.family.tensor(block, module)]
-                tensors[name] = torch.zeros(weight.shape[0], dtype=weight.dtype)
+
+def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:
+    """Zeros in the slots that the container opens and nothing fills."""
+    for module in sorted(biases):
+        name = family.tensor(block, module, "bias")
+        if name not in tensors:
+            weight = tensors[family.tensor(block, module)]
+            tensors[name] = torch.zeros(weight.shape[0], dtype=weight.dtype)
+
+
+def check_overflow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse a block whose new tensors do not fit their dtype.
+
+    Raises:
+        UserError: naming the first that does not.
+    """
+    for name, tensor in after.items():
+        if tensor is not before.get(name) and not torch.isfinite(tensor).all():
+            raise UserError(f"{name}: the folded tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")

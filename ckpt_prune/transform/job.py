@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from ckpt_prune.calibration.measure import (
     block_names,
     checkpoint_dtype,
     consumer_widths,
+    linear_widths,
     query_heads,
     reader_fingerprint,
 )
@@ -27,6 +28,7 @@ from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
@@ -34,10 +36,13 @@ from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
 from ckpt_prune.planning.recipe import Recipe, methods_of
 from ckpt_prune.planning.selection import Site, select_ranked, standardise
 from ckpt_prune.progress import track
-from ckpt_prune.transform.containers import Container, Widths, choose_container
+from ckpt_prune.transform.containers import REMOTE, Container, Widths, choose_container, remote_note
 from ckpt_prune.transform.engine import Decisions, Pruner
 from ckpt_prune.transform.layout import Layout, check_source, plan_layout, source_shapes
-from ckpt_prune.transform.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.transform.masking import Masker, check_widths
+from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint, check_rotatable
+from ckpt_prune.transform.rotations import Learner, RotationSizes
+from ckpt_prune.transform.sources import CachedMoments, MomentSource, NoMoments, RotatedMoments, SequentialMoments
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Job:
         live: samples for a sequential recipe, or None.
         device: where blocks run and closed forms are solved.
         plan: decisions made earlier, or None.
+        diagnostics: also compute errors and spectra that no result depends on.
+        rotations: of a block, once they are learned.
 
     Raises (from `prepare`):
         UserError: anything that does not fit together.
@@ -78,6 +85,7 @@ class Job:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     plan: Plan | None = None
     diagnostics: bool = False
+    rotations: Callable[[int], BlockRotations] | None = None
 
     @cached_property
     def family(self) -> Family:
@@ -97,7 +105,9 @@ class Job:
     @property
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
-        return self.live is not None and self.recipe.target == "sequential"
+        mask = self.recipe.mask
+        needed = mask is None or mask.method != "magnitude"
+        return self.live is not None and self.recipe.target == "sequential" and needed
 
     def check(self) -> None:
         """Check names, shapes, statistics and recipe against each other.
@@ -107,6 +117,7 @@ class Job:
         """
         check_source(self.checkpoint, self.family)
         check_spaces(self.family, self.recipe)
+        self._check_mask()
         if self.recipe.needs_moments and self.statistics is None and self.live is None:
             data = "--images" if self.family.modality == "image" else "--text"
             raise UserError(f"recipe {self.recipe.name} needs statistics: give --statistics, or {data} to measure them")
@@ -118,8 +129,11 @@ class Job:
                 blocks=self.blocks,
                 consumers=consumer_widths(self.family, self.config),
                 queries=query_heads(self.family, self.config),
+                linears=linear_widths(self.family, self.config),
             )
-            if "gram" not in self.statistics.index.collect:
+            if self.recipe.mask is not None:
+                self._check_linears(self.statistics)
+            elif "gram" not in self.statistics.index.collect:
                 lacking = [
                     own.compensation.method
                     for space, own in self.recipe.spaces.items()
@@ -147,6 +161,32 @@ class Job:
         if self.plan is not None:
             self._check_plan(self.plan)
         self._check_samples()
+
+    def _check_mask(self) -> None:
+        """What a mask and rotations ask of the model."""
+        recipe = self.recipe
+        if recipe.mask is None:
+            return
+        shapes = {name: info.shape for name, info in self.checkpoint.tensors.items()}
+        check_widths(self.family, recipe.mask, shapes)
+        if recipe.rotation is not None:
+            check_rotatable(self.family, self.config, recipe.rotation.kind)
+            assert self.rotated is not None
+            self.rotated.check_final_norm()
+            if recipe.rotation.kind == "per-layer" and recipe.container not in ("auto", "any", "remote"):
+                raise UserError(
+                    f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
+                    "cannot: leave container out for remote code, or choose rotation kind shared"
+                )
+
+    def _check_linears(self, statistics: Statistics) -> None:
+        """Statistics that a mask or rotations can use."""
+        lacking = [kind for kind in self.recipe.collect if kind not in statistics.index.collect]
+        if lacking and self.recipe.needs_moments:
+            raise UserError(
+                f"recipe {self.recipe.name} needs {' and '.join(self.recipe.collect)}, and {statistics.folder} has no "
+                f"{' and no '.join(lacking)}: calibrate with --collect {','.join(self.recipe.collect)}"
+            )
 
     def _check_samples(self) -> None:
         """With λ = 0 nothing but data determines a fit: there must be enough of it."""
@@ -198,25 +238,86 @@ class Job:
 
     def source(self) -> MomentSource:
         """A fresh moment source at the first block."""
-        if not self.recipe.needs_moments:
+        masked_blindly = self.recipe.mask is not None and self.recipe.mask.method == "magnitude"
+        if masked_blindly or not self.recipe.needs_moments:
             return NoMoments()
         if self.sequential:
-            gram = {space: self.recipe.needs_gram(space) for space in self.recipe.spaces}
+            gram: dict[str, bool] = {space: self.recipe.needs_gram(space) for space in self.recipe.spaces}
+            if self.recipe.mask is not None:
+                # Wanda needs norms alone; the Gram is for the error that the report states.
+                wanted = self.diagnostics or self.recipe.mask.method == "sparsegpt"
+                gram = dict.fromkeys(self.family.inputs, wanted)
             return SequentialMoments(self.stream(), gram, true_sequential=self.recipe.true_sequential)
         assert self.statistics is not None
-        return CachedMoments(self.statistics, self.family)
+        cached = CachedMoments(self.statistics, self.family)
+        return cached if self.rotated is None else RotatedMoments(cached, self.rotated)
 
     def stream(self) -> HiddenStream:
-        """A fresh stream of hidden states at the first block."""
+        """A fresh stream of hidden states at the first block, of the model that is pruned."""
+        assert self.live is not None
+        rotated = self.rotated
+        if rotated is None:
+            return self.dense_stream()
+        # Its own config: a model that is built settles in it which attention runs.
+        skeleton: Any = self.container.skeleton()
+        factory = BlockFactory(
+            self.family, skeleton.config, device=self.device, dtype=self.live.compute_dtype, skeleton=skeleton
+        )
+        return HiddenStream(factory, rotated.names(), rotated.read, self.live.samples, folds=self.live.folds)
+
+    def dense_stream(self) -> HiddenStream:
+        """The same of the source."""
         assert self.live is not None
         factory = BlockFactory(self.family, self.config, device=self.device, dtype=self.live.compute_dtype)
         return HiddenStream(
             factory, self.checkpoint.tensors, self.checkpoint.read, self.live.samples, folds=self.live.folds
         )
 
+    def learner(self) -> Learner:
+        """What learns the recipe's rotations, at the first block."""
+        assert self.recipe.rotation is not None
+
+        def source() -> MomentSource:
+            if not self.recipe.rotation_needs_moments:
+                return NoMoments()
+            if self.statistics is not None:
+                return CachedMoments(self.statistics, self.family)
+            if learner.sizes.kind == "shared":
+                raise ValueError("one rotation of all blocks needs statistics: transform.prepare.measured makes them")
+            return SequentialMoments(self.dense_stream(), learner.grams, true_sequential=False)
+
+        learner = Learner(
+            self.checkpoint,
+            self.family,
+            self.config,
+            self.recipe.rotation,
+            self.recipe.importance,
+            source,
+            self.device,
+        )
+        return learner
+
+    @cached_property
+    def rotated(self) -> RotatedCheckpoint | None:
+        """The source under the recipe's rotations, or None where it has none; its tensors once they are learned."""
+        if self.recipe.rotation is None:
+            return None
+
+        def unknown(_block: int) -> BlockRotations:
+            raise ValueError("the rotations are not learned yet")
+
+        kind = self.recipe.rotation.kind
+        known = self.rotations or unknown
+        return RotatedCheckpoint(self.checkpoint, self.family, self.config, kind, known, self.device)
+
     def read_block(self, block: int) -> dict[str, Tensor]:
-        """A block's tensors."""
-        return self.checkpoint.read(block_names(self.checkpoint, self.family, block))
+        """A block's tensors, rotated where the recipe rotates."""
+        names = block_names(self.checkpoint, self.family, block)
+        return self.checkpoint.read(names) if self.rotated is None else self.rotated.block(block, names)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor outside the blocks, rotated where the recipe rotates."""
+        return (self.checkpoint if self.rotated is None else self.rotated).read([name])[name]
 
     # ---- what is settled before the first block ------------------------------------------------------------
 
@@ -294,19 +395,40 @@ class Job:
             pruned = any(w[space] < units for w in self.widths)
             if pruned and methods_of(space)[own.compensation.method].adds_bias:
                 biases.add(self.family.columns[space].consumer)
-        return choose_container(
+        rotated = self.rotated
+        turns = rotated is not None and bool(rotated.turns)
+        chosen = choose_container(
             self.family,
             self.checkpoint.config,
             self.widths,
-            biases,
-            requested=self.recipe.container,
+            biases | (rotated.added_biases if rotated is not None else frozenset()),
+            requested=REMOTE if turns else self.recipe.container,
             per_layer=self.recipe.widths == "per_layer",
         )
+        if rotated is None:
+            return chosen
+        note = chosen.note
+        if turns:
+            note = remote_note(chosen.model_type, "the residual stream turns between blocks")
+        elif rotated.kind == "shared" and rotated.tied:
+            note = "; ".join(
+                filter(None, [note, "the head is no longer tied to the embedding: it reads another basis"])
+            )
+        return replace(chosen, config=rotated.config_values(chosen.config), note=note)
 
     @cached_property
     def layout(self) -> Layout:
-        """The output's files, tensors, dtypes and shapes."""
-        return plan_layout(self.checkpoint, self.family, self.widths, self.container)
+        """The checkpoint's files, tensors, dtypes and shapes."""
+        added = self.rotated.added if self.rotated is not None else None
+        return plan_layout(self.checkpoint, self.family, self.widths, self.container, added)
+
+    @cached_property
+    def aside(self) -> Layout:
+        """The same of files beside the checkpoint: the rotations."""
+        if self.recipe.rotation is None:
+            return {}
+        sizes = RotationSizes.of(self.recipe.rotation.kind, self.family, self.config)
+        return {ROTATIONS: sizes.layout}
 
     @cached_property
     def before(self) -> Cost:
@@ -317,11 +439,15 @@ class Job:
     def after(self) -> Cost:
         """Cost of the output."""
         shapes = {name: shape for tensors in self.layout.values() for name, shape in tensors.items()}
-        return cost_of(self.family, self.config, shapes)
+        # The output's config: rotations may have untied the head.
+        return cost_of(self.family, parse_config(self.container.config), shapes)
 
-    def pruner(self) -> Pruner:
+    def pruner(self) -> Pruner | Masker:
         """The engine for this job."""
         container = self.container
+        if self.recipe.mask is not None:
+            mask, ratio = self.recipe.mask, self.recipe.ratio
+            return Masker(self.family, mask, ratio, container.biases, self.device, self.diagnostics)
         return Pruner(
             self.family,
             self.config,
@@ -352,7 +478,7 @@ class Job:
 
     def provenance(self) -> dict[str, Any]:
         """Where the moments came from, for the report."""
-        if self.statistics is not None:
+        if self.statistics is not None and not self.sequential:
             index = self.statistics.index
             return {
                 "target": "dense",
@@ -403,9 +529,14 @@ def make_plan(job: Job) -> Plan:
         UserError: the job does not fit together, or needs text.
     """
     job.check()
+    if job.recipe.mask is not None:
+        raise UserError(
+            f"recipe {job.recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
+        )
     if job.sequential:
         raise UserError("a plan is made from statistics: calibrate first, or let prune measure with --text")
     pruner, source = job.pruner(), job.source()
+    assert isinstance(pruner, Pruner)
     sites: list[SitePlan] = []
     for block in track(range(job.blocks), "planning", total=job.blocks):
         spaces = [space for space in job.family.spaces if space in job.recipe.spaces]

@@ -16,6 +16,9 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 Layout = dict[str, dict[str, Shape]]
 """File → tensor → dtype and shape."""
 
+Added = dict[str, tuple[str, tuple[int, ...]]]
+"""A tensor that the source has not → one of its tensors, whose file and dtype it shares, and its shape."""
+
 
 def source_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
     """Name → dtype and shape of every tensor of a checkpoint."""
@@ -67,8 +70,17 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], model: nn.Module, where:
             raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")
 
 
-def plan_layout(checkpoint: Checkpoint, family: Family, widths: Widths, container: Container) -> Layout:
+def plan_layout(
+    checkpoint: Checkpoint, family: Family, widths: Widths, container: Container, added: Added | None = None
+) -> Layout:
     """The output's files: the source's shards and names, pruned shapes, added biases beside their weights.
+
+    Args:
+        checkpoint: the source.
+        family: its description.
+        widths: units kept per block and space.
+        container: what the output is stored as.
+        added: tensors that the output has and the source has not, beside biases.
 
     Raises:
         UserError: the result would not load under the container (a fault of this tool, caught before any byte).
@@ -96,6 +108,9 @@ def plan_layout(checkpoint: Checkpoint, family: Family, widths: Widths, containe
             if bias not in shapes:
                 shapes[bias] = (shapes[weight][0], (shapes[weight][1][0],))
                 files[bias] = files[weight]
+    for name, (beside, shape) in (added or {}).items():
+        shapes[name] = (shapes[beside][0], shape)
+        files[name] = files[beside]
     check_shapes({name: shape for name, (_, shape) in shapes.items()}, container.skeleton(), "the output")
     layout: Layout = {file: {} for file in checkpoint.files}
     for name in shapes:

@@ -11,19 +11,29 @@ from ckpt_prune.calibration.measure import measure
 from ckpt_prune.transform.job import Job
 
 
+def measures_first(job: Job) -> bool:
+    """Whether the unpruned model is measured on the job's data before anything is pruned."""
+    if job.live is None or job.statistics is not None or not job.recipe.needs_moments:
+        return False
+    rotation = job.recipe.rotation
+    shared = rotation is not None and rotation.kind == "shared" and job.recipe.rotation_needs_moments
+    return shared or not job.sequential
+
+
 @contextmanager
 def measured(job: Job, beside: Path, *, seed: int) -> Iterator[Job]:
     """The job with all the moments it needs.
 
-    A recipe that is sequential, needs no moments or has its statistics is passed on as it is; for a dense one, the
-    unpruned model is measured on the job's data, and the statistics live as long as the context.
+    A recipe that is sequential, needs no moments or has its statistics is passed on as it is; for a dense one, and for
+    one rotation of all blocks, the unpruned model is measured on the job's data, and the statistics live as long as the
+    context.
 
     Args:
         job: a checked job.
         beside: the folder that the scratch folder is made in.
         seed: of the samples, for the record.
     """
-    if job.live is None or job.statistics is not None or job.sequential or not job.recipe.needs_moments:
+    if not measures_first(job) or job.live is None:
         yield job
         return
     scratch = Path(tempfile.mkdtemp(prefix=".ckpt-prune-statistics-", dir=beside))

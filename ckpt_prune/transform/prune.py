@@ -1,6 +1,7 @@
 """Running a job: blocks through the engine into the writer, then config, report and model card."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -16,13 +17,17 @@ from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import CONFIG
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.plan import MaskedLinear, SitePlan
 from ckpt_prune.progress import track
 from ckpt_prune.transform.card import model_card
 from ckpt_prune.transform.job import Job
+from ckpt_prune.transform.rotations import WrittenRotations
 from ckpt_prune.transform.sources import SequentialMoments
 
 _REST = "rest"
+
+Records = Sequence[SitePlan | MaskedLinear]
+"""What was done: to spaces that lost units, or to linears that got zeros."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,13 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
     """
     check_output(job.checkpoint.path, out, resume=resume, overwrite=overwrite)
     writer = CheckpointWriter(
-        out, job.layout, job=job.digest, sharded=job.checkpoint.sharded, resume=resume, overwrite=overwrite
+        out,
+        job.layout | job.aside,
+        job=job.digest,
+        sharded=job.checkpoint.sharded,
+        aside=job.aside.keys(),
+        resume=resume,
+        overwrite=overwrite,
     )
     if not writer.done:
         job.checkpoint.check_finite()
@@ -102,11 +113,16 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
             else:
                 search = StrengthSearch(note["chosen"], dict(note["perplexities"]))
         run = job if search is None else replace(job, recipe=job.recipe.with_strength(search.chosen))
-        sites = _write_blocks(run, writer)
+        learned = None
+        if job.recipe.rotation is not None:
+            learner = job.learner()
+            learned = learner.run(writer, out.absolute().parent)
+            run = replace(run, rotations=WrittenRotations(writer, learner.sizes))
+        records = _write_blocks(run, writer)
         _write_rest(run, writer)
-        report = _report(run, sites, search)
+        report = _report(run, records, search, learned)
         writer.write_json(CONFIG, run.container.config)
-        report["files"] = sha256_files(writer.folder, [*run.layout, CONFIG])
+        report["files"] = sha256_files(writer.folder, [*run.layout, *run.aside, CONFIG])
         if run.container.remote_class is not None:
             source = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
             writer.write_text(f"{REMOTE_MODULE}.py", source.read_text(encoding="utf-8"))
@@ -118,23 +134,23 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
     return report
 
 
-def _write_blocks(job: Job, writer: CheckpointWriter) -> list[SitePlan]:
+def _write_blocks(job: Job, writer: CheckpointWriter) -> Records:
     pruner, source = job.pruner(), job.source()
-    sites: list[SitePlan] = []
+    records: list[SitePlan | MaskedLinear] = []
     for block in track(range(job.blocks), "pruning", total=job.blocks):
         unit = f"block {block}"
         prefix = job.family.block.format(block=block)
         planned = [name for tensors in job.layout.values() for name in tensors if name.startswith(prefix)]
         if unit in writer.done:
-            sites += [SitePlan.model_validate(site) for site in writer.notes[unit]]
+            records += [pruner.record.model_validate(note) for note in writer.notes[unit]]
             source.advance(block, writer.read(planned))
             continue
         tensors, plans = pruner.block(block, job.read_block(block), source)
         for name in planned:
             writer.write(name, tensors[name])
         writer.commit(unit, note=[plan.model_dump(mode="json") for plan in plans])
-        sites += plans
-    return sites
+        records += plans
+    return records
 
 
 def _write_rest(job: Job, writer: CheckpointWriter) -> None:
@@ -144,12 +160,14 @@ def _write_rest(job: Job, writer: CheckpointWriter) -> None:
     for tensors in job.layout.values():
         for name in tensors:
             if not name.startswith(prefixes):
-                writer.write(name, job.checkpoint.read([name])[name])
+                writer.write(name, job.read(name))
     writer.commit(_REST)
 
 
-def _report(job: Job, sites: list[SitePlan], search: StrengthSearch | None) -> dict[str, Any]:
-    container = job.container
+def _report(
+    job: Job, records: Records, search: StrengthSearch | None, learned: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    container, recipe = job.container, job.recipe
     return {
         "version": 1,
         "ckpt_prune": __version__,
@@ -172,5 +190,17 @@ def _report(job: Job, sites: list[SitePlan], search: StrengthSearch | None) -> d
         },
         "before": job.before.model_dump(),
         "after": job.after.model_dump(),
-        "sites": [site.model_dump(mode="json", exclude={"scores"}) for site in sites],
+        "mask": None
+        if recipe.mask is None
+        else {"method": recipe.mask.method, "pattern": recipe.mask.pattern, "ratio": recipe.ratio},
+        "rotation": None
+        if recipe.rotation is None or learned is None
+        else {
+            "kind": recipe.rotation.kind,
+            "importance": recipe.importance,
+            "turns": job.rotated is not None and bool(job.rotated.turns),
+            "learned": learned,
+        },
+        "sites": [r.model_dump(mode="json", exclude={"scores"}) for r in records if isinstance(r, SitePlan)],
+        "linears": [r.model_dump(mode="json") for r in records if isinstance(r, MaskedLinear)],
     }

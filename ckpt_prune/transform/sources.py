@@ -4,28 +4,29 @@ The engine and the closed forms do not know which (DESIGN, "moment source").
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ckpt_prune.architectures.family import Family, SpaceName
-from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.measure import moments_name
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-
-FoldedMoments = dict[SpaceName, SpaceMoments]
+from ckpt_prune.sparsity.folding import after_rotation, before_norm, reading_norm, sides
+from ckpt_prune.transform.rotated import KINDS, RotatedCheckpoint
 
 
 class MomentSource(Protocol):
-    """Hands out the moments of a block's sites, and is told what became of the block."""
+    """Hands out the moments of a block's spaces or linear modules, and is told what became of the block."""
 
-    def stages(self, spaces: list[SpaceName]) -> list[list[SpaceName]]:
-        """Spaces to be pruned together, in order: moments are asked for once per stage."""
+    def stages(self, keys: list[Key]) -> list[list[Key]]:
+        """What is to be pruned together, in order: moments are asked for once per stage."""
         ...
 
-    def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
-        """Moments of these spaces, a tuple over folds; `tensors` is the block as it stands now."""
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        """Moments of these spaces or linear modules, a tuple over folds; `tensors` is the block as it stands now."""
         ...
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
@@ -36,11 +37,11 @@ class MomentSource(Protocol):
 class NoMoments:
     """For recipes that need none."""
 
-    def stages(self, spaces: list[SpaceName]) -> list[list[SpaceName]]:
-        """All spaces at once."""
-        return [spaces]
+    def stages(self, keys: list[Key]) -> list[list[Key]]:
+        """All at once."""
+        return [keys]
 
-    def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Nothing."""
         return {}
 
@@ -54,11 +55,11 @@ class CachedMoments(NoMoments):
     def __init__(self, statistics: Statistics, family: Family) -> None:
         self._statistics, self._family = statistics, family
 
-    def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """The block's moments, read from disk."""
-        names = {space: moments_name(self._family, block, space) for space in spaces}
+        names = {key: moments_name(self._family, block, key) for key in keys}
         found = self._statistics.block(block, set(names.values()))
-        return {space: found[name] for space, name in names.items() if name in found}
+        return {key: found[name] for key, name in names.items() if name in found}
 
 
 class SequentialMoments:
@@ -66,21 +67,52 @@ class SequentialMoments:
 
     Args:
         stream: hidden states, at the input of the first block.
-        gram: for each space, whether its compensation needs the Gram.
-        true_sequential: measure again after each space of a block, so that every site sees its own pruned prefix.
+        gram: for each space or linear module that will be asked for, whether the Gram is needed.
+        true_sequential: measure again after each of them, so that every one sees its own pruned prefix.
     """
 
-    def __init__(self, stream: HiddenStream, gram: Mapping[SpaceName, bool], *, true_sequential: bool) -> None:
+    def __init__(self, stream: HiddenStream, gram: Mapping[Any, bool], *, true_sequential: bool) -> None:
         self.stream, self._gram, self._true = stream, gram, true_sequential
 
-    def stages(self, spaces: list[SpaceName]) -> list[list[SpaceName]]:
-        """One space at a time where true-sequential, else all at once."""
-        return [[space] for space in spaces] if self._true else [spaces]
+    def stages(self, keys: list[Key]) -> list[list[Key]]:
+        """One at a time where true-sequential, else all at once."""
+        return [[key] for key in keys] if self._true else [keys]
 
-    def moments(self, block: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]) -> FoldedMoments:
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Moments of the block run on the pruned prefix's output."""
-        return self.stream.observe(block, tensors, {space: self._gram[space] for space in spaces})
+        return self.stream.observe(block, tensors, {key: self._gram[key] for key in keys})
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the pruned block's output become the next block's input."""
         self.stream.advance(block, tensors)
+
+
+class RotatedMoments(NoMoments):
+    """Moments of a dense model as its linears have them under rotations.
+
+    Args:
+        source: of the dense model's moments, with Grams.
+        rotated: the checkpoint under rotations.
+    """
+
+    def __init__(self, source: MomentSource, rotated: RotatedCheckpoint) -> None:
+        self._source, self._rotated = source, rotated
+
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        """Moments of these linear modules' inputs."""
+        family = self._rotated.family
+        residual, heads = self._rotated.on_device(block)
+        found: dict[Key, SpaceMoments] = {}
+        for key, folds in self._source.moments(block, tensors, keys).items():
+            norm = reading_norm(family, key) if residual is not None else None
+            names = {kind: family.tensor(block, norm, kind) for kind in KINDS} if norm is not None else {}
+            have = self._rotated.source.read(n for n in names.values() if n in self._rotated.source.tensors)
+            gain, shift = (have.get(names[kind]) if names else None for kind in KINDS)
+            _, right = sides(family, key, residual=residual is not None)
+            plain = (m for m in folds if isinstance(m, Moments))
+            on_device = (m.to(self._rotated.device) for m in plain)
+            turned = (
+                after_rotation(before_norm(m, gain, shift) if norm else m, right, residual, heads) for m in on_device
+            )
+            found[key] = tuple(m.to("cpu") for m in turned)
+        return found

@@ -115,6 +115,43 @@ class TestOutput:
             writer.finish()
         assert Checkpoint.open(out).files == (file,)
 
+    @pytest.mark.parametrize("files", [one_file(), two_files()], ids=["one file", "shards"])
+    def test_files_aside_are_no_part_of_the_checkpoint(self, out: Path, files: Files) -> None:
+        beside = {"rotations.st": {"residual": torch.eye(3), "blocks.0.heads": torch.zeros(2, 1, 1)}}
+        sharded = len(files) > 1
+        options = {"job": "job", "sharded": sharded, "aside": beside.keys()}
+        with CheckpointWriter(out, layout_of(files | beside), **options) as writer:
+            for tensors in (files | beside).values():
+                for name, tensor in tensors.items():
+                    writer.write(name, tensor)
+            writer.commit("all")
+            assert writer.read(["residual"])["residual"].equal(torch.eye(3))
+            writer.write_json("config.json", CONFIG)
+            writer.finish()
+        stored = load_file(out / "rotations.st")
+        assert all(same(stored[name], tensor) for name, tensor in beside["rotations.st"].items())
+        write_all(out.with_name("without"), files)
+        with_, without = contents(out), contents(out.with_name("without"))
+        del with_["rotations.st"]
+        assert with_ == without
+        checkpoint = Checkpoint.open(out)
+        assert checkpoint.sharded == sharded
+        assert checkpoint.tensors.keys() == example_tensors().keys()
+
+    def test_files_aside_must_be_written_too(self, out: Path) -> None:
+        files = one_file() | {"rotations.st": {"residual": torch.eye(3)}}
+        options = {"job": "job", "sharded": False, "aside": {"rotations.st"}}
+        with CheckpointWriter(out, layout_of(files), **options) as writer:
+            for name, tensor in files["model.safetensors"].items():
+                writer.write(name, tensor)
+            with pytest.raises(ValueError, match="1 planned tensors were not written, the first is 'residual'"):
+                writer.finish()
+
+    def test_files_aside_do_not_make_one_file_two(self, out: Path) -> None:
+        files = two_files() | {"rotations.st": {"residual": torch.eye(3)}}
+        with pytest.raises(ValueError, match="2 files need an index"):
+            CheckpointWriter(out, layout_of(files), job="j", sharded=False, aside={"rotations.st"})
+
     def test_order_of_writing_does_not_matter(self, out: Path) -> None:
         write_all(out, two_files())
         other = out.with_name("other")

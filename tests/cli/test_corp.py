@@ -53,7 +53,7 @@ def here(corp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_from_images_to_a_report(here):
     said = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
-    assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits, folds 3, ")
+    assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits+linears, folds 3, ")
     lines = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", "-o", "plan.json").splitlines()
     assert lines[3].split()[:3] == ["FLOPs", "/", "10"]
     rows = [line.split() for line in lines[6:12]]
@@ -78,7 +78,7 @@ def test_from_images_to_a_report(here):
     assert checks["passed"]
     assert {c["name"]: c["passed"] for c in checks["checks"]} == dict.fromkeys(
         ("tensors", "finite", "load", "digests", "kept units"), True
-    )
+    ) | {"sparsity": None}
     assert ok("report", "out") == "report written to out.report.html\n"
     assert "qk" in Path("out.report.html").read_text()
     model = ckpt_prune.load("out")
@@ -101,7 +101,9 @@ def test_from_images_to_a_report(here):
 def test_measured_while_pruning(here):
     """The dense target on the same images: the same files as from statistics but for nothing at all."""
     ok("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "live")
-    assert same_files("live", "pruned")
+    ok("calibrate", "vit", *IMAGES, "--collect", "moments,gram,logits", "-o", "needed")
+    ok("prune", "vit", "--recipe", "corp", "--statistics", "needed", "-o", "cached")
+    assert same_files("live", "cached")
 
 
 def test_the_ratios_apart(here):
@@ -233,10 +235,10 @@ def test_statistics_with_logits_alone(here):
 
 def test_what_a_family_cannot_collect(here):
     assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
-        "--collect logits: of a llama, one or more of moments,gram can be collected"
+        "--collect logits: of a llama, one or more of moments,gram,linears can be collected"
     )
     assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
-        "--collect grams: of a vit, one or more of moments,gram,logits can be collected"
+        "--collect grams: of a vit, one or more of moments,gram,logits,linears can be collected"
     )
 
 

@@ -259,7 +259,7 @@ def test_ctrl_c_and_resume(place, recipe, commit):
 
 def test_ctrl_c_while_measuring_leaves_nothing(place):
     before = listing()
-    announced = {"calibrate": "out will take 5.91 KiB\n", "prune": ""}
+    announced = {"calibrate": "out will take 10.0 KiB\n", "prune": ""}
     for job in (["calibrate", "dense"], ["prune", "dense", "--recipe", "flap"]):
         with pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, HiddenStream, "observe", 2)

@@ -8,7 +8,10 @@ import pytest
 from ckpt_prune.planning.recipe import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
-TOP = "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces"
+TOP = (
+    "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
+    "rotation"
+)
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 SHIPPED = ", ".join(shipped_recipes())
 
@@ -19,7 +22,9 @@ def test_list():
     assert {"wanda-sp", "flap", "rcpu", "rcpu-scale", "rcpu-v1-least-squares", "ridge", "grail", "vbp"} <= {
         line.split()[0] for line in lines
     }
-    assert "magnitude              Columns of least weight norm dropped; needs no calibration at all." in lines
+    widest = max(map(len, shipped_recipes()))
+    summary = "Columns of least weight norm dropped; needs no calibration at all."
+    assert f"{'magnitude':<{widest}}  {summary}" in lines
 
 
 def test_list_json():
@@ -171,7 +176,8 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
             "spaces.mlp.compensation.lambda=.inf",
             "--set: spaces.mlp.compensation.lambda: input should be a finite number, got inf",
         ),
-        ("ratio=nan", "--set: ratio: input should be a finite number, got nan"),
+        ("ratio=.nan", "--set: ratio: input should be a finite number, got nan"),
+        ("ratio=nan", "--set: ratio: input should be a finite number, got 'nan'"),
         ("ratoi=0.3", "--set: unknown key ratoi: did you mean 'ratio'? allowed here: " + TOP),
     ],
 )

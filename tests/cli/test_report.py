@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_prune.checkpoint.filenames import REPORT
 from tests.cli.running import listing, misused, ok, refused
-from tests.reporting.examples import Json, parse, plan, report, site, words, write
+from tests.reporting.examples import Json, learned, linear, masked, parse, plan, report, site, words, write
 
 WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
 
@@ -203,6 +203,26 @@ DAMAGE = {
     "a block beyond all": (report([site(10**7)]), "sites.0.block: input should be less than or equal to 1000000"),
     "no units": (report([site(0), site(1, units=0)]), "sites.1.units: input should be greater than or equal to 1"),
     "kept is text": (report([site(0, kept="all")]), "sites.0.kept: input should be a valid list"),
+    "a linear without a shape": (
+        masked([{k: v for k, v in linear(0).items() if k != "rows"}]),
+        "linears.0.rows: field required",
+    ),
+    "no rows": (masked([linear(0, rows=0)]), "linears.0.rows: input should be greater than or equal to 1"),
+    "zeros below 0": (masked([linear(0, zeros=-1)]), "linears.0.zeros: input should be greater than or equal to 0"),
+    "more zeros than weights": (
+        masked([linear(0), linear(1, zeros=33)]),
+        "linears.1: value error, more zeros than weights",
+    ),
+    "a mask without a pattern": (masked([], mask={"method": "wanda"}), "mask.pattern: field required"),
+    "a rotation that learned nothing": (masked([], rotation={"kind": "shared"}), "rotation.learned: field required"),
+    "a rotation of no block": (
+        masked([], {"entropy_before": 1.0}),
+        "rotation.learned.0.block: field required",
+    ),
+    "a rotation of a block below 0": (
+        masked([], learned(-1)),
+        "rotation.learned.0.block: input should be greater than or equal to 0",
+    ),
     "a head without a number": (report([site(0, heads=[{}])]), "sites.0.heads.0.head: field required"),
 }
 
@@ -239,6 +259,27 @@ def test_usage(here):
 
 
 # ---- real outputs ----------------------------------------------------------------------------------------------
+
+
+def test_what_prune_writes_of_masks_and_rotations(place):
+    text = ("--text", "calib.txt", "--samples", "6", "--window", "8")
+    recipe = ("--recipe", "denoise-rotator-sparsegpt-2-4", "--set", "rotation.steps=2")
+    ok("prune", "dense", *recipe, *text, "-o", "rotated")
+    ok("report", "rotated")
+    root = parse(Path("rotated.report.html").read_text(encoding="utf-8"))
+    assert heading("rotated.report.html") == "dense, pruned by denoise-rotator-sparsegpt-2-4"
+    assert [words(h) for h in root.iter("h3")] == ["Output error of the linears", "Entropy of the importance"]
+    assert [words(li) for li in next(root.iter("ul"))] == ["q", "k", "v", "o", "gate", "up", "down"]
+    assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every rotation"]
+    sentences = [words(p) for p in root.find(".//header").iter("p")]
+    assert sentences[1].startswith("50.00% of ")
+    assert " linears were zeroed (sparsegpt, 2:4). " in sentences[1]
+    assert sentences[-1].endswith(", in 2 steps per block.")
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    ok("report", "masked")
+    root = parse(Path("masked.report.html").read_text(encoding="utf-8"))
+    assert list(root.iter("h3")) == []
+    assert [words(s) for s in root.iter("summary")] == ["Every linear"]
 
 
 def test_what_prune_and_plan_write(place):

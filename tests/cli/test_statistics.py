@@ -12,7 +12,7 @@ from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json
 
 def test_calibrate_says_what_it_wrote(place):
     said = ok("calibrate", "dense", *TEXT, "-o", "again")
-    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram, folds 1, 8.34 KiB\n"
+    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram+linears, folds 1, 15.1 KiB\n"
     assert same_files("again", "stats")
 
 
@@ -24,7 +24,7 @@ def test_calibrate_json(place):
 
 def test_defaults_are_the_models_context_and_one_fold(place):
     assert ok("calibrate", "dense", "--text", "calib.txt", "--samples", "4", "-o", "s").startswith(
-        "s: 4 windows of 32 tokens, 2 blocks, moments+gram, folds 1, "
+        "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears, folds 1, "
     )
 
 
@@ -62,7 +62,7 @@ def test_bad_options(place):
         "calibrate needs --text FILE, or --images DIR for a vision model"
     )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: of a llama, one or more of moments,gram can be collected"
+        "--collect grams: of a llama, one or more of moments,gram,linears can be collected"
     )
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
     assert misused("calibrate", "dense", "-o", "s", "--folds", "0") == (
@@ -106,13 +106,16 @@ def test_show(place):
             "folds",
             "collect",
         ],
-        *["compute_dtype", "blocks", "consumers", "digest", "bytes"],
+        *["compute_dtype", "blocks", "consumers", "linears", "digest", "bytes"],
     ]
-    assert said["collect"] == "moments, gram"
+    assert said["collect"] == "moments, gram, linears"
     assert said["consumers"] == (
         "model.layers.{block}.self_attn.o_proj.weight (16), model.layers.{block}.mlp.down_proj.weight (24)"
     )
-    assert (said["tokens"], said["bytes"]) == ("128", "8.34 KiB")
+    assert said["linears"] == (
+        "model.layers.{block}.self_attn.q_proj.weight/input (16), model.layers.{block}.mlp.gate_proj.weight/input (16)"
+    )
+    assert (said["tokens"], said["bytes"]) == ("128", "15.1 KiB")
 
 
 def test_show_json(place):

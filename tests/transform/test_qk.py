@@ -362,7 +362,7 @@ def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path
     wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods={"qk": method}, container=container)
     run(dense, variant, tmp_path / "out", wanted)
     checks = verify(tmp_path / "out", dense.folder(variant))
-    assert [(check.name, check.detail) for check in checks if not check.passed] == []
+    assert [(check.name, check.detail) for check in checks if check.passed is False] == []
 
 
 @pytest.mark.parametrize("ratios", [{"qk": 0.5}, *TOGETHER], ids=lambda ratios: "+".join(ratios))

@@ -1,0 +1,149 @@
+"""The engine for masks: one block in, the same block with zeros in its linear modules out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.mask_recipe import MaskRecipe
+from ckpt_prune.planning.plan import MaskedLinear
+from ckpt_prune.sparsity import sparsegpt
+from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
+from ckpt_prune.transform.engine import check_overflow, fill_biases
+from ckpt_prune.transform.sources import MomentSource
+
+
+@dataclass(frozen=True)
+class Masker:
+    """Zeroes weights of every linear module of a block (METHODS section 4).
+
+    Args:
+        family: the model's description.
+        mask: how.
+        ratio: share of weights to zero, where the pattern is unstructured.
+        biases: linear modules of a block that have a bias in the output container.
+        device: where scores and updates are computed, in float64.
+        diagnostics: also compute the error at every linear's output, where there are Grams.
+    """
+
+    family: Family
+    mask: MaskRecipe
+    ratio: float
+    biases: frozenset[str]
+    device: torch.device
+    diagnostics: bool = False
+
+    record = MaskedLinear
+
+    def block(
+        self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
+    ) -> tuple[dict[str, Tensor], list[MaskedLinear]]:
+        """Mask one block, one group of linears that read the same input after the other.
+
+        Args:
+            block: its index.
+            tensors: its on-disk tensors.
+            source: of moments; it is told the result.
+
+        Returns:
+            The block's new tensors, names, shapes and dtypes as before, with missing biases, and what was done to each
+            linear.
+
+        Raises:
+            UserError: SparseGPT's Hessian is singular, or its update overflows the checkpoint's dtype; both name the
+                weight.
+        """
+        current = dict(tensors)
+        fill_biases(self.family, block, self.biases, current)
+        masked: list[MaskedLinear] = []
+        groups = self.family.inputs
+        for stage in source.stages(list(groups)):
+            moments = source.moments(block, current, stage)
+            for first in stage:
+                folds = _inputs(moments.get(first))
+                whole = total(folds).to(self.device) if folds else None
+                for module in groups[first]:
+                    name = self.family.tensor(block, module)
+                    new, record = self.linear(block, name, current[name], whole)
+                    masked.append(record)
+                    current[name] = new.to(current[name].dtype).cpu()
+        check_overflow(tensors, current)
+        source.advance(block, current)
+        return current, masked
+
+    def linear(self, block: int, name: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
+        """One weight with its zeros, float64, and what was done to it."""
+        weight = tensor.to(self.device)
+        damp, dead = None, None
+        if self.mask.method == "sparsegpt":
+            if moments is None or moments.gram is None:
+                raise ValueError("sparsegpt needs a Gram")
+            try:
+                found = sparsegpt.prune(
+                    weight,
+                    moments.gram,
+                    pattern=self.mask.groups,
+                    ratio=self.ratio,
+                    block=self.mask.block,
+                    damp=self.mask.damp,
+                )
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
+            new, keep, damp, dead = found.weight, found.keep, found.damp, found.dead
+        else:
+            keep = self._keep(weight, moments)
+            new = weight.masked_fill(~keep, 0)
+        gram = moments.gram if self.diagnostics and moments is not None else None
+        return new, MaskedLinear(
+            block=block,
+            weight=name,
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+            zeros=int((~keep).sum()),
+            error=None if gram is None else sparsegpt.relative_error(weight, new, gram),
+            damp=damp,
+            dead=dead,
+        )
+
+    def _keep(self, weight: Tensor, moments: Moments | None) -> Tensor:
+        if self.mask.method == "wanda":
+            if moments is None:
+                raise ValueError("wanda needs moments")
+            scores = wanda(weight, moments)
+        else:
+            scores = magnitude(weight)
+        groups = self.mask.groups
+        if groups is not None:
+            return keep_groups(scores, groups)
+        return keep_share(scores, self.ratio, self.mask.compared)
+
+
+def check_widths(family: Family, mask: MaskRecipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a pattern that the weights of a block cannot have.
+
+    Args:
+        family: the model's description.
+        mask: how.
+        shapes: on-disk name → shape.
+
+    Raises:
+        UserError: a width is not a multiple of M.
+    """
+    groups = mask.groups
+    for module in family.linears:
+        name = family.tensor(0, module)
+        columns = shapes[name][1]
+        if groups is not None and columns % groups.of:
+            raise UserError(
+                f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "
+                "use another pattern, or unstructured"
+            )
+
+
+def _inputs(folds: SpaceMoments | None) -> tuple[Moments, ...]:
+    return tuple(each for each in folds or () if isinstance(each, Moments))

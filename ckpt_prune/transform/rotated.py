@@ -1,0 +1,279 @@
+"""A checkpoint seen through rotations: other tensors, the same function, folded as they are read."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.skeleton import is_stored_buffer
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.sparsity.folding import fused, residual_of, turned
+from ckpt_prune.transform.layout import Added
+
+Kind = Literal["per-layer", "shared", "values"]
+BlockRotations = tuple[Tensor | None, Tensor]
+"""R1 (d, d), None where the residual stream is not rotated, and R2 of every KV head (kv, head_dim, head_dim)."""
+
+KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
+ENTRY, EXIT = "entry_rotation", "exit_rotation"
+"""Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
+CONFIG_KEY = "ckpt_prune_rotations"
+_ROWS = 8192
+"""Rows of a table that are folded together, in float64."""
+
+
+def check_rotatable(family: Family, config: PreTrainedConfig, kind: Kind) -> None:
+    """Refuse to rotate a model whose residual stream is not plain pre-norm.
+
+    Raises:
+        UserError: with the reason.
+    """
+    what = f"{family.model_type} cannot be rotated"
+    if kind == "values" and family.residual is None:
+        raise UserError(f"{what}: which of its modules make values is described for causal language models only")
+    if family.unrotatable is not None or family.residual is None:
+        raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}")
+    if kind == "values":
+        return
+    if family.head is None:
+        raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")
+    if not getattr(config, "do_layer_norm_before", True):
+        raise UserError(f"{what}: this one normalises after every addition to its residual stream (post-norm)")
+    if getattr(config, "_remove_final_layer_norm", False):
+        raise UserError(f"{what}: this one has no norm after its last block")
+    if kind == "per-layer" and not getattr(config, "layer_norm_elementwise_affine", True):
+        raise UserError(
+            f"{what} per layer: this one's norms have no gains, whose shape keeps stock classes from loading an output "
+            "whose stream turns between blocks; rotation kind shared has no need of it"
+        )
+    hidden = family.dimension(config, "hidden")
+    if getattr(config, "word_embed_proj_dim", hidden) != hidden:
+        raise UserError(f"{what}: this one projects its embeddings into the residual stream and out of it")
+
+
+@dataclass(frozen=True)
+class RotatedCheckpoint:
+    """What `Checkpoint` is to a job, under rotations.
+
+    Args:
+        source: the dense checkpoint.
+        family: its description.
+        config: its config.
+        kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1, folded
+            into what makes the stream and what reads it last, the head untied; values: R2 alone.
+        rotations: of a block.
+        device: where tensors are folded.
+    """
+
+    source: Checkpoint
+    family: Family
+    config: PreTrainedConfig
+    kind: Kind
+    rotations: Callable[[int], BlockRotations]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    # ---- shapes, before any rotation is known ----------------------------------------------------------------
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.family.dimension(self.config, "layers")
+
+    @cached_property
+    def _embedding(self) -> str:
+        return f"{self.family.on_disk(self.family.embedding or '')}.weight"
+
+    @cached_property
+    def _head(self) -> str:
+        return f"{self.family.head}.weight"
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the source's head is its embedding."""
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
+    @cached_property
+    def folds_ends(self) -> bool:
+        """Whether R1 of the first and last block goes into embedding and head.
+
+        A tied head would have to be untied, which costs more than two matrices of the stream's width, and the bias of
+        a final LayerNorm has no place in a head.
+        """
+        if self.kind == "shared":
+            return True
+        return self.kind == "per-layer" and not self.tied and residual_of(self.family).norm == "rms"
+
+    @cached_property
+    def turns(self) -> dict[str, list[int]]:
+        """Blocks before (entry) and after (exit) which a module turns the stream."""
+        if self.kind != "per-layer":
+            return {}
+        if self.folds_ends:
+            inner = list(range(1, self.blocks))
+            return {"entry": inner, "exit": []} if inner else {}
+        return {"entry": list(range(self.blocks)), "exit": [self.blocks - 1]}
+
+    @cached_property
+    def added(self) -> Added:
+        """Tensors that the source has not, or not of that shape: name → whose file and dtype they share, and shape."""
+        found: Added = {name: (name, (1,)) for name in self._gainless}
+        hidden = self.family.dimension(self.config, "hidden")
+        if self.kind == "shared" and self._head not in self.source.tensors:
+            found[self._head] = (self._embedding, self.source.tensors[self._embedding].shape)
+        for side, module in (("entry", ENTRY), ("exit", EXIT)):
+            for block in self.turns.get(side, []):
+                found[self.family.tensor(block, module)] = (self._values(block), (hidden, hidden))
+        return found
+
+    @cached_property
+    def _gainless(self) -> list[str]:
+        """Norms of the blocks that the stream is turned for: one number stands for their gains, or for their biases.
+
+        No stock class takes that shape. One that did would pass over the modules that turn the stream.
+        """
+        blocks = sorted({block for blocks in self.turns.values() for block in blocks})
+        norms = residual_of(self.family).reads if blocks else {}
+        names = [self.family.tensor(block, norm, kind) for block in blocks for norm in norms for kind in KINDS]
+        return [name for name in names if name in self.source.tensors]
+
+    @cached_property
+    def added_biases(self) -> frozenset[str]:
+        """Linear modules of a block that get a bias from a norm's, and have none."""
+        if self.kind == "values":
+            return frozenset()
+        found = set()
+        for norm, modules in residual_of(self.family).reads.items():
+            if self.family.tensor(0, norm, "bias") in self.source.tensors:
+                found |= {m for m in modules if self.family.tensor(0, m, "bias") not in self.source.tensors}
+        return frozenset(found)
+
+    def _values(self, block: int) -> str:
+        return self.family.tensor(block, residual_of(self.family).values)
+
+    def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The output's config.json with what the rotations change in it."""
+        if self.kind == "shared":
+            return values | {"tie_word_embeddings": False}
+        return values | {CONFIG_KEY: self.turns} if self.turns else values
+
+    # ---- tensors ---------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """On-disk names of all tensors."""
+        return list(dict.fromkeys([*self.source.tensors, *self.added]))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors outside the blocks, in their dtype."""
+        return {name: _fitting(name, self._outside(name)) for name in names}
+
+    def block(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """A block's tensors, folded in float64 and cast to the dtype of the source.
+
+        Args:
+            index: of the block.
+            names: of its tensors in the source.
+        """
+        tensors = {name: tensor.to(self.device) for name, tensor in self.source.read(names).items()}
+        residual, heads = self.on_device(index)
+        if residual is not None:
+            tensors = fused(self.family, index, tensors)
+        tensors = turned(self.family, index, tensors, residual, heads)
+        tensors |= {name: tensors[name][:1] for name in self._gainless if name in tensors}
+        dtype = self.source.tensors[self._values(index)].dtype
+        if index in self.turns.get("entry", []):
+            tensors[self.family.tensor(index, ENTRY)] = self._entry(index)
+        if index in self.turns.get("exit", []):
+            assert residual is not None
+            tensors[self.family.tensor(index, EXIT)] = residual
+        dtypes = {name: self.source.tensors[name].dtype if name in self.source.tensors else dtype for name in tensors}
+        return {name: _fitting(name, tensor.to(dtypes[name]).cpu()) for name, tensor in tensors.items()}
+
+    def on_device(self, index: int) -> BlockRotations:
+        """A block's rotations where tensors are folded."""
+        residual, heads = self.rotations(index)
+        return residual.to(self.device) if residual is not None else None, heads.to(self.device)
+
+    def _entry(self, index: int) -> Tensor:
+        """Weight of the module before a block: from the basis of the block before it into its own."""
+        residual, _ = self.rotations(index)
+        assert residual is not None
+        if index > 0:
+            before, _ = self.rotations(index - 1)
+            assert before is not None
+            return residual.T @ before
+        if residual_of(self.family).norm == "layer":
+            # The embedding is not folded here, and its mean has to go.
+            return residual.T - residual.T.mean(1, keepdim=True)
+        return residual.T.clone()
+
+    def _outside(self, name: str) -> Tensor:
+        if is_stored_buffer(name) or not self.folds_ends:
+            return self.source.read([name])[name]
+        described = residual_of(self.family)
+        first, _ = self.on_device(0)
+        last, _ = self.on_device(self.blocks - 1)
+        assert first is not None
+        assert last is not None
+        starts = {f"{self.family.on_disk(path)}.weight" for path in described.starts}
+        final, shift = (f"{self.family.on_disk(described.final)}.{kind}" for kind in ("weight", "bias"))
+        if name == self._head:
+            table = self.source.read([name if name in self.source.tensors else self._embedding])
+            gain = self._tensor(final)
+            (weight,) = table.values()
+            return self._in_rows(weight, lambda part: (part if gain is None else part * gain.double()) @ last)
+        if name in starts:
+            tensor = self.source.read([name])[name]
+            layer = described.norm == "layer"
+            return self._in_rows(tensor, lambda part: (part - part.mean(1, keepdim=True) if layer else part) @ first)
+        if name == final:
+            return torch.ones_like(self.source.read([name])[name])
+        if name == shift:
+            shifts = self._tensor(shift)
+            assert shifts is not None
+            return self._final_shift(shifts, self._tensor(final), last).cpu()
+        return self.source.read([name])[name]
+
+    def _tensor(self, name: str) -> Tensor | None:
+        return self.source.read([name])[name].to(self.device) if name in self.source.tensors else None
+
+    def _in_rows(self, table: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """A table changed row by row in float64, a few rows at a time, in its own dtype."""
+        runs = (table[start : start + _ROWS] for start in range(0, table.shape[0], _ROWS))
+        return torch.cat([change(run.to(self.device).double()).to(table.dtype).cpu() for run in runs])
+
+    def check_final_norm(self) -> None:
+        """Refuse a final norm that cannot be folded into the head.
+
+        Raises:
+            UserError: it has a bias where its gain is zero.
+        """
+        final = self.family.on_disk(residual_of(self.family).final)
+        gain, shift = self._tensor(f"{final}.weight"), self._tensor(f"{final}.bias")
+        if self.folds_ends and gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
+            raise UserError(
+                "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
+                "rotation kind values or per-layer leaves it alone"
+            )
+
+    def _final_shift(self, shift: Tensor, gain: Tensor | None, last: Tensor) -> Tensor:
+        """The final norm's bias, before gains and R1 that now stand in the head."""
+        wide = shift.double()
+        if gain is not None:
+            wide = torch.where(gain == 0, 0.0, wide / gain.double())
+        return (wide @ last).to(shift.dtype)
+
+
+def _fitting(name: str, tensor: Tensor) -> Tensor:
+    """A folded tensor, if its dtype holds it."""
+    if not torch.isfinite(tensor).all():
+        raise UserError(
+            f"{name}: with the gains of norms folded in it does not fit its dtype {tensor.dtype}: start from a "
+            "bfloat16 or float32 copy of the model, or choose rotation kind values"
+        )
+    return tensor

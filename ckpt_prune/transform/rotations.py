@@ -1,0 +1,348 @@
+"""Learning a model's rotations, block by block, and keeping them beside the output."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.measure import block_names
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
+from ckpt_prune.planning.mask_recipe import RotationRecipe
+from ckpt_prune.progress import meter
+from ckpt_prune.sparsity.folding import before_norm, fused, reading_norm, residual_of, sides
+from ckpt_prune.sparsity.importance import Backbone, Side, Term, sensitivity
+from ckpt_prune.sparsity.orthogonal import MethodName
+from ckpt_prune.sparsity.training import Learned, Training, learn, learn_shared
+from ckpt_prune.transform.layout import Shape
+from ckpt_prune.transform.rotated import BlockRotations
+from ckpt_prune.transform.sources import MomentSource
+
+_SHARED = "residual"
+_KEPT_BYTES = 2**30
+"""Terms of all blocks together up to this size stay in memory while one R1 is learned for all."""
+
+
+@dataclass(frozen=True)
+class RotationSizes:
+    """Sizes of a model's rotations.
+
+    Attributes:
+        kind: of the recipe's rotation.
+        blocks: how many.
+        hidden: width of the residual stream.
+        kv_heads, head_dim: of the values.
+    """
+
+    kind: str
+    blocks: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, kind: str, family: Family, config: PreTrainedConfig) -> "RotationSizes":
+        """Of a model's config."""
+        names = ("layers", "hidden", "kv_heads", "head_dim")
+        return cls(kind, *(family.dimension(config, name) for name in names))
+
+    def residual_name(self, block: int) -> str | None:
+        """Name of a block's R1; None where there is none."""
+        if self.kind == "values":
+            return None
+        return _SHARED if self.kind == "shared" else f"blocks.{block}.residual"
+
+    def heads_name(self, block: int) -> str:
+        """Name of a block's R2."""
+        return f"blocks.{block}.heads"
+
+    @property
+    def layout(self) -> dict[str, Shape]:
+        """Name → dtype and shape of every rotation."""
+        found: dict[str, Shape] = {}
+        for block in range(self.blocks):
+            residual = self.residual_name(block)
+            if residual is not None:
+                found[residual] = (torch.float32, (self.hidden, self.hidden))
+            found[self.heads_name(block)] = (torch.float32, (self.kv_heads, self.head_dim, self.head_dim))
+        return found
+
+
+@dataclass(frozen=True)
+class WrittenRotations:
+    """Rotations as they stand in a writer's folder: a resumed run sees the same bits.
+
+    Args:
+        writer: of the output.
+        sizes: of the rotations.
+    """
+
+    writer: CheckpointWriter
+    sizes: RotationSizes
+
+    def __call__(self, block: int) -> BlockRotations:
+        """R1 and R2 of a block, float64."""
+        residual = self.sizes.residual_name(block)
+        names = [self.sizes.heads_name(block)] + ([residual] if residual else [])
+        found = self.writer.read(names)
+        return found[residual].double() if residual else None, found[names[0]].double()
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Learns the rotations of one dense model (METHODS section 5; DenoiseRotator, Algorithm 1).
+
+    Args:
+        checkpoint: the dense model.
+        family: its description.
+        config: its config.
+        recipe: how.
+        backbone: whose importance is concentrated.
+        source: makes what hands out the dense model's moments, of every linear's input and with the Grams of `grams`.
+        device: where.
+    """
+
+    checkpoint: Checkpoint
+    family: Family
+    config: PreTrainedConfig
+    recipe: RotationRecipe
+    backbone: Backbone
+    source: Callable[[], MomentSource]
+    device: torch.device
+
+    @property
+    def sizes(self) -> RotationSizes:
+        """Of the rotations."""
+        return RotationSizes.of(self.recipe.kind, self.family, self.config)
+
+    @property
+    def training(self) -> Training:
+        """The optimiser's settings."""
+        recipe = self.recipe
+        return Training(
+            steps=recipe.steps,
+            learning_rate=recipe.learning_rate,
+            method=cast(MethodName, recipe.retraction),
+            patience=recipe.patience,
+            tolerance=recipe.tolerance,
+            jitter=recipe.jitter,
+            seed=recipe.seed,
+        )
+
+    @property
+    def preserved(self) -> Tensor | None:
+        """The direction that every R1 keeps: that of ones, where a LayerNorm subtracts the mean."""
+        if residual_of(self.family).norm == "rms":
+            return None
+        hidden = self.sizes.hidden
+        return torch.full((hidden,), hidden**-0.5, dtype=torch.float64)
+
+    def run(self, writer: CheckpointWriter, scratch: Path) -> list[dict[str, Any]]:
+        """Learn what a resumed run has not, and write it.
+
+        Args:
+            writer: its layout has `RotationSizes.layout`.
+            scratch: a folder in which temporary files may be made.
+
+        Returns:
+            What was learned, one entry per block, or one for all where they share R1: entropy before and after in
+            nats, steps.
+        """
+        return self._shared(writer, scratch) if self.recipe.kind == "shared" else self._blocks(writer)
+
+    # ---- a rotation for every block ---------------------------------------------------------------------------
+
+    def _blocks(self, writer: CheckpointWriter) -> list[dict[str, Any]]:
+        sizes = self.sizes
+        units = [f"rotation {block}" for block in range(sizes.blocks)]
+        if writer.done.issuperset(units):
+            return [writer.notes[unit] for unit in units]
+        source = self.source()
+        with meter(sizes.blocks * self.recipe.steps, "learning rotations") as advance:
+            for block, unit in enumerate(units):
+                tensors = self.read(block)
+                if unit not in writer.done:
+                    learned = learn(
+                        self.terms(block, tensors, self.moments(source, block, tensors)),
+                        self.backbone,
+                        hidden=None if sizes.kind == "values" else sizes.hidden,
+                        kv_heads=sizes.kv_heads,
+                        head_dim=sizes.head_dim,
+                        training=self.training,
+                        device=self.device,
+                        preserve=None if sizes.kind == "values" else self.preserved,
+                        progress=advance.step,
+                    )
+                    residual = sizes.residual_name(block)
+                    if residual is not None:
+                        assert learned.residual is not None
+                        writer.write(residual, learned.residual.float())
+                    assert isinstance(learned.heads, Tensor)
+                    writer.write(sizes.heads_name(block), learned.heads.float())
+                    writer.commit(unit, note={"block": block, **_figures(learned)})
+                advance.to((block + 1) * self.recipe.steps)
+                source.advance(block, tensors)
+        return [writer.notes[unit] for unit in units]
+
+    # ---- one rotation for all blocks --------------------------------------------------------------------------
+
+    def _shared(self, writer: CheckpointWriter, scratch: Path) -> list[dict[str, Any]]:
+        unit, sizes = "rotations", self.sizes
+        if unit not in writer.done:
+            with self._prepared(scratch) as terms_of, meter(self.recipe.steps, "learning one rotation") as advance:
+                learned = learn_shared(
+                    sizes.blocks,
+                    terms_of,
+                    self.backbone,
+                    hidden=sizes.hidden,
+                    kv_heads=sizes.kv_heads,
+                    head_dim=sizes.head_dim,
+                    training=self.training,
+                    device=self.device,
+                    preserve=self.preserved,
+                    progress=advance.step,
+                )
+            assert learned.residual is not None
+            assert learned.heads is not None
+            writer.write(_SHARED, learned.residual.float())
+            for block in range(sizes.blocks):
+                writer.write(sizes.heads_name(block), learned.heads[block].float())
+            writer.commit(unit, note={"block": None, **_figures(learned)})
+        return [writer.notes[unit]]
+
+    @contextmanager
+    def _prepared(self, scratch: Path) -> Iterator["_Terms"]:
+        """The terms of every block, in memory where they are small, else read again whenever asked for."""
+        sizes = self.sizes
+        weights = sum(
+            self.checkpoint.tensors[self.family.tensor(block, module)].numel
+            for block in range(sizes.blocks)
+            for module in self.family.linears
+        )
+        queries = self.family.dimension(self.config, "query_heads") * sizes.head_dim
+        inputs = 0 if self.backbone == "magnitude" else sizes.blocks * (2 * sizes.hidden**2 + queries**2)
+        keep = 4 * (weights + inputs) <= _KEPT_BYTES
+        if not keep:
+            check_room(scratch, 4 * inputs)
+        folder = Path(tempfile.mkdtemp(prefix=".ckpt-prune-rotation-", dir=scratch))
+        try:
+            yield _Terms(self, folder, keep)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- terms ------------------------------------------------------------------------------------------------
+
+    def read(self, block: int) -> dict[str, Tensor]:
+        """A block of the dense model."""
+        return self.checkpoint.read(block_names(self.checkpoint, self.family, block))
+
+    def moments(self, source: MomentSource, block: int, tensors: Mapping[str, Tensor]) -> dict[str, SpaceMoments]:
+        """What the backbone needs of a block, where it needs moments."""
+        return source.moments(block, tensors, list(self.family.inputs)) if self.backbone != "magnitude" else {}
+
+    def inputs(self, block: int, tensors: Mapping[str, Tensor], found: Mapping[str, SpaceMoments]) -> dict[str, Tensor]:
+        """What the backbone needs of each linear's input (`importance.sensitivity`), by module, float32.
+
+        Linears that read the same input share one tensor, under the name of the first.
+        """
+        made: dict[str, Tensor] = {}
+        for first in self.family.inputs if self.backbone != "magnitude" else []:
+            folds = tuple(m for m in found[first] if isinstance(m, Moments))
+            _, right = sides(self.family, first, residual=self.recipe.kind != "values")
+            if not self._needs_gram(right):
+                square = total(folds).square
+                made[first] = (square / square.mean().clamp_min(torch.finfo(square.dtype).tiny)).float()
+                continue
+            moments = total(folds).to(self.device)
+            norm = reading_norm(self.family, first)
+            if norm is not None and self.recipe.kind != "values":
+                gain, shift = (tensors.get(self.family.tensor(block, norm, kind)) for kind in ("weight", "bias"))
+                moments = before_norm(moments, gain, shift)
+            assert moments.gram is not None
+            name = self.family.tensor(block, first)
+            made_of = sensitivity(moments.gram, self.backbone, right is not None, self.recipe.damp, name=name)
+            assert made_of is not None
+            # An inverse comes column by column.
+            made[first] = made_of.float().cpu().contiguous()
+        return made
+
+    def _needs_gram(self, right: Side | None) -> bool:
+        """Whether an input that is turned on this side needs more than its norms."""
+        return self.backbone == "sparsegpt" or right is not None
+
+    @property
+    def grams(self) -> dict[str, bool]:
+        """For every linear module that is first to read its input, whether the Gram is needed."""
+        residual = self.recipe.kind != "values"
+        return {
+            first: self._needs_gram(sides(self.family, first, residual=residual)[1]) for first in self.family.inputs
+        }
+
+    def weights(self, block: int, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Term]:
+        """The block's linears as rotations see them, float32."""
+        residual = self.recipe.kind != "values"
+        whole = fused(self.family, block, tensors) if residual else tensors
+        terms = []
+        for first, modules in self.family.inputs.items():
+            for module in modules:
+                left, right = sides(self.family, module, residual=residual)
+                if left is not None or right is not None:
+                    name = self.family.tensor(block, module)
+                    terms.append(Term(name, whole[name].float(), inputs.get(first), left, right))
+        return terms
+
+    def terms(self, block: int, tensors: Mapping[str, Tensor], found: Mapping[str, SpaceMoments]) -> list[Term]:
+        """The same from moments."""
+        return self.weights(block, tensors, self.inputs(block, tensors, found))
+
+
+class _Terms:
+    """Terms of any block, as often as asked for.
+
+    Args:
+        learner: makes them.
+        folder: for what the backbone needs of inputs, which is costly to make.
+        keep: whether terms stay in memory.
+    """
+
+    def __init__(self, learner: Learner, folder: Path, keep: bool) -> None:
+        self._learner, self._folder, self._keep = learner, folder, keep
+        self._source = learner.source()
+        self._kept: dict[int, list[Term]] = {}
+
+    def __call__(self, block: int) -> list[Term]:
+        """Of one block."""
+        if block in self._kept:
+            return self._kept[block]
+        learner = self._learner
+        tensors = learner.read(block)
+        file = self._folder / f"block-{block:05d}.safetensors"
+        if not file.exists():
+            made = learner.inputs(block, tensors, learner.moments(self._source, block, tensors))
+            if not self._keep:
+                save_file(made, file)
+        else:
+            made = load_file(file)
+        terms = learner.weights(block, tensors, made)
+        if self._keep:
+            self._kept[block] = terms
+        return terms
+
+
+def _figures(learned: Learned) -> dict[str, Any]:
+    return {
+        "entropy_before": learned.entropy_before,
+        "entropy_after": learned.entropy_after,
+        "steps": learned.steps,
+    }

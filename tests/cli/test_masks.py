@@ -1,0 +1,840 @@
+"""Masks and rotations from the command line: every shipped recipe, exact output, and what is refused."""
+
+import json
+import re
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+
+import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
+from ckpt_prune.progress import Meter
+from ckpt_prune.sparsity import damping
+from ckpt_prune.transform.rotations import Learner
+from tests import encoders, families
+from tests.cli.running import TEXT, edit_weights, listing, ok, read_json, refused, run, same_files, set_config
+from tests.cli.test_prune import interrupt_at
+from tests.evaluation.tiny import random_windows
+from tests.images import write_images, write_vit
+
+MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
+SHARED = [f"denoise-rotator-shared-{mask}" for mask in MASKS]
+PER_LAYER = [f"denoise-rotator-{mask}" for mask in MASKS]
+FEW = ("--set", "rotation.steps=3")
+IMAGES = ("--images", "images", "--samples", "12")
+BERT_TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "12")
+PRUNE = ("prune", "dense", "-o", "out", "--recipe")
+
+COSTS = """\
+                     before     after   share
+parameters            5.20K     5.20K  100.0%
+bytes              20.3 KiB  20.3 KiB  100.0%
+FLOPs / 32 tokens      418K      418K  100.0%
+"""
+TURNED = """\
+stored as llama with remote code (the residual stream turns between blocks): load with ckpt_prune.load or \
+trust_remote_code
+                     before     after   share
+parameters            5.20K     5.43K  104.3%
+bytes              20.3 KiB  21.2 KiB  104.3%
+FLOPs / 32 tokens      418K      434K  103.9%
+"""
+"""One matrix of 16 x 16 between the two blocks: 256 of 5200 parameters, and 2 x 256 x 32 FLOPs."""
+DENSE_CACHE = "recipe {} is sequential; with --statistics its dense-cache variant is used\n"
+WIDTHS = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (16, 16)),
+    **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (8, 16)),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (24, 16)),
+    "mlp.down_proj": (16, 24),
+}
+LINEARS = {f"model.layers.{block}.{path}.weight": shape for block in range(2) for path, shape in WIDTHS.items()}
+HALF_OF_ALL = 1920
+"""Weights of two blocks: 2 x (2 x 256 + 2 x 128 + 3 x 384) = 3840."""
+
+
+@pytest.fixture(scope="module")
+def masks(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masks")
+    with quiet_transformers():
+        write_vit(folder / "vit")
+        encoders.make(folder / "bert", "bert-mlm")
+        encoders.make(folder / "dinov2", "dinov2-model")
+        encoders.make(folder / "opt", "opt")
+        encoders.make(folder / "opt-post-norm", "opt-350m-like")
+        encoders.make(folder / "opt-no-head", "opt-model")
+        families.make(folder / "tied", "llama-gqa-tied")
+    write_images(folder / "images", [f"{i:02}.png" for i in range(12)])
+    for name in ("dense", "sharded", "stats"):
+        shutil.copytree(made / name, folder / name)
+    shutil.copy(made / "calib.txt", folder)
+    return folder
+
+
+@pytest.fixture
+def here(masks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with `dense`, `stats`, `calib.txt`, `images` and models of other families of its own."""
+    own = tmp_path / "here"
+    shutil.copytree(masks, own)
+    monkeypatch.chdir(own)
+    return own
+
+
+def few(recipe: str) -> tuple[str, ...]:
+    """Options that keep what a recipe learns short."""
+    return FEW if "rotator" in recipe else ()
+
+
+def tensors(folder: str) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(Path(folder).glob("model*.safetensors")) for name, t in load_file(path).items()}
+
+
+def zeros_per_row(weight: torch.Tensor) -> set[int]:
+    return set((weight == 0).sum(1).tolist())
+
+
+def zeros_per_group(weight: torch.Tensor, of: int) -> set[int]:
+    return set((weight.reshape(weight.shape[0], -1, of) == 0).sum(2).flatten().tolist())
+
+
+def zeros(folder: str) -> int:
+    found = tensors(folder)
+    return sum(int((found[name] == 0).sum()) for name in LINEARS)
+
+
+def stock(folder: str, auto=AutoModelForCausalLM):
+    model, info = auto.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+@torch.inference_mode()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=random_windows(3, 20, seed=3), use_cache=False).logits
+
+
+def error_line(out: str) -> str:
+    errors = [entry["error"] for entry in read_json(f"{out}/ckpt_prune.json")["linears"]]
+    assert all(0 < error < 1 for error in errors)
+    return f"mean error of the outputs on the calibration samples {sum(errors) / len(errors):.4f}\n"
+
+
+def masked_line(recipe: str) -> str:
+    method, pattern = recipe.removeprefix("denoise-rotator-").removeprefix("shared-").split("-", 1)
+    return f"masked by {method}{' 2:4' if pattern == '2-4' else ''}: 50.00% zeros in 14 weights of 3.84K\n"
+
+
+def assert_masked_by_half(folder: str, recipe: str) -> None:
+    """Counted by hand: of each weight, and where the method says so of each row or group."""
+    found = tensors(folder)
+    for name, shape in LINEARS.items():
+        weight = found[name]
+        assert weight.shape == shape
+        assert int((weight == 0).sum()) == weight.numel() // 2, name
+        if recipe.endswith("2-4"):
+            assert zeros_per_group(weight, 4) == {2}, name
+        elif "wanda" in recipe:
+            assert zeros_per_row(weight) == {shape[1] // 2}, name
+        else:
+            assert len(zeros_per_row(weight)) > 1, name
+    report = read_json(f"{folder}/ckpt_prune.json")
+    assert {e["weight"]: (e["rows"], e["columns"], e["zeros"]) for e in report["linears"]} == {
+        name: (*shape, shape[0] * shape[1] // 2) for name, shape in LINEARS.items()
+    }
+    assert zeros(folder) == HALF_OF_ALL
+
+
+# ---- every shipped recipe ------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_recipe_for_every_cell():
+    assert {name for name in shipped_recipes() if load_recipe(name).mask} == {*MASKS, *SHARED, *PER_LAYER}
+
+
+@pytest.mark.parametrize("recipe", MASKS)
+def test_masks(here, recipe):
+    said = ok(*PRUNE, recipe, *TEXT)
+    errors = "" if recipe.startswith("magnitude") else error_line("out")
+    assert said == COSTS + masked_line(recipe) + errors + "written to out\n"
+    assert_masked_by_half("out", recipe)
+    before, after = tensors("dense"), tensors("out")
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        if name not in LINEARS:
+            assert torch.equal(tensor, before[name]), name
+        elif "sparsegpt" in recipe:
+            stays = tensor != 0
+            assert not torch.equal(tensor[stays], before[name][stays]), name
+        else:
+            assert torch.equal(tensor, torch.where(tensor == 0, 0, before[name])), name
+    assert (Path("out") / "config.json").read_text() == (Path("dense") / "config.json").read_text()
+    assert logits(stock("out")).isfinite().all()
+    assert read_json("out/ckpt_prune.json")["rotation"] is None
+
+
+@pytest.mark.parametrize("recipe", [*SHARED, *PER_LAYER])
+def test_rotations_and_masks(here, recipe):
+    shared = "shared" in recipe
+    said = ok(*PRUNE, recipe, *TEXT, *FEW)
+    report = read_json("out/ckpt_prune.json")
+    learned = report["rotation"]["learned"]
+    assert [entry["block"] for entry in learned] == ([None] if shared else [0, 1])
+    assert all(entry["entropy_after"] < entry["entropy_before"] and entry["steps"] == 3 for entry in learned)
+    before, after = (sum(entry[f"entropy_{when}"] for entry in learned) for when in ("before", "after"))
+    importance = next(method for method in ("magnitude", "wanda", "sparsegpt") if method in recipe)
+    rotated = (
+        f"rotation {'shared' if shared else 'per-layer'}: entropy of {importance} importance {before:.0f} -> "
+        f"{after:.0f} nats ({100 * (after - before) / before:+.1f}%), 3 steps\n"
+    )
+    errors = "" if importance == "magnitude" else error_line("out")
+    assert said == (COSTS if shared else TURNED) + rotated + masked_line(recipe) + errors + "written to out\n"
+    assert_masked_by_half("out", recipe)
+    model = stock("out") if shared else ckpt_prune.load("out")
+    assert type(model).__name__ == ("LlamaForCausalLM" if shared else "PrunedLlamaForCausalLM")
+    assert model.num_parameters() == report["after"]["parameters"] == (5200 if shared else 5426)
+    assert logits(model).isfinite().all()
+    assert (Path("out") / "modeling_pruned.py").exists() == (not shared)
+    added = {"model.layers.1.entry_rotation.weight"}
+    assert tensors("out").keys() - tensors("dense").keys() == (set() if shared else added)
+
+
+@pytest.mark.parametrize("kind", ["per-layer", "shared", "values"])
+@pytest.mark.parametrize("model", ["dense", "sharded"])
+def test_rotated_and_unmasked_is_the_dense_model(here, model, kind):
+    ok(
+        *("prune", model, "--recipe", "denoise-rotator-magnitude-50", "--ratio", "0"),
+        *("--set", f"rotation.kind={kind}", "--set", "rotation.steps=5", "-o", "out"),
+    )
+    assert zeros("out") == 0
+    found, dense = ckpt_prune.load("out"), stock("dense")
+    torch.testing.assert_close(logits(found), logits(dense), rtol=1e-4, atol=1e-4)
+    values = "model.layers.1.self_attn.v_proj.weight"
+    assert not torch.allclose(tensors("out")[values], tensors("dense")[values], atol=1e-2)
+
+
+def test_no_steps_leave_the_identity(here):
+    """Only the gains of norms move: the mask is the plain one's, since a gain does not change Wanda's score."""
+    said = ok(*PRUNE, "denoise-rotator-shared-wanda-2-4", *TEXT, "--set", "rotation.steps=0")
+    assert re.search(r"entropy of wanda importance (\d+) -> \1 nats \(\+0\.0%\), 0 steps\n", said)
+    ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "plain")
+    ours, theirs = tensors("out"), tensors("plain")
+    assert all(torch.equal(ours[name] == 0, theirs[name] == 0) for name in LINEARS)
+
+
+def test_a_head_that_is_no_longer_tied_is_said(here):
+    said = ok("prune", "tied", "--recipe", "denoise-rotator-shared-magnitude-50", *FEW, "-o", "out")
+    assert said.startswith("the head is no longer tied to the embedding: it reads another basis\n")
+    assert read_json("out/config.json")["tie_word_embeddings"] is False
+    model = stock("out")
+    assert model.num_parameters() == read_json("out/ckpt_prune.json")["after"]["parameters"]
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_an_importance_of_its_own(here):
+    said = ok(*PRUNE, "denoise-rotator-magnitude-50", *TEXT, *FEW, "--set", "rotation.importance=sparsegpt")
+    assert "entropy of sparsegpt importance" in said
+    assert "masked by magnitude: 50.00%" in said
+
+
+# ---- every family --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["magnitude-2-4", "wanda-2-4", "wanda-50", "sparsegpt-2-4", "sparsegpt-50"])
+def test_a_vision_transformer(here, recipe):
+    said = ok("prune", "vit", "--recipe", recipe, *IMAGES, "-o", "out")
+    # 2 x (4 x 256 + 2 x 384) weights.
+    assert masked_line(recipe).replace("14 weights of 3.84K", "12 weights of 3.58K") in said
+    dense, found = tensors("vit"), tensors("out")
+    linear = {name for name in dense if re.search(r"layer\.\d\..*(query|key|value|dense)\.weight$", name)}
+    assert len(linear) == 12
+    for name, tensor in found.items():
+        if name in linear:
+            assert int((tensor == 0).sum()) == tensor.numel() // 2
+            assert zeros_per_group(tensor, 4) == {2} or recipe.endswith("50")
+        else:
+            assert torch.equal(tensor, dense[name])
+    model = stock("out", AutoModelForImageClassification)
+    assert model(pixel_values=torch.randn(2, 3, 8, 8)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-50", "sparsegpt-50"])
+def test_bert(here, recipe):
+    said = ok("prune", "bert", "--recipe", recipe, *BERT_TEXT, "-o", "out")
+    # 3 x (4 x 256 + 2 x 352) weights.
+    assert masked_line(recipe).replace("14 weights of 3.84K", "18 weights of 5.18K") in said
+    dense, found = tensors("bert"), tensors("out")
+    linear = {name for name in dense if ".layer." in name and dense[name].ndim == 2}
+    assert len(linear) == 18
+    assert sum(int((found[name] == 0).sum()) for name in linear) == 3 * 1728 // 2
+    assert all(torch.equal(found[name], dense[name]) for name in dense.keys() - linear)
+    stock("out", AutoModelForMaskedLM)
+
+
+@pytest.mark.parametrize("model", ["opt", "opt-post-norm", "opt-no-head"])
+def test_opt(here, model):
+    said = ok("prune", model, "--recipe", "wanda-50", *TEXT, "-o", "out")
+    assert "masked by wanda: 50.00% zeros in 18 weights of 5.18K\n" in said
+    assert json.loads(ok("verify", "out", "--against", model, "--json"))["passed"]
+
+
+@pytest.mark.parametrize("kind", ["per-layer", "shared", "values"])
+def test_opt_rotated(here, kind):
+    """LayerNorms and biases: the mean that they subtract has to be folded away."""
+    args = (*("prune", "opt", "--recipe", "denoise-rotator-magnitude-50"), *FEW, "--set", f"rotation.kind={kind}")
+    ok(*args, "--ratio", "0", "-o", "whole")
+    torch.testing.assert_close(logits(ckpt_prune.load("whole")), logits(stock("opt")), rtol=1e-4, atol=1e-4)
+    assert "masked by magnitude: 50.00% zeros in 18 weights of 5.18K\n" in ok(*args, "-o", "out")
+
+
+# ---- how much ------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio(here):
+    """Rounded down in every row: 4 of 16 and 7 of 24."""
+    said = ok(*PRUNE, "wanda-50", "--ratio", "0.3", *TEXT)
+    rows = 2 * sum(shape[0] for shape in WIDTHS.values() if shape[1] == 16), 2 * 16
+    expected = rows[0] * 4 + rows[1] * 7
+    assert zeros("out") == expected == 992
+    assert "masked by wanda: 25.83% zeros in 14 weights of 3.84K\n" in said
+    found = tensors("out")
+    assert all(zeros_per_row(found[name]) == {7 if shape[1] == 24 else 4} for name, shape in LINEARS.items())
+
+
+@pytest.mark.parametrize("recipe", ["wanda-2-4", "sparsegpt-2-4", "denoise-rotator-shared-wanda-2-4"])
+def test_a_pattern_is_its_own_ratio(here, recipe):
+    assert refused(*PRUNE, recipe, "--ratio", "0.3", *TEXT) == (
+        f"{shipped_recipes()[recipe]}: pattern 2:4 zeroes 0.5 of the weights by itself: leave out ratio"
+    )
+
+
+@pytest.mark.parametrize(("pattern", "gone"), [("4:8", 4), ("1:4", 3), ("3:4", 1), ("1:2", 1), ("7:8", 1)])
+def test_other_patterns(here, pattern, gone):
+    said = ok(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT)
+    kept, of = map(int, pattern.split(":"))
+    assert f"masked by wanda {pattern}: {gone / of:.2%} zeros in 14 weights of 3.84K\n" in said
+    found = tensors("out")
+    assert {count for name in LINEARS for count in zeros_per_group(found[name], of)} == {gone}
+    report = read_json("out/ckpt_prune.json")
+    assert report["mask"] == {"method": "wanda", "pattern": pattern, "ratio": 1 - kept / of}
+
+
+@pytest.mark.parametrize("recipe", ["magnitude-50", "magnitude-2-4", "denoise-rotator-shared-magnitude-2-4"])
+def test_magnitude_needs_no_data(here, recipe):
+    ok("prune", "dense", "--recipe", recipe, *few(recipe), *TEXT, "-o", "with")
+    ok(*PRUNE, recipe, *few(recipe))
+    assert tensors("out").keys() == tensors("with").keys()
+    assert all(torch.equal(tensor, tensors("with")[name]) for name, tensor in tensors("out").items())
+
+
+# ---- statistics, dry runs, JSON, plans -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["wanda-50", "sparsegpt-2-4", "denoise-rotator-wanda-50"])
+def test_statistics(here, recipe):
+    """The dense cache gives what measuring the dense model on the same text gives."""
+    said = ok(*PRUNE, recipe, *few(recipe), "--statistics", "stats")
+    assert said.startswith(DENSE_CACHE.format(recipe) + (TURNED if "rotator" in recipe else COSTS))
+    assert said.endswith(masked_line(recipe) + error_line("out") + "written to out\n")
+    ok("prune", "dense", "--recipe", recipe, *few(recipe), "--set", "target=dense", *TEXT, "-o", "live")
+    assert (Path("out") / "model.safetensors").read_bytes() == (Path("live") / "model.safetensors").read_bytes()
+    assert read_json("out/ckpt_prune.json")["calibration"]["target"] == "dense"
+    ok("prune", "dense", "--recipe", recipe, *few(recipe), *TEXT, "-o", "sequential")
+    assert (Path("out") / "model.safetensors").read_bytes() != (Path("sequential") / "model.safetensors").read_bytes()
+    assert "sequential" in read_json("sequential/ckpt_prune.json")["calibration"]["target"]
+
+
+@pytest.mark.parametrize("kind", ["per-layer", "shared"])
+def test_rotations_are_learned_on_the_dense_model(here, kind):
+    """Also where the mask is measured on what is masked already."""
+    args = (*("prune", "dense", "--recipe", "denoise-rotator-wanda-50"), *FEW, "--set", f"rotation.kind={kind}")
+    ok(*args, *TEXT, "-o", "live")
+    ok(*args, "--statistics", "stats", "-o", "cached")
+    live, cached = (load_file(f"{out}/rotations.st") for out in ("live", "cached"))
+    residual = {"residual"} if kind == "shared" else {"blocks.0.residual", "blocks.1.residual"}
+    assert live.keys() == cached.keys() == {*residual, "blocks.0.heads", "blocks.1.heads"}
+    for name, rotation in live.items():
+        torch.testing.assert_close(rotation, cached[name], rtol=0, atol=1e-5)
+        size = rotation.shape[-1]
+        torch.testing.assert_close(rotation @ rotation.mT, torch.eye(size).expand_as(rotation), rtol=0, atol=1e-5)
+        assert (rotation - torch.eye(size)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "collected", "lacks", "wants"),
+    [
+        ("wanda-50", "moments,gram", "linears", "moments,linears"),
+        ("wanda-2-4", "moments", "linears", "moments,linears"),
+        ("sparsegpt-50", "moments,gram", "linears", "moments,gram,linears"),
+        ("sparsegpt-50", "moments,linears", "gram", "moments,gram,linears"),
+        ("sparsegpt-50", "moments", "gram and no linears", "moments,gram,linears"),
+        ("denoise-rotator-wanda-50", "moments,linears", "gram", "moments,gram,linears"),
+    ],
+)
+def test_statistics_that_lack_something(here, recipe, collected, lacks, wants):
+    ok("calibrate", "dense", *TEXT, "--collect", collected, "-o", "less")
+    message = refused(*PRUNE, recipe, "--statistics", "less")
+    needs = wants.replace(",", " and ")
+    assert message == f"recipe {recipe} needs {needs}, and less has no {lacks}: calibrate with --collect {wants}"
+    ok("calibrate", "dense", *TEXT, "--collect", wants, "-o", "enough")
+    ok(*PRUNE, recipe, "--statistics", "enough", *few(recipe))
+
+
+def test_what_a_mask_needs(here):
+    assert refused(*PRUNE, "wanda-50") == (
+        "recipe wanda-50 needs statistics: give --statistics, or --text to measure them"
+    )
+    assert refused("prune", "vit", "--recipe", "sparsegpt-50", "-o", "out") == (
+        "recipe sparsegpt-50 needs statistics: give --statistics, or --images to measure them"
+    )
+    importance = ("--set", "rotation.importance=wanda")
+    assert refused(*PRUNE, "denoise-rotator-magnitude-50", *importance) == (
+        "recipe denoise-rotator-magnitude-50 needs statistics: give --statistics, or --text to measure them"
+    )
+    assert refused(*PRUNE, "wanda-50", *TEXT, "--statistics", "stats") == "give --statistics or --text, not both"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("wanda-50", COSTS + "to be masked by wanda: 50.0% of every linear weight in every block\n"),
+        ("magnitude-2-4", COSTS + "to be masked by magnitude 2:4: 50.0% of every linear weight in every block\n"),
+        (
+            "denoise-rotator-sparsegpt-2-4",
+            TURNED + "to be masked by sparsegpt 2:4: 50.0% of every linear weight in every block\n",
+        ),
+    ],
+)
+def test_dry_run(here, recipe, expected):
+    before = listing()
+    assert ok(*PRUNE, recipe, *TEXT, "--dry-run") == expected + "everything checked, nothing written\n"
+    assert listing() == before
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "opt"])
+@pytest.mark.parametrize("recipe", ["wanda-50", "denoise-rotator-shared-wanda-50", "denoise-rotator-wanda-50"])
+def test_dry_runs_say_the_size_that_is_written(here, model, recipe):
+    args = ("prune", model, "--recipe", recipe, *TEXT, *few(recipe), "-o", "out")
+    before = listing()
+    told = json.loads(ok(*args, "--dry-run", "--json"))
+    assert listing() == before
+    ok(*args)
+    report = read_json("out/ckpt_prune.json")
+    assert (told["before"], told["after"]) == (report["before"], report["after"])
+    assert told["after"]["parameters"] == ckpt_prune.load("out").num_parameters()
+    assert told["widths"] == [{}] * (2 if model == "dense" else 3)
+    remote = recipe == "denoise-rotator-wanda-50"
+    assert told["container"]["remote_code"] == report["container"]["remote_code"] == remote
+
+
+@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "denoise-rotator-shared-sparsegpt-50"])
+def test_json_alone_is_on_standard_output(here, recipe):
+    result = run(*PRUNE, recipe, *TEXT, *few(recipe), "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == read_json("out/ckpt_prune.json")
+
+
+@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "denoise-rotator-shared-sparsegpt-50"])
+def test_no_plan_lists_single_weights(here, recipe):
+    message = f"recipe {recipe} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
+    assert refused("plan", "dense", "--recipe", recipe) == message
+    assert refused("plan", "dense", "--recipe", recipe, "--statistics", "stats", "-o", "plan.json") == message
+
+
+def test_no_diagnostics(here):
+    assert ok(*PRUNE, "wanda-50", *TEXT, "--no-diagnostics") == COSTS + masked_line("wanda-50") + "written to out\n"
+    ok("prune", "dense", "--recipe", "wanda-50", *TEXT, "-o", "with")
+    assert (Path("out") / "model.safetensors").read_bytes() == (Path("with") / "model.safetensors").read_bytes()
+
+
+# ---- recipes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask", ["mask:\n  method: magnitude\n  pattern: 2:4\n", "mask: {method: magnitude, pattern: '2:4'}\n"]
+)
+def test_a_recipe_of_ones_own(here, mask):
+    """YAML 1.1 would read 2:4 without quotes as 124."""
+    Path("mine.yaml").write_text(f"version: 1\nname: mine\n{mask}")
+    assert ok("recipe", "validate", "mine.yaml") == "mine.yaml: recipe mine is valid\n"
+    assert json.loads(ok("recipe", "validate", "mine.yaml", "--json"))["mask"]["pattern"] == "2:4"
+    assert ok(*PRUNE, "mine.yaml") == COSTS + masked_line("magnitude-2-4") + "written to out\n"
+    ok("prune", "dense", "--recipe", "magnitude-2-4", "-o", "shipped")
+    assert (Path("out") / "model.safetensors").read_bytes() == (Path("shipped") / "model.safetensors").read_bytes()
+
+
+def test_a_pattern_has_one_spelling(here):
+    ok(*PRUNE, "magnitude-2-4", "--set", "mask.pattern=02:04")
+    ok("prune", "dense", "--recipe", "magnitude-2-4", "-o", "plain")
+    assert same_files("out", "plain")
+
+
+HEAD = "version: 1\nname: mine\n"
+WANDA = HEAD + "mask:\n  method: wanda\n"
+NOT_MEANT = (
+    "mine.yaml, line 5: mask.pattern: pattern '{}' cannot be meant: N:M keeps N of every M consecutive weights, "
+    "with 1 <= N < M <= 32"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            WANDA + "spaces:\n  mlp: {score: rcpu}\n",
+            "mine.yaml: a recipe has either spaces, which lose units, or a mask, which zeroes weights; "
+            "for both, prune twice",
+        ),
+        (HEAD, "mine.yaml: nothing to do: spaces or a mask is missing"),
+        (HEAD + "spaces: {}\n", "mine.yaml: nothing to do: spaces or a mask is missing"),
+        (
+            HEAD + "spaces:\n  mlp: {score: rcpu}\nrotation: {kind: shared}\n",
+            "mine.yaml: rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)",
+        ),
+        (WANDA + "  pattern: 4:2\n", NOT_MEANT.format("4:2")),
+        (WANDA + "  pattern: 4:4\n", NOT_MEANT.format("4:4")),
+        (WANDA + "  pattern: 0:4\n", NOT_MEANT.format("0:4")),
+        (WANDA + "  pattern: 2:64\n", NOT_MEANT.format("2:64")),
+        (
+            WANDA + "  pattern: two:four\n",
+            "mine.yaml, line 5: mask.pattern: pattern 'two:four' is neither unstructured nor N:M, for example 2:4",
+        ),
+        (WANDA + "  pattern: 24\n", "mine.yaml, line 5: mask.pattern: input should be a valid string, got 24"),
+        (
+            WANDA.replace("wanda", "sparsegpt") + "  compare: row\n",
+            "mine.yaml, line 3: mask: method sparsegpt says by itself which weights are compared: leave out compare",
+        ),
+        (
+            WANDA + "  pattern: 2:4\n  compare: matrix\n",
+            "mine.yaml, line 3: mask: pattern 2:4 says by itself which weights are compared: leave out compare",
+        ),
+        (WANDA + "  damp: 0.1\n", "mine.yaml, line 3: mask: damp belongs to method sparsegpt, not wanda"),
+        (
+            WANDA + "  damp: 0.1\n  block: 64\n",
+            "mine.yaml, line 3: mask: block and damp belong to method sparsegpt, not wanda",
+        ),
+        (
+            WANDA + "  pattern: 2:4\nratio: 0.3\n",
+            "mine.yaml: pattern 2:4 zeroes 0.5 of the weights by itself: leave out ratio",
+        ),
+        (
+            WANDA + "  pattrn: 2:4\n",
+            "mine.yaml, line 5: unknown key mask.pattrn: did you mean 'pattern'? "
+            "allowed here: method, pattern, compare, block, damp",
+        ),
+        (
+            WANDA.replace("wanda", "wnda"),
+            "mine.yaml, line 4: mask.method: input should be 'magnitude', 'wanda' or 'sparsegpt', got 'wnda'",
+        ),
+        (HEAD + "mask: {}\n", "mine.yaml, line 3: mask.method is missing"),
+        (
+            WANDA + "rotation: {kind: layer}\n",
+            "mine.yaml, line 5: rotation.kind: input should be 'per-layer', 'shared' or 'values', got 'layer'",
+        ),
+        (
+            WANDA + "rotation: {kind: shared, step: 3}\n",
+            "mine.yaml, line 5: unknown key rotation.step: did you mean 'steps'? allowed here: kind, importance, "
+            "steps, learning_rate, retraction, patience, tolerance, jitter, seed, damp",
+        ),
+        (
+            WANDA + "rotation: {kind: shared, retraction: cayly}\n",
+            "mine.yaml, line 5: rotation.retraction: unknown retraction 'cayly': did you mean 'cayley'? "
+            "allowed here: cayley, qr",
+        ),
+        (
+            WANDA + "rotation: {kind: shared, steps: -1}\n",
+            "mine.yaml, line 5: rotation.steps: input should be greater than or equal to 0, got -1",
+        ),
+        (
+            WANDA + "widths: per_layer\n",
+            "mine.yaml: allocation and widths speak of units: they do not go with a mask",
+        ),
+        (
+            WANDA + "container: padded\n",
+            "mine.yaml: container padded is for spaces: a mask leaves every shape as it is",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_recipe(here, text, message):
+    Path("mine.yaml").write_text(text)
+    assert refused("recipe", "validate", "mine.yaml") == message
+    assert refused(*PRUNE, "mine.yaml", *TEXT) == message
+
+
+# ---- models that a recipe does not fit -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        ("5:10", "self_attn.q_proj.weight has 16 inputs, which 5:10 does not divide into groups of 10"),
+        ("3:16", "mlp.down_proj.weight has 24 inputs, which 3:16 does not divide into groups of 16"),
+    ],
+)
+def test_a_width_that_groups_do_not_fill(here, pattern, what):
+    for option in ([], ["--dry-run"]):
+        assert refused(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT, *option) == (
+            f"model.layers.0.{what}: use another pattern, or unstructured"
+        )
+
+
+def test_a_width_that_groups_do_not_fill_on_bert(here):
+    assert refused("prune", "bert", "--recipe", "sparsegpt-2-4", *BERT_TEXT, "-o", "out") == (
+        "bert.encoder.layer.0.output.dense.weight has 22 inputs, which 2:4 does not divide into groups of 4: "
+        "use another pattern, or unstructured"
+    )
+
+
+POST_NORM = "it normalises after every addition to its residual stream (post-norm), and no rotation passes through that"
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds", "why"),
+    [
+        ("bert", ["per-layer", "shared", "values"], f"bert cannot be rotated: {POST_NORM}"),
+        (
+            "vit",
+            ["per-layer", "shared", "values"],
+            "vit cannot be rotated: its residual stream begins in a convolution and tokens of its own, which "
+            "rotations are not folded into",
+        ),
+        (
+            "dinov2",
+            ["per-layer", "shared", "values"],
+            "dinov2 cannot be rotated: it scales every coordinate of what a block adds to the residual stream "
+            "(layer scale)",
+        ),
+        (
+            "opt-post-norm",
+            ["per-layer", "shared"],
+            "opt cannot be rotated: this one normalises after every addition to its residual stream (post-norm)",
+        ),
+        (
+            "opt-no-head",
+            ["per-layer", "shared"],
+            "opt cannot be rotated without a head (OPTModel): what reads its output would have to turn too",
+        ),
+    ],
+)
+def test_models_that_no_rotation_passes_through(here, model, kinds, why):
+    data = IMAGES if model in ("vit", "dinov2") else BERT_TEXT
+    if "values" in kinds:
+        kinds = [kind for kind in kinds if kind != "values"]
+        args = ("prune", model, "--recipe", "denoise-rotator-wanda-50", "--set", "rotation.kind=values", "-o", "out")
+        assert refused(*args, *data) == (
+            f"{model} cannot be rotated: which of its modules make values is described for causal language models only"
+        )
+    for kind in kinds:
+        args = ("prune", model, "--recipe", "denoise-rotator-wanda-50", "--set", f"rotation.kind={kind}", "-o", "out")
+        assert refused(*args, *data) == why
+        assert refused(*args, *data, "--dry-run") == why
+
+
+@pytest.mark.parametrize("container", ["llama", "mistral"])
+def test_a_container_that_cannot_turn(here, container):
+    assert refused(*PRUNE, "denoise-rotator-wanda-50", "--container", container, *TEXT) == (
+        f"rotation per-layer turns the residual stream between blocks, which container {container} cannot: "
+        "leave container out for remote code, or choose rotation kind shared"
+    )
+
+
+@pytest.mark.parametrize("container", ["any", "remote"])
+def test_containers_that_can_turn(here, container):
+    assert ok(*PRUNE, "denoise-rotator-wanda-50", "--container", container, *TEXT, *FEW).startswith(TURNED)
+    ok("prune", "dense", "--recipe", "denoise-rotator-wanda-50", *TEXT, *FEW, "-o", "auto")
+    assert (Path("out") / "model.safetensors").read_bytes() == (Path("auto") / "model.safetensors").read_bytes()
+
+
+def in_half(folder: str, changes: dict[str, float]) -> None:
+    """Store a model in float16, with tensors of these endings multiplied."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        for name in found:
+            factor = next((value for end, value in changes.items() if name.endswith(end)), 1.0)
+            found[name] = (found[name] * factor).half()
+
+    edit_weights(folder, change)
+    set_config(folder, dtype="float16")
+
+
+@pytest.mark.parametrize("kind", ["per-layer", "shared"])
+def test_gains_that_a_weight_cannot_take_in(here, kind):
+    """The gain of a norm is folded into what reads it: 2000 times 100 is more than float16 holds."""
+    in_half("dense", {"input_layernorm.weight": 2000, "q_proj.weight": 100})
+    args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set")
+    assert refused(*args, f"rotation.kind={kind}").startswith(
+        "model.layers.0.self_attn.q_proj.weight: with the gains of norms folded in it does not fit its dtype torch.f"
+    )
+    ok(*args, "rotation.kind=values")
+    assert all(tensor.isfinite().all() for tensor in tensors("out").values())
+
+
+@pytest.mark.parametrize("kind", ["per-layer", "shared"])
+def test_gains_that_the_head_cannot_take_in(here, kind):
+    in_half("dense", {"model.norm.weight": 2000, "lm_head.weight": 100})
+    args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set", f"rotation.kind={kind}")
+    assert refused(*args).startswith("lm_head.weight: with the gains of norms folded in it does not fit its dtype ")
+    assert not Path("out").exists()
+
+
+def test_updates_that_a_weight_cannot_take_in(here):
+    name = "model.layers.0.mlp.down_proj.weight"
+    in_half("dense", {name: 6e4 / float(tensors("dense")[name].abs().max())})
+    assert refused(*PRUNE, "sparsegpt-2-4", *TEXT).startswith(
+        f"{name}: the folded tensor does not fit its dtype torch.float16: "
+    )
+
+
+# ---- singular Hessians ---------------------------------------------------------------------------------------------
+
+EIGHT_TOKENS = ("--text", "calib.txt", "--samples", "1", "--window", "8")
+
+
+def test_singular_hessians_are_damped_and_said(here):
+    """Eight tokens for 16 and 24 inputs."""
+    said = ok(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS)
+    names = ", ".join(f"model.layers.0.self_attn.{module}_proj.weight" for module in "qkv")
+    assert said.splitlines()[-2] == (
+        f"14 of 14 Hessians were singular with damping 0 and took up to 0.0001: use more samples ({names}, ...)"
+    )
+    assert said.startswith(
+        "8 calibration tokens for 24 inputs of a projection: the errors below are a fit, not a prediction; "
+        "use more samples\n"
+    )
+    assert [entry["damp"] for entry in read_json("out/ckpt_prune.json")["linears"]] == [1e-4] * 14
+    assert "Hessian" not in ok("prune", "dense", "--recipe", "sparsegpt-50", *EIGHT_TOKENS, "-o", "damped")
+
+
+def test_a_hessian_that_stays_singular_is_named(here, monkeypatch):
+    monkeypatch.setattr(damping, "dampings", lambda damp, most: iter([damp]))
+    assert refused(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS).startswith(
+        "model.layers.0.self_attn.q_proj.weight: the Hessian is singular with damping 0 of its mean diagonal "
+    )
+
+
+# ---- the same again, and interruption ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["wanda-50", "sparsegpt-2-4", *SHARED[2:4], *PER_LAYER[4:]])
+def test_the_same_twice(here, recipe):
+    args = (*TEXT, "--seed", "3", *((*FEW, "--set", "rotation.jitter=0.1") if "rotator" in recipe else ()))
+    for out in ("one", "two"):
+        ok("prune", "dense", "--recipe", recipe, *args, "-o", out)
+    assert same_files("one", "two")
+
+
+def test_seeds(here):
+    """Of the samples, and of where a rotation starts."""
+    jittered = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set", "rotation.jitter=0.1", "--overwrite")
+    found = []
+    for seed in ("0", "1"):
+        ok(*jittered, "--set", f"rotation.seed={seed}")
+        found.append(load_file("out/rotations.st"))
+    assert not any(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    sampled = []
+    for seed in ("0", "1"):
+        ok(*PRUNE, "sparsegpt-50", *TEXT, "--seed", seed, "--overwrite")
+        sampled.append(tensors("out"))
+    assert not any(torch.equal(sampled[0][name], sampled[1][name]) for name in LINEARS)
+
+
+COMMITS = {
+    "sparsegpt-2-4": 3,  # two blocks and the rest
+    "denoise-rotator-shared-wanda-50": 4,  # the rotations first
+    "denoise-rotator-sparsegpt-2-4": 5,  # those of each block
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "commit"), [(recipe, n) for recipe, commits in COMMITS.items() for n in range(1, commits + 1)]
+)
+def test_ctrl_c_between_blocks_and_resume(here, recipe, commit):
+    job = ["prune", "dense", "--recipe", recipe, *TEXT, *few(recipe)]
+    ok(*job, "-o", "whole")
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", commit)
+        result = run(*job, "-o", "out")
+    assert (result.exit_code, result.stderr) == (
+        130,
+        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+    )
+    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
+    ok(*job, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+    assert not Path("out.partial").exists()
+
+
+@pytest.mark.parametrize("recipe", ["denoise-rotator-sparsegpt-2-4", "denoise-rotator-wanda-50"])
+@pytest.mark.parametrize("step", [2, 5])
+def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeypatch):
+    """In the first block and in the second: what is done is not learned again."""
+    job = ["prune", "dense", "--recipe", recipe, *TEXT, *FEW]
+    ok(*job, "-o", "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, Meter, "step", step)
+        assert run(*job, "-o", "out").exit_code == 130
+    assert {path.name for path in Path().glob("*out*")} == {"out.partial"}
+    terms, learned = Learner.terms, []
+    monkeypatch.setattr(Learner, "terms", lambda self, block, *rest: learned.append(block) or terms(self, block, *rest))
+    ok(*job, "-o", "out", "--resume")
+    assert learned == ([0, 1] if step == 2 else [1])
+    assert same_files("out", "whole")
+
+
+@pytest.mark.parametrize("recipe", ["denoise-rotator-shared-magnitude-50", "denoise-rotator-shared-wanda-2-4"])
+def test_ctrl_c_while_learning_one_rotation(here, recipe):
+    job = ["prune", "dense", "--recipe", recipe, *TEXT, *FEW]
+    ok(*job, "-o", "whole")
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, Meter, "step", 2)
+        assert run(*job, "-o", "out").exit_code == 130
+    assert {Path(name).parts[0] for name in listing()} - before <= {"out.partial"}
+    ok(*job, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+
+
+def test_another_job_does_not_resume(here):
+    job = (*PRUNE, "denoise-rotator-wanda-50", *TEXT, *FEW)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 3)
+        assert run(*job).exit_code == 130
+    message = (
+        f"{Path('out.partial').absolute()} was begun by a different job; "
+        "--resume needs the same one, --overwrite starts afresh"
+    )
+    for other in (["--set", "rotation.seed=1"], ["--set", "rotation.steps=4"], ["--set", "mask.compare=matrix"]):
+        assert refused(*job, *other, "--resume") == message
+    ok(*job, "--resume")
+
+
+# ---- what other commands make of it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["wanda-2-4", "sparsegpt-50", SHARED[3], PER_LAYER[2]])
+def test_verify_and_report(here, recipe):
+    ok(*PRUNE, recipe, *TEXT, *few(recipe))
+    assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
+    assert ok("report", "out") == "report written to out.report.html\n"
+    assert "Traceback" not in Path("out.report.html").read_text()
+    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--limit", "2")
+
+
+def test_a_mask_after_units(here):
+    """For both, prune twice."""
+    ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "narrow")
+    ok("prune", "narrow", "--recipe", "wanda-2-4", *TEXT, "-o", "out")
+    found, before = tensors("out"), tensors("narrow")
+    linear = [name for name in LINEARS if name in found]
+    assert len(linear) == 14
+    assert found["model.layers.0.mlp.down_proj.weight"].shape == (16, 12)
+    for name in linear:
+        assert found[name].shape == before[name].shape
+        assert zeros_per_group(found[name], 4) == {2}
+    stock("out")

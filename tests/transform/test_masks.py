@@ -1,0 +1,202 @@
+"""Masks in every family, against whole models masked by hand: the dense cache and both sequential targets."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.prepare import measured
+from ckpt_prune.transform.prune import prune
+from tests import encoders, families
+from tests.oracles import masked_model
+from tests.oracles.masked_model import Target
+
+from .stored import Sources
+from .whole import (
+    RULES,
+    TARGETS,
+    assert_masked,
+    data_of,
+    make_wide,
+    masked,
+    sources_of_all,
+    stock,
+    tensors_of,
+    wanted,
+    watch_reading,
+    whole,
+)
+
+VARIANTS = [
+    *("llama-gqa-tied", "llama-biases", "mistral", "qwen2-mha", "qwen3", "seed_oss-biases-mha"),
+    *("opt", "opt-no-prefix", "opt-350m-like", "opt-model"),
+    *("vit", "vit-model", "deit-teacher", "dinov2-classifier", "dinov2-swiglu"),
+    *("bert-mlm", "bert-no-prefix", "bert-old-names"),
+]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("dense"))
+
+
+CELLS: list[tuple[str, Target]] = [
+    ("magnitude", "dense"),
+    ("wanda", "by block"),
+    ("sparsegpt", "by input"),
+]
+"""For every variant; `EVERY` has the others."""
+EVERY: list[tuple[str, str, Target]] = [
+    (variant, rule, target)
+    for variant in ("qwen3", "opt")
+    for rule, target in (
+        ("wanda", "dense"),
+        ("wanda", "by input"),
+        ("wanda matrix", "dense"),
+        ("sparsegpt", "dense"),
+        ("sparsegpt", "by block"),
+        ("magnitude row", "by input"),
+    )
+]
+FOURS: list[tuple[str, str, Target]] = [
+    ("wide llama", "magnitude 2:4", "dense"),
+    ("wide opt", "wanda 2:4", "by input"),
+    ("wide qwen3", "wanda 2:4", "by block"),
+    ("wide qwen2", "sparsegpt 2:4", "dense"),
+    ("wide opt", "sparsegpt 2:4", "by input"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "rule", "target"), [*((v, *cell) for v in VARIANTS for cell in CELLS), *EVERY, *FOURS]
+)
+def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, rule, target):
+    folder, data = dense.folder(variant), data_of(variant)
+    report = masked(folder, tmp_path / "out", wanted(rule, target), data)
+    by_hand = whole(stock(folder, variant), variant)
+    expected = by_hand.mask(data, RULES[rule][1], target)
+    assert_masked(tmp_path / "out", folder, expected, updated="sparsegpt" in rule)
+    assert {each["weight"]: each["zeros"] for each in report["linears"]} == {
+        name: int((weight == 0).sum()) for name, weight in expected.items()
+    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((folder / "config.json").read_text())
+
+
+def test_the_targets_differ(dense, tmp_path):
+    """So that no test above passes with another's moments."""
+    folder, data = dense.folder("qwen3"), data_of("qwen3")
+    found = []
+    for target in TARGETS:
+        masked(folder, tmp_path / target, wanted("wanda", target), data)
+        found.append(tensors_of(tmp_path / target))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        differing = {name for name in found[0] if not torch.equal(found[one][name], found[other][name])}
+        assert differing
+        # The first input of the first block is the same in all of them.
+        assert not any("layers.0.self_attn.q_proj" in name for name in differing)
+
+
+def test_a_ratio_of_zero_changes_no_bit(dense, tmp_path):
+    folder = dense.folder("opt")
+    for rule in ("magnitude", "wanda", "sparsegpt"):
+        masked(folder, tmp_path / rule, wanted(rule, ratio=0.0), data_of("opt"))
+        found = tensors_of(tmp_path / rule)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(folder).items())
+
+
+def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
+    """‖(W − Ŵ) X‖² / ‖W X‖² on what hooks see."""
+    folder, data = dense.folder("opt"), data_of("opt")
+    job = encoders.job_on(folder, wanted("sparsegpt"), None, data, diagnostics=True)
+    with measured(job, tmp_path, seed=0) as ready:
+        report = prune(ready, tmp_path / "out")
+    model = whole(stock(folder, "opt"), "opt")
+    seen = model.tokens(data, [(b, at) for b in range(encoders.BLOCKS) for at in range(len(model.inputs))])
+    before, after = tensors_of(folder), tensors_of(tmp_path / "out")
+    for each in report["linears"]:
+        (at,) = [i for i, group in enumerate(model.inputs) if any(f".{m.disk}.weight" in each["weight"] for m in group)]
+        X, W = seen[each["block"], at], before[each["weight"]].double()
+        lost = (X @ (W - after[each["weight"]].double()).T).square().sum() / (X @ W.T).square().sum()
+        assert each["error"] == pytest.approx(float(lost), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_kept(tmp_path, dtype):
+    """The mask is chosen on the stored weights, and what stays of them keeps its bits."""
+    folder = families.make(tmp_path / "dense", "mistral", dtype=dtype)
+    masked(folder, tmp_path / "out", wanted("wanda", "by block"), data_of("mistral"))
+    found, before = tensors_of(tmp_path / "out"), tensors_of(folder)
+    linears = [name for name in found if "_proj" in name]
+    assert len(linears) == 7 * families.BLOCKS
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype
+        stays = tensor != 0
+        assert torch.equal(tensor[stays], before[name][stays])
+        if name in linears:
+            assert (tensor == 0).sum(1).tolist() == [tensor.shape[1] // 2] * tensor.shape[0]
+
+
+def test_shards_are_kept(tmp_path):
+    folder = families.make(tmp_path / "dense", "qwen2-mha", shard="10KB")
+    masked(folder, tmp_path / "out", wanted("magnitude"), data_of("qwen2-mha"))
+    index = "model.safetensors.index.json"
+    kept = json.loads((tmp_path / "out" / index).read_text())
+    assert kept["weight_map"] == json.loads((folder / index).read_text())["weight_map"]
+    by_hand = whole(families.stock(folder), "qwen2-mha").mask(data_of("qwen2-mha"), masked_model.magnitude, "dense")
+    assert_masked(tmp_path / "out", folder, by_hand)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, recipe: Recipe, statistics: Statistics | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        encoders.job_on(folder, recipe, statistics)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_width_that_no_group_divides(dense):
+    text = refusal(dense.folder("llama"), wanted("magnitude 2:4"))
+    assert text == (
+        "model.layers.0.mlp.down_proj.weight has 22 inputs, which 2:4 does not divide into groups of 4: "
+        "use another pattern, or unstructured"
+    )
+
+
+def test_a_mask_that_needs_data(dense):
+    text = refusal(dense.folder("llama"), wanted("wanda"))
+    assert text == "recipe test needs statistics: give --statistics, or --text to measure them"
+
+
+def test_statistics_without_the_inputs_of_linears(dense, tmp_path):
+    folder = dense.folder("llama")
+    plain = families.calibrate(folder, tmp_path / "plain")
+    text = refusal(folder, wanted("wanda"), plain)
+    assert text == (
+        f"recipe test needs moments and linears, and {plain.folder} has no linears: "
+        "calibrate with --collect moments,linears"
+    )
+    vectors = families.calibrate(folder, tmp_path / "vectors", collect=("moments", "linears"))
+    encoders.job_on(folder, wanted("wanda"), vectors)
+    assert "has no gram: calibrate with --collect moments,gram,linears" in refusal(folder, wanted("sparsegpt"), vectors)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_no_two_blocks_are_read_together(tmp_path, monkeypatch):
+    folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
+    seen = watch_reading(monkeypatch)
+    masked(folder, tmp_path / "out", wanted("wanda", "by input"), TokenWindows(families.windows(2, 8)))
+    assert seen.blocks == {str(block) for block in range(6)}
+    assert seen.together == 1
+    # Tensors that a mask leaves alone are passed on; they go when the next block comes.
+    assert seen.alive <= 2

@@ -1,0 +1,721 @@
+"""Rotated models: the dense function with random rotations, what is masked afterwards, and what is learned.
+
+Random rotations stand in for learned ones where a test is about folding: those of a short training are near the
+identity and would hide a transposed matrix.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ckpt_prune
+from ckpt_prune.architectures.family import load_family
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.checkpoint.filenames import ROTATIONS
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.modeling_pruned import PlainNorm
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.sparsity.training import Learned
+from ckpt_prune.transform import rotations
+from ckpt_prune.transform.masking import Masker
+from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.rotated import check_rotatable
+from tests import encoders, families
+from tests.families import BLOCKS, windows
+from tests.oracles import rotation_entropy
+from tests.oracles.rotation_entropy import full_rotation
+
+from .stored import Sources, run_elsewhere
+from .test_remote import ELSEWHERE
+from .whole import (
+    RULES,
+    TARGETS,
+    assert_masked,
+    data_of,
+    make_wide,
+    masked,
+    sources_of_all,
+    tensors_of,
+    watch_reading,
+    whole,
+)
+
+KINDS = ["shared", "per-layer", "values"]
+OPT = ["opt", "opt-no-bias", "opt-tied", "opt-no-prefix"]
+VARIANTS = [*families.VARIANTS, *OPT]
+TIED = ["llama-gqa-tied", "qwen2", "opt-tied", "opt-no-prefix"]
+TEXT = windows(3, 20, seed=9)
+
+
+# ---- rotations at random -----------------------------------------------------------------------------------------
+
+
+def random_rotations(patch: pytest.MonkeyPatch, seed: int = 3) -> None:
+    """Learn nothing: hand out random rotations, the same ones for the same sizes in the same order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def orthogonal(*shape: int) -> Tensor:
+        return torch.linalg.qr(torch.randn(*shape, generator=generator, dtype=torch.float64))[0]
+
+    def stream(hidden: int | None, preserve: Tensor | None) -> Tensor | None:
+        """R1, which leaves `preserve` where it is."""
+        if hidden is None:
+            return None
+        if preserve is None:
+            return orthogonal(hidden, hidden)
+        basis = torch.randn(hidden, hidden, generator=generator, dtype=torch.float64)
+        basis[:, 0] = preserve
+        rest = torch.linalg.qr(basis)[0][:, 1:]
+        return torch.outer(preserve, preserve) + rest @ orthogonal(hidden - 1, hidden - 1) @ rest.T
+
+    def learn(_terms: Any, _backbone: Any, *, hidden: Any, kv_heads: int, head_dim: int, **rest: Any) -> Learned:
+        heads = orthogonal(kv_heads, head_dim, head_dim)
+        return Learned(stream(hidden, rest["preserve"]), heads, 2.0, 1.0, 3, [])
+
+    def learn_shared(blocks: int, _terms_of: Any, _backbone: Any, **sizes: Any) -> Learned:
+        heads = orthogonal(blocks, sizes["kv_heads"], sizes["head_dim"], sizes["head_dim"])
+        return Learned(stream(sizes["hidden"], sizes["preserve"]), heads, 2.0, 1.0, 3, [])
+
+    patch.setattr(rotations, "learn", learn)
+    patch.setattr(rotations, "learn_shared", learn_shared)
+
+
+def rotating(kind: str, mask: dict[str, Any] | None = None, **more: Any) -> Recipe:
+    """Rotate, and zero nothing unless told to."""
+    values = {"version": 1, "name": "test", "ratio": 0.0, "mask": mask or {"method": "magnitude"}}
+    return Recipe.model_validate(values | {"rotation": {"kind": kind, "steps": 2}} | more)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def turned(dense, tmp_path_factory) -> Callable[..., Path]:
+    """Variant and kind → the output with random rotations and nothing masked, made once."""
+    root = tmp_path_factory.mktemp("turned")
+
+    def make(variant: str, kind: str, **source: Any) -> Path:
+        out = root / f"{variant}-{kind}-{'-'.join(map(str, source.values()))}"
+        if not out.exists():
+            with pytest.MonkeyPatch.context() as patch:
+                random_rotations(patch)
+                prune(encoders.job_on(dense.folder(variant, **source), rotating(kind)), out)
+        return out
+
+    return make
+
+
+def loaded(folder: Path, kind: str) -> PreTrainedModel:
+    """By stock transformers unless blocks turn the stream."""
+    return ckpt_prune.load(folder) if kind == "per-layer" else families.stock(folder)
+
+
+@torch.inference_mode()
+def logits(model: PreTrainedModel, ids: Tensor = TEXT) -> Tensor:
+    return model.double()(input_ids=ids, use_cache=False).logits
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+# ---- the same function -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_the_dense_ones(dense, turned, variant, kind):
+    expected = logits(families.stock(dense.folder(variant)))
+    assert distance(logits(loaded(turned(variant, kind), kind)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "qwen3", "seed_oss-biases-mha", "opt", "opt-no-prefix"])
+def test_verify_passes(turned, variant, kind):
+    checks = {check.name: check.passed for check in verify(turned(variant, kind))}
+    assert checks.pop("sparsity") is not False
+    assert checks == dict.fromkeys(("tensors", "finite", "load", "digests"), True)
+
+
+@pytest.mark.parametrize("variant", ["opt-model", "opt-350m-like"])
+def test_values_alone_rotate_in_any_residual_stream(dense, turned, variant):
+    """Without a head, after a norm, beside projections: R2 does not meet the stream."""
+    data = data_of(variant)
+    ours, theirs = (encoders.stock(folder, variant) for folder in (turned(variant, "values"), dense.folder(variant)))
+    encoders.assert_same_outputs(ours.double(), theirs.double(), data, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_shards(dense, turned, variant, kind):
+    """The same tensors, where the source has them; what is added beside what it belongs to."""
+    whole, parts = turned(variant, kind), turned(variant, kind, shard="10KB")
+    ours, theirs = tensors_of(parts), tensors_of(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    index = "model.safetensors.index.json"
+    files = json.loads((parts / index).read_text())["weight_map"]
+    before = json.loads((dense.folder(variant, shard="10KB") / index).read_text())["weight_map"]
+    assert len(set(files.values())) > 2
+    assert files.keys() == ours.keys()
+    assert {name: files[name] for name in before} == before
+    # Not in the index, so no part of the model.
+    assert (parts / ROTATIONS).is_file()
+    assert ROTATIONS not in files.values()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["qwen3", "opt"])
+def test_bfloat16(dense, turned, variant, kind):
+    """Folded wide and rounded once: as far from the dense logits as rounding the weights takes them."""
+    out = turned(variant, kind, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in tensors_of(out).values()} == {torch.bfloat16}
+    expected = logits(families.stock(dense.folder(variant, dtype=torch.bfloat16)))
+    found = logits(loaded(out, kind))
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.03
+
+
+# ---- what became of the tensors ----------------------------------------------------------------------------------
+
+
+def is_opt(variant: str) -> bool:
+    return variant.startswith("opt")
+
+
+def folds_ends(variant: str, kind: str) -> bool:
+    """Whether embedding, final norm and head take part."""
+    return kind == "shared" or (kind == "per-layer" and not is_opt(variant) and variant not in TIED)
+
+
+def is_final_norm(name: str) -> bool:
+    return name.removeprefix("model.").startswith(("norm.", "decoder.final_layer_norm."))
+
+
+def is_block_norm(name: str) -> bool:
+    return "layers." in name and any(f"{norm}." in name for norm in ("layernorm", "layer_norm"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_norms_that_are_fused_have_no_gain_and_others_keep_theirs(dense, turned, variant, kind):
+    before, after = tensors_of(dense.folder(variant)), tensors_of(turned(variant, kind))
+    norms = [name for name in before if is_block_norm(name)]
+    assert len(norms) == BLOCKS * (4 if is_opt(variant) else 2)
+    for name in norms:
+        kept = before[name] if kind == "values" else torch.full_like(before[name], name.endswith("weight"))
+        # One number where the stream is turned for a block, which no stock class takes.
+        alone = kind == "per-layer" and ("layers.0." not in name or not folds_ends(variant, kind))
+        assert torch.equal(after[name], kept[:1] if alone else kept)
+        assert not torch.equal(before[name], torch.full_like(before[name], name.endswith("weight")))
+    for name in filter(is_final_norm, before):
+        if not folds_ends(variant, kind):
+            assert torch.equal(after[name], before[name])
+        elif name.endswith("weight"):
+            assert torch.equal(after[name], torch.ones_like(after[name]))
+    # Norms inside attention stay.
+    for name in before:
+        if "_norm." in name and not is_block_norm(name) and not is_final_norm(name):
+            assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_linear_that_a_rotation_meets_is_turned_and_no_other(dense, turned, variant, kind):
+    before, after = tensors_of(dense.folder(variant)), tensors_of(turned(variant, kind))
+    untouched = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    modules = ("proj.weight", "fc1.weight", "fc2.weight")
+    linears = {name for name in before if "layers." in name and name.endswith(modules)}
+    met = {name for name in linears if kind != "values" or any(m in name for m in ("v_proj", "o_proj", "out_proj"))}
+    assert len(linears) == BLOCKS * (6 if is_opt(variant) else 7)
+    assert untouched & linears == linears - met
+    ends = {name for name in before if "embed" in name or "lm_head" in name}
+    assert ends
+    assert untouched & ends == (set() if folds_ends(variant, kind) else ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads_and_configs(dense, turned, variant, kind):
+    """One R1 unties a tied head; modules that turn the stream stand where the config says, in remote code."""
+    out = turned(variant, kind)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (dense.folder(variant), out))
+    names, added = tensors_of(dense.folder(variant)), tensors_of(out).keys()
+    added = added - names.keys()
+    entries, exits = ({n for n in added if f".{side}_rotation.weight" in n} for side in ("entry", "exit"))
+    biases = {name for name in added if name.endswith(".bias")}
+    if kind == "shared" and variant in TIED:
+        assert after.pop("tie_word_embeddings") is False
+        before.pop("tie_word_embeddings", None)
+        assert added - biases == {"lm_head.weight"}
+    else:
+        assert added - biases == entries | exits
+    # A norm's bias goes into linears, which get one where they have none.
+    assert bool(biases) == (variant == "opt-no-bias" and kind != "values")
+    assert ("auto_map" in after) == (kind == "per-layer")
+    turns = after.get("ckpt_prune_rotations")
+    if kind != "per-layer":
+        assert (turns, entries, exits) == (None, set(), set())
+        if not biases:
+            assert after == before
+        return
+    first = 1 if folds_ends(variant, kind) else 0
+    last = [] if folds_ends(variant, kind) else [BLOCKS - 1]
+    assert turns == {"entry": list(range(first, BLOCKS)), "exit": last}
+    assert (len(entries), len(exits)) == (BLOCKS - first, len(last))
+
+
+@pytest.mark.parametrize("kind", ["shared", "per-layer"])
+@pytest.mark.parametrize("variant", OPT)
+def test_layer_norms_see_a_stream_without_a_mean(dense, turned, variant, kind):
+    """So that subtracting it changes nothing, and they act as RMSNorms."""
+    seen: list[Tensor] = []
+
+    def means(folder: Path, how: str) -> Tensor:
+        model = loaded(folder, how).double()
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm | PlainNorm)]
+        assert len(norms) == 2 * BLOCKS + 1
+        seen.clear()
+        for norm in norms:
+            norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].mean(-1).abs().max() / args[0].std()))
+        logits(model)
+        return torch.stack(seen)
+
+    assert bool((means(dense.folder(variant), "shared") > 0.01).all())
+    # The last norm of a model whose ends are not folded is the dense one's, and may subtract what it likes.
+    assert bool((means(turned(variant, kind), kind) < 1e-6).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "qwen3", "mistral", "opt"])
+def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
+    out = turned(variant, kind)
+    found = load_file(out / ROTATIONS)
+    config = json.loads((out / "config.json").read_text())
+    kv_heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    streams = {"shared": ["residual"], "per-layer": [f"blocks.{b}.residual" for b in range(BLOCKS)], "values": []}[kind]
+    heads = [f"blocks.{b}.heads" for b in range(BLOCKS)]
+    assert found.keys() == {*streams, *heads}
+    assert all(found[name].shape == (16, 16) for name in streams)
+    assert all(found[name].shape == (kv_heads, head_dim, head_dim) for name in heads)
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.float32
+        wide = tensor.double()
+        identity = torch.eye(wide.shape[-1], dtype=torch.float64).expand_as(wide)
+        torch.testing.assert_close(wide.mT @ wide, identity, rtol=0, atol=1e-6)
+        assert not torch.allclose(wide, identity, atol=0.1), name
+    if is_opt(variant):
+        ones = torch.ones(16, dtype=torch.float64)
+        for name in streams:
+            torch.testing.assert_close(found[name].double() @ ones, ones, rtol=0, atol=1e-6)
+    # They are what the weights were turned by: v of the middle block, from its definition.
+    W = tensors_of(dense.folder(variant))
+    block = next(name for name in W if "layers.1." in name).partition("1.")[0] + "1."
+    V = W[f"{block}self_attn.v_proj.weight"].double().numpy()
+    R2 = found["blocks.1.heads"].double().numpy()
+    right = np.eye(16)
+    if kind != "values":
+        norm = "self_attn_layer_norm" if is_opt(variant) else "input_layernorm"
+        V = V * W[f"{block}{norm}.weight"].double().numpy()
+        right = found["residual" if kind == "shared" else "blocks.1.residual"].double().numpy()
+    expected = rotation_entropy.rotated(V, full_rotation("heads", len(V), None, R2), right)
+    np.testing.assert_allclose(tensors_of(out)[f"{block}self_attn.v_proj.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- as remote code ----------------------------------------------------------------------------------------------
+
+REMOTE = ["llama-gqa-tied", "qwen3", "opt"]
+
+
+@pytest.mark.parametrize("variant", REMOTE)
+def test_generating_with_the_cache_equals_the_dense_model(dense, turned, variant):
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    texts = [
+        model.generate(TEXT[:1, :6], **options)
+        for model in (ckpt_prune.load(turned(variant, "per-layer")), families.stock(dense.folder(variant)))
+    ]
+    assert texts[0].shape == (1, 14)
+    assert torch.equal(*texts)
+
+
+def test_the_same_where_this_package_is_not_installed(dense, turned, tmp_path):
+    for variant in REMOTE:
+        shutil.copytree(turned(variant, "per-layer"), tmp_path / variant)
+    torch.save(TEXT, tmp_path / "ids")
+    run_elsewhere(ELSEWHERE, str(tmp_path / "ids"), *(str(tmp_path / name) for name in REMOTE), root=tmp_path)
+    for variant in REMOTE:
+        found = torch.load(f"{tmp_path / variant}.pt")
+        assert distance(found["logits"].double(), logits(families.stock(dense.folder(variant)))) < 1e-4
+        text = ckpt_prune.load(turned(variant, "per-layer")).generate(
+            TEXT[:1, :6], max_new_tokens=6, do_sample=False, eos_token_id=None
+        )
+        assert torch.equal(found["text"], text)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_attention_implementation_can_be_chosen(dense, turned, implementation):
+    model = ckpt_prune.load(turned("qwen3", "per-layer"))
+    model.set_attn_implementation(implementation)
+    assert distance(logits(model), logits(families.stock(dense.folder("qwen3")))) < 1e-5
+
+
+def test_hidden_states_between_blocks_are_in_the_basis_of_their_block(dense, turned):
+    """What the documentation of remote code says of them: as long as the dense ones, and turned."""
+    ours, theirs = (
+        model.double()(input_ids=TEXT, output_hidden_states=True).hidden_states
+        for model in (ckpt_prune.load(turned("llama", "per-layer")), families.stock(dense.folder("llama")))
+    )
+    R1 = [load_file(turned("llama", "per-layer") / ROTATIONS)[f"blocks.{b}.residual"].double() for b in range(BLOCKS)]
+    torch.testing.assert_close(ours[0], theirs[0] @ R1[0], rtol=1e-5, atol=1e-5)
+    for block in range(1, BLOCKS):
+        torch.testing.assert_close(ours[block], theirs[block] @ R1[block - 1], rtol=1e-4, atol=1e-5)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, recipe: Recipe) -> str:
+    with pytest.raises(UserError) as error:
+        encoders.job_on(folder, recipe)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+NOT_DESCRIBED = "which of its modules make values is described for causal language models only"
+POST_NORM = "normalises after every addition to its residual stream (post-norm)"
+REFUSED = [
+    *(("vit", kind, "vit cannot be rotated: its residual stream begins in a convolution") for kind in KINDS[:2]),
+    ("vit", "values", f"vit cannot be rotated: {NOT_DESCRIBED}"),
+    ("deit", "shared", "deit cannot be rotated: its residual stream begins in a convolution"),
+    *(("bert-mlm", kind, f"bert cannot be rotated: it {POST_NORM}") for kind in KINDS[:2]),
+    ("bert-mlm", "values", f"bert cannot be rotated: {NOT_DESCRIBED}"),
+    ("dinov2-model", "shared", "dinov2 cannot be rotated: it scales every coordinate of what a block adds"),
+    ("opt-350m-like", "shared", f"opt cannot be rotated: this one {POST_NORM}"),
+    ("opt-350m-like", "per-layer", f"opt cannot be rotated: this one {POST_NORM}"),
+    (
+        "opt-model",
+        "shared",
+        "opt cannot be rotated without a head (OPTModel): what reads its output would have to turn",
+    ),
+    ("opt-model", "per-layer", "opt cannot be rotated without a head (OPTModel)"),
+]
+
+
+@pytest.mark.parametrize(("variant", "kind", "reason"), REFUSED)
+def test_a_stream_that_is_not_plain_pre_norm(dense, variant, kind, reason):
+    assert refusal(dense.folder(variant), rotating(kind)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"word_embed_proj_dim": 8}, "projects its embeddings into the residual stream and out of it"),
+        ({"_remove_final_layer_norm": True}, "has no norm after its last block"),
+    ],
+)
+def test_an_opt_with_another_stream(changes, reason):
+    config = parse_config({"model_type": "opt"} | encoders.SIZES["opt"] | changes)
+    for kind in ("shared", "per-layer"):
+        with pytest.raises(UserError, match=f"opt cannot be rotated: this one {reason}"):
+            check_rotatable(load_family("opt"), config, kind)
+    check_rotatable(load_family("opt"), config, "values")
+
+
+def test_turning_between_blocks_needs_remote_code(dense):
+    text = refusal(dense.folder("llama"), rotating("per-layer", container="mistral"))
+    assert text == (
+        "rotation per-layer turns the residual stream between blocks, which container mistral cannot: "
+        "leave container out for remote code, or choose rotation kind shared"
+    )
+
+
+def test_modules_between_blocks_are_not_pruned_again(turned):
+    for recipe in (rotating("shared"), rotating("values"), families.recipe()):
+        assert "(remote code): it cannot be pruned" in refusal(turned("llama", "per-layer"), recipe)
+
+
+def without_gain(folder: Path, *, bias: float) -> Path:
+    def edit(tensors: dict[str, Tensor], _config: dict[str, Any]) -> dict[str, Tensor]:
+        tensors["model.decoder.final_layer_norm.weight"][3] = 0
+        tensors["model.decoder.final_layer_norm.bias"][3] = bias
+        return tensors
+
+    encoders.make(folder, "opt")
+    encoders.edit_files(folder, edit)
+    return folder
+
+
+def test_a_bias_where_the_final_gain_is_zero(tmp_path, monkeypatch):
+    random_rotations(monkeypatch)
+    folder = without_gain(tmp_path / "biased", bias=0.5)
+    with pytest.raises(UserError) as error:
+        prune(encoders.job_on(folder, rotating("shared")), tmp_path / "out")
+    assert str(error.value) == (
+        "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
+        "rotation kind values or per-layer leaves it alone"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["biased"]
+    cases = [(folder, "per-layer"), (folder, "values"), (without_gain(tmp_path / "plain", bias=0.0), "shared")]
+    for source, kind in cases:
+        out = tmp_path / f"{source.name}-{kind}"
+        prune(encoders.job_on(source, rotating(kind)), out)
+        assert distance(logits(loaded(out, kind)), logits(families.stock(source))) < 1e-5
+
+
+# ---- masks after rotations ---------------------------------------------------------------------------------------
+
+
+def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: str):
+    """A job with statistics of the dense model, and the rotations that `turned` wrote."""
+    stored = load_file(turned(variant, kind) / ROTATIONS)
+
+    def of(block: int) -> tuple[Tensor | None, Tensor]:
+        residual = stored.get("residual", stored.get(f"blocks.{block}.residual"))
+        return None if residual is None else residual.double(), stored[f"blocks.{block}.heads"].double()
+
+    wanted = rotating(kind, {"method": "sparsegpt"}, ratio=0.5)
+    job = encoders.job_on(dense.folder(variant), wanted, dense.statistics(variant, folds=2))
+    return replace(job, rotations=of)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3", "seed_oss-biases-mha", *OPT[:3]])
+def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, variant, kind):
+    """Of every linear's input: from the dense model's statistics, and from hooks on the output."""
+    job = job_after(dense, turned, variant, kind)
+    model = whole(loaded(turned(variant, kind), kind), variant)
+    sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
+    seen = model.tokens(data_of(variant), sites)
+    source = job.source()
+    for block in range(BLOCKS):
+        found = source.moments(block, {}, list(job.family.inputs))
+        assert list(found) == [group[0].disk for group in model.inputs]
+        for at, folds in enumerate(found.values()):
+            assert len(folds) == 2
+            moments, X = total(folds), seen[block, at]
+            assert moments.count == len(X)
+            G = X.T @ X
+            scale = float(G.abs().max())
+            torch.testing.assert_close(moments.gram, G, rtol=1e-4, atol=1e-5 * scale)
+            torch.testing.assert_close(moments.square, G.diagonal(), rtol=1e-4, atol=1e-5 * scale)
+            torch.testing.assert_close(moments.sum, X.sum(0), rtol=1e-4, atol=1e-5 * float(X.abs().sum(0).max()))
+            assert moments.absolute.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "rule", "target"),
+    [
+        ("llama-gqa-tied", "per-layer", "wanda", "by block"),
+        ("qwen3", "per-layer", "sparsegpt", "by input"),
+        ("opt", "per-layer", "wanda", "by input"),
+        ("seed_oss-biases-mha", "shared", "wanda", "by input"),
+        ("opt-tied", "shared", "sparsegpt", "by input"),
+        ("qwen2", "values", "wanda", "by block"),
+    ],
+)
+def test_masks_after_rotations_are_those_of_the_rotated_model(
+    turned, dense, tmp_path, monkeypatch, variant, kind, rule, target
+):
+    mask, by_hand = RULES[rule]
+    recipe = rotating(kind, mask, ratio=0.5, **TARGETS[target])
+    recipe = recipe.model_copy(update={"rotation": recipe.rotation.model_copy(update={"importance": "magnitude"})})
+    random_rotations(monkeypatch)
+    masked(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
+    unpruned = turned(variant, kind)
+    expected = whole(loaded(unpruned, kind), variant).mask(data_of(variant), by_hand, target)
+    assert_masked(tmp_path / "out", unpruned, expected, updated=rule == "sparsegpt")
+
+
+@pytest.mark.parametrize(
+    ("variant", "target"), [("wide llama", "by input"), ("wide qwen3", "dense"), ("wide opt", "dense")]
+)
+def test_rotating_and_masking_equals_masking_what_was_rotated(dense, turned, tmp_path, monkeypatch, variant, target):
+    """One R1, then 2:4 by Wanda: in one run, and in two."""
+    mask, data, plain = {"method": "wanda", "pattern": "2:4"}, data_of(variant), TARGETS[target]
+    first = turned(variant, "shared")
+    two_runs = Recipe.model_validate({"version": 1, "name": "test", "mask": mask} | plain)
+    masked(first, tmp_path / "two", two_runs, data)
+    random_rotations(monkeypatch)
+    one_run = Recipe.model_validate(two_runs.model_dump() | {"rotation": {"kind": "shared", "steps": 2}})
+    report = masked(dense.folder(variant), tmp_path / "one", one_run, data)
+    one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    assert one.keys() == two.keys()
+    zeros = [each["weight"] for each in report["linears"]]
+    assert len(zeros) == BLOCKS * (6 if "opt" in variant else 7)
+    for name in zeros:
+        # Rounding of the moments may decide between two that are all but equal.
+        assert ((one[name] == 0) != (two[name] == 0)).float().mean() < (0.005 if target == "dense" else 1e-9), name
+    assert all(torch.equal(one[name], two[name]) for name in one if name not in zeros)
+    found, expected = (logits(families.stock(tmp_path / name)) for name in ("one", "two"))
+    assert distance(found, expected) < 0.02
+    assert distance(found, logits(families.stock(first))) > 0.1
+
+
+# ---- what is learned ---------------------------------------------------------------------------------------------
+
+
+def entropy_by_hand(dense: Sources, variant: str, kind: str, backbone: str) -> list[float]:
+    """Entropy of every block's importances before any rotation, of the linears that one will meet."""
+    model = whole(families.stock(dense.folder(variant)), variant)
+    opt = is_opt(variant.removeprefix("wide "))
+    sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
+    seen = model.tokens(data_of(variant), sites)
+    weights = {name: weight.double() for name, weight in model.weights().items()}
+    tensors = tensors_of(dense.folder(variant))
+    reads = {0: "self_attn_layer_norm", 2: "final_layer_norm"} if opt else {}
+    reads = reads or {0: "input_layernorm", 2: "post_attention_layernorm"}
+    found = []
+    for block in range(BLOCKS):
+        prefix, entropy = model.prefix.format(block), 0.0
+        for at, group in enumerate(model.inputs):
+            X = seen[block, at].clone()
+            for linear in group:
+                W = weights[f"{prefix}{linear.disk}.weight"].clone()
+                rows, columns = linear.disk.endswith(("o_proj", "out_proj")), linear.disk.endswith("v_proj")
+                read = X
+                if kind != "values":
+                    rows, columns = rows or at in reads, columns or at not in reads
+                    if at in reads:
+                        gain = tensors[f"{prefix}{reads[at]}.weight"].double()
+                        shift = tensors.get(f"{prefix}{reads[at]}.bias", torch.zeros(1)).double()
+                        read, W = (X - shift) / gain, W * gain
+                    elif opt:
+                        W = W - W.mean(0)
+                if rows or columns:
+                    eye, right = np.eye(len(W)), np.eye(W.shape[1])
+                    H = (read.T @ read).numpy()
+                    scores = rotation_entropy.importance(backbone, W.numpy(), H, 0.01, eye, right)
+                    entropy += rotation_entropy.entropy(scores, rows, columns)
+        found.append(entropy)
+    return found
+
+
+def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> Recipe:
+    rotation = {"kind": kind, "steps": steps, "importance": backbone, "learning_rate": 0.02}
+    return rotating(kind, rotation=rotation, **more)
+
+
+@pytest.mark.parametrize("backbone", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize(
+    ("variant", "kind"), [("llama-biases", "per-layer"), ("qwen3", "shared"), ("opt", "per-layer"), ("opt", "values")]
+)
+def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, variant, kind, backbone):
+    """Of the dense model's own weights and inputs, gains of norms with the weights they feed."""
+    report = masked(dense.folder(variant), tmp_path / "out", learning(kind, backbone), data_of(variant))
+    learned, expected = report["rotation"]["learned"], entropy_by_hand(dense, variant, kind, backbone)
+    if kind == "shared":
+        expected = [sum(expected)]
+    assert [each["entropy_before"] for each in learned] == pytest.approx(expected, rel=1e-4)
+    assert all(each["entropy_after"] <= each["entropy_before"] for each in learned)
+    assert [each["block"] for each in learned] == ([None] if kind == "shared" else list(range(BLOCKS)))
+
+
+def test_live_samples_teach_the_same_as_statistics(dense, tmp_path):
+    """A sequential recipe measures the dense model as it goes; what is masked before does not show."""
+    folder, data = dense.folder("opt"), data_of("opt")
+    entropies = []
+    for target in ("dense", "sequential"):
+        recipe = learning("per-layer", "wanda", 2, mask={"method": "wanda"}, ratio=0.5, target=target)
+        learned = masked(folder, tmp_path / target, recipe, data)["rotation"]["learned"]
+        entropies.append([(each["entropy_before"], each["entropy_after"]) for each in learned])
+    np.testing.assert_allclose(*entropies, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant, kind):
+    report = masked(dense.folder(variant), tmp_path / "out", learning(kind, "wanda", 20), data_of(variant))
+    assert all(each["entropy_after"] < each["entropy_before"] for each in report["rotation"]["learned"])
+    assert distance(logits(loaded(tmp_path / "out", kind)), logits(families.stock(dense.folder(variant)))) < 1e-5
+    for name, tensor in load_file(tmp_path / "out" / ROTATIONS).items():
+        wide = tensor.double()
+        identity = torch.eye(wide.shape[-1], dtype=torch.float64).expand_as(wide)
+        torch.testing.assert_close(wide.mT @ wide, identity, rtol=0, atol=1e-6, msg=name)
+        assert float((wide - identity).abs().max()) > 1e-3, name
+
+
+def test_steps_of_zero_are_the_identity(dense, tmp_path):
+    masked(dense.folder("qwen2"), tmp_path / "out", learning("shared", "wanda", 0), data_of("qwen2"))
+    for tensor in load_file(tmp_path / "out" / ROTATIONS).values():
+        assert torch.equal(tensor, torch.eye(tensor.shape[-1]).expand_as(tensor))
+
+
+@pytest.mark.parametrize("backbone", ["magnitude", "sparsegpt"])
+def test_terms_that_do_not_fit_in_memory_are_read_again(dense, tmp_path, monkeypatch, backbone):
+    """One R1 for all blocks: the same bytes, and nothing is left beside the output."""
+    folder, data = dense.folder("qwen3"), data_of("qwen3")
+    masked(folder, tmp_path / "kept", learning("shared", backbone, 3), data)
+    monkeypatch.setattr(rotations, "_KEPT_BYTES", 0)
+    masked(folder, tmp_path / "again", learning("shared", backbone, 3), data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "kept"]
+    assert families.contents(tmp_path / "again") == families.contents(tmp_path / "kept")
+
+
+# ---- resuming ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["learning", "masking"])
+@pytest.mark.parametrize("kind", ["shared", "per-layer"])
+def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, kind, place):
+    """Killed in the second block: what was learned is read back, and not learned again."""
+    recipe = learning(kind, "magnitude", 3, mask={"method": "wanda"}, ratio=0.5, target="sequential")
+    folder, data = dense.folder("opt"), data_of("opt")
+    masked(folder, tmp_path / "through", recipe, data)
+    with monkeypatch.context() as patch:
+        if place == "masking":
+            kill(patch, Masker, "block", 1)
+        else:
+            kill(patch, rotations, "learn" if kind == "per-layer" else "learn_shared", 1 if kind == "per-layer" else 0)
+        with pytest.raises(KeyboardInterrupt):
+            prune(encoders.job_on(folder, recipe, None, data), tmp_path / "out")
+    with monkeypatch.context() as patch:
+        if place == "masking":
+            kill(patch, rotations, "learn", 0)
+            kill(patch, rotations, "learn_shared", 0)
+        prune(encoders.job_on(folder, recipe, None, data), tmp_path / "out", resume=True)
+    assert families.contents(tmp_path / "out") == families.contents(tmp_path / "through")
+
+
+def kill(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None:
+    """Let a function run `calls` times, then stop as Ctrl-C does."""
+    original, left = getattr(owner, name), [calls]
+
+    def dying(*args: Any, **options: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return original(*args, **options)
+
+    patch.setattr(owner, name, dying)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_two_blocks_are_read_together(tmp_path, monkeypatch, kind):
+    """A module between two blocks is made of their rotations; one R1 reads blocks again when they do not fit."""
+    folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
+    monkeypatch.setattr(rotations, "_KEPT_BYTES", 0)
+    seen = watch_reading(monkeypatch)
+    recipe = learning(kind, "wanda", 1, mask={"method": "wanda"}, ratio=0.5, target="sequential")
+    masked(folder, tmp_path / "out", recipe, TokenWindows(windows(2, 8)))
+    assert seen.blocks == {str(block) for block in range(6)}
+    assert seen.together == 1
+    assert seen.alive <= 2
