@@ -1,13 +1,14 @@
 """The page itself: everything in one file, nothing to load, nothing to run."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.escaping import text
-from ckpt_prune.reporting.plots import Figure, figures, shown, words
-from ckpt_prune.reporting.reading import Document, Record, Site
+from ckpt_prune.reporting.plots import Figure, figures, shown, steps_taken, words
+from ckpt_prune.reporting.reading import Document, Learned, Linear, Record, Rotation, Site
 
 MARKER = '<meta name="generator" content="ckpt-prune report">'
 """By which a page of this tool is known."""
@@ -19,7 +20,8 @@ _MISSING = "–"
 def page(document: Document) -> str:
     """The HTML of a report, the same for the same input."""
     style = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
-    plots = figures(document.sites, document.layers)
+    learned = _learned(document)
+    plots = figures(document.sites, document.layers, document.linears, learned)
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -30,8 +32,10 @@ def page(document: Document) -> str:
         *_header(document),
         '<h2>Over depth</h2>\n<div class="plots">' if plots else "",
         *(_figure(plot) for plot in plots),
-        "</div>" if plots else _nothing(),
-        *_tables(document.sites),
+        "</div>" if plots else "" if document.linears else _nothing(),
+        *_site_tables(document.sites),
+        *_linear_table(document.linears),
+        *_rotation_table(learned),
         "</body>\n</html>\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -41,7 +45,8 @@ def _header(document: Document) -> Iterable[str]:
     yield f"<header>\n<h1>{text(document.title)}</h1>"
     if document.recipe.summary:
         yield f'<p class="soft">{text(document.recipe.summary)}</p>'
-    yield from (f"<p>{text(sentence)}</p>" for sentence in _verdict(document.sites))
+    sentences = [*_verdict(document.sites), *_masked(document), *_rotated(document.rotation)]
+    yield from (f"<p>{text(sentence)}</p>" for sentence in sentences)
     facts = "\n".join(f"<dt>{text(label)}</dt><dd>{text(fact)}</dd>" for label, fact in document.facts)
     yield f'<div class="top">\n<div class="scroll costs">{_costs(document)}</div>'
     yield f"<dl>\n{facts}\n</dl>\n</div>\n</header>"
@@ -58,7 +63,7 @@ def _costs(document: Document) -> str:
             (flops, human_count, before.flops, after.flops),
         )
     ]
-    return _table(("", "before", "after", "kept"), rows, left=1)
+    return _table(("", "before", "after", "share"), rows, left=1)
 
 
 def _verdict(sites: Sequence[Site]) -> list[str]:
@@ -77,11 +82,90 @@ def _verdict(sites: Sequence[Site]) -> list[str]:
         count = f"{len(pairs) - len(failed)} of {len(pairs)} sites"
         sentence = f"Compensation lowers the error on {where} at {count}"
         if failed:
-            named = [f"{words(site.space).label} of block {site.block}" for site in failed[:8]]
-            more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-            sentence += f"; not at {', '.join(named)}{more}"
+            sentence += f"; not at {_listed([f'{words(site.space).label} of block {site.block}' for site in failed])}"
         sentences.append(f"{sentence}.")
     return sentences
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first eight, and how many more."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{', '.join(names[:8])}{more}"
+
+
+def _masked(document: Document) -> Iterable[str]:
+    """What a mask zeroed, what that did to outputs, and where the Hessian was singular as it was."""
+    linears, mask = document.linears, document.mask
+    if not linears:
+        return
+    zeros, size = sum(linear.zeros for linear in linears), sum(linear.size for linear in linears)
+    count = "1 linear" if len(linears) == 1 else f"{len(linears):,} linears"
+    how = f" ({mask.method}, {mask.pattern})" if mask else ""
+    yield (
+        f"{zeros / size:.2%} of {human_count(size)} weights in {count} were zeroed{how}. Shapes stay as they were: "
+        "parameters, bytes and FLOPs count zeros like any other weight."
+    )
+    errors = [(linear, error) for linear in linears if (error := linear.figure("error")) is not None]
+    if errors:
+        worst, most = max(errors, key=lambda pair: pair[1])
+        mean = sum(error for _, error in errors) / len(errors)
+        yield (
+            f"The error of their outputs on calibration data is {shown(mean)} on average, "
+            f"{shown(most)} at most ({_place(worst)})."
+        )
+    elif mask and mask.method == "magnitude":
+        yield "The error of their outputs was not measured: a magnitude mask looks at no calibration data."
+    else:
+        yield "The error of their outputs was not measured: it needs --diagnostics and the Grams of their inputs."
+    asked = document.asked_damp
+    more = [
+        f"{_place(linear)} ({damp:g})"
+        for linear in linears
+        if asked is not None and (damp := linear.figure("damp")) is not None and damp > asked
+    ]
+    if more:
+        yield (
+            f"At {len(more)} of {count} the Hessian was singular with the damping of {asked:g} asked for and was given "
+            f"more: {_listed(more)}. More calibration data may help."
+        )
+
+
+def _place(linear: Linear) -> str:
+    return f"{words(linear.kind).label} of block {linear.block}"
+
+
+def _learned(document: Document) -> list[Learned]:
+    """Rotations by block; one that all blocks share has none."""
+    entries = document.rotation.learned if document.rotation else []
+    return sorted(entries, key=lambda entry: -1 if entry.block is None else entry.block)
+
+
+def _rotated(rotation: Rotation | None) -> Iterable[str]:
+    """Whether rotations concentrated what they are for."""
+    if rotation is None:
+        return
+    before, after = ([e.figure(f"entropy_{when}") for e in rotation.learned] for when in ("before", "after"))
+    known = [(b, a) for b, a in zip(before, after, strict=True) if b is not None and a is not None]
+    if not known or len(known) < len(rotation.learned):
+        return
+    start, end = (math.fsum(values) for values in zip(*known, strict=True))
+    change = f" ({end / start - 1:+.1%})" if start > 0 else ""
+    importance = f"{rotation.importance} importance" if rotation.importance else "importance"
+    yield (
+        f"Entropy of the {importance} of weights: {shown(start)} nats before rotation ({rotation.kind}), "
+        f"{shown(end)} nats after{change}{_steps(rotation)}."
+    )
+
+
+def _steps(rotation: Rotation) -> str:
+    """How long the rotations were trained, the shortest and the longest."""
+    entries = sorted((e for e in rotation.learned if steps_taken(e)), key=lambda e: e.figure("steps") or 0)
+    if not entries:
+        return ""
+    span = steps_taken(entries[-1])
+    if entries[0].figure("steps") != entries[-1].figure("steps"):
+        span = f"{entries[0].figure('steps'):,.0f} to {span}"
+    return f", in {span}{'' if entries[0].block is None else ' per block'}"
 
 
 def _figure(plot: Figure) -> str:
@@ -120,8 +204,19 @@ _HEAD_COLUMNS = {
 }
 
 
-def _tables(sites: Sequence[Site]) -> Iterable[str]:
-    """The numbers behind the plots, for those who want them and for screens that have no pointer."""
+_LINEAR_COLUMNS: dict[str, Callable[[Linear], float | None]] = {
+    "error": lambda linear: linear.figure("error"),
+    "damping": lambda linear: linear.figure("damp"),
+    "dead inputs": lambda linear: linear.figure("dead"),
+}
+
+
+# The tables have the numbers behind the plots, for those who want them and for screens that have no pointer.
+
+
+def _site_tables(sites: Sequence[Site]) -> Iterable[str]:
+    if not sites:
+        return
     columns = [(name, pick) for name, pick in _COLUMNS if any(pick(site) is not None for site in sites)]
     rows = [
         (
@@ -143,6 +238,38 @@ def _tables(sites: Sequence[Site]) -> Iterable[str]:
     ]
     if heads:
         yield _details("Every head", ("block", "space", "head", *_HEAD_COLUMNS), heads, left=2)
+
+
+def _linear_table(linears: Sequence[Linear]) -> Iterable[str]:
+    if not linears:
+        return
+    columns = {n: pick for n, pick in _LINEAR_COLUMNS.items() if any(pick(linear) is not None for linear in linears)}
+    rows = [
+        (
+            str(linear.block),
+            words(linear.kind).label,
+            linear.weight,
+            f"{linear.rows:,} × {linear.columns:,}",
+            f"{linear.zeros:,}",
+            f"{linear.zeros / linear.size:.1%}",
+            *(_cell(pick(linear)) for pick in columns.values()),
+        )
+        for linear in linears
+    ]
+    headers = ("block", "linear", "weight", "shape", "zeros", "share", *columns)
+    yield _details("Every linear", headers, rows, left=3)
+
+
+def _rotation_table(learned: Sequence[Learned]) -> Iterable[str]:
+    rows = []
+    for entry in learned:
+        before, after, steps = (entry.figure(key) for key in ("entropy_before", "entropy_after", "steps"))
+        change = None if before is None or after is None or before <= 0 else f"{after / before - 1:+.1%}"
+        block = "all" if entry.block is None else str(entry.block)
+        rows.append((block, _cell(before), _cell(after), change or _MISSING, _cell(steps)))
+    if rows:
+        headers = ("blocks", "entropy before (nats)", "entropy after (nats)", "change", "steps")
+        yield _details("Every rotation", headers, rows, left=1)
 
 
 def _of(head: Record, column: str) -> float | None:

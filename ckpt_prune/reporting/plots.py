@@ -1,25 +1,28 @@
-"""What is plotted: one entry of `PLOTS` per quantity. A new quantity of a site needs an entry here and nothing else."""
+"""What is plotted: one entry of `PLOTS` per quantity.
 
-from collections.abc import Callable, Sequence
+A new quantity of a site, a linear or a rotation needs an entry here and nothing else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_prune.reporting.charts import Point, Series, Style
-from ckpt_prune.reporting.reading import Layer, Record, Site
+from ckpt_prune.reporting.reading import Layer, Learned, Linear, Record, Site
 
 Pick = Callable[[Any], Sequence[tuple[str, float]]]
-"""The named values of a site (or of a layer): none where it was not measured, one, or one per head, which are shown as
-their mean and spread."""
+"""The named values of a site (or of another record): none where it was not measured, one, or one per head, which are
+shown as their mean and spread."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """How a space is spoken of.
+    """How a space, or a kind of linear, is spoken of.
 
     Attributes:
         label: in titles and legends.
         target: what the errors of its sites are errors of, as an adjective.
-        style: of its line where a plot has one line per space.
+        style: of its line where a plot has one line per space, or kind.
     """
 
     label: str
@@ -29,11 +32,19 @@ class Space:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a plot."""
+    """One line of a plot.
+
+    Attributes:
+        label: in the legend.
+        style: how it looks.
+        pick: its values.
+        remark: what else to say of a record's value, in the tooltip; an empty text says nothing.
+    """
 
     label: str
     style: Style
     pick: Pick
+    remark: Callable[[Any], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,12 @@ class Plot:
         title: `{space}` and `{target}` stand for the words of the space.
         note: what better is, in a line.
         unit: of the values; `{target}` as above.
-        lines: several give a plot per space; a single one gives one plot with a line per space, named after it.
+        lines: of sites and linears, several give a plot per space (kind); a single one gives one plot with a line per
+            space (kind), named after it. Of what has neither, one plot.
         full: range its axis covers in any case.
         log: whether its axis may be logarithmic.
         varying: shown only where some line is not constant.
-        layers: of the report's `layers` instead of its `sites`: one plot, whatever the spaces.
+        of: which records of the report.
     """
 
     title: str
@@ -58,7 +70,7 @@ class Plot:
     full: tuple[float, float] | None = None
     log: bool = True
     varying: bool = False
-    layers: bool = False
+    of: Literal["sites", "layers", "linears", "learned"] = "sites"
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,14 @@ SPACES = {
     "heads": Space("Attention heads", "output", Style("heads", "square")),
     "qk": Space("Q/K", "logit", Style("qk", "diamond")),
 }
+KINDS = {
+    kind: Space(kind, "output", Style(kind, mark))
+    for kind, mark in (
+        *(("q", "circle"), ("k", "square"), ("v", "diamond"), ("o", "wedge")),
+        *(("gate", "plus"), ("up", "cross"), ("down", "bar")),
+    )
+}
+"""The kinds of linears (`reading.Linear.kind`)."""
 _BEFORE, _AFTER = Style("before", "circle"), Style("after", "square")
 _HELD_OUT, _FLOOR = Style("held-out", "diamond", "5 3"), Style("floor", "triangle", "1.5 3")
 
@@ -109,6 +129,12 @@ def share_of_width(key: str) -> Pick:
         return _named(None if value is None or site.width is None else value / site.width)
 
     return pick
+
+
+def steps_taken(learned: Learned) -> str:
+    """How many steps a rotation was trained; empty where that is not known."""
+    steps = learned.figure("steps")
+    return "" if steps is None else f"{steps:,.0f} step{'' if steps == 1 else 's'}"
 
 
 PLOTS = (
@@ -171,29 +197,55 @@ PLOTS = (
         full=(0, 1),
         varying=True,
     ),
+    Plot(
+        "Output error of the linears",
+        "Lower is better: what the mask changed in a linear's own output, on the calibration data.",
+        "share of output energy",
+        (Line("", _BEFORE, figure("error")),),
+        of="linears",
+    ),
+    Plot(
+        "Entropy of the importance",
+        "Lower is better: the same importance in fewer weights, so the others can go to zero.",
+        "nats",
+        (
+            Line("before rotation", _BEFORE, figure("entropy_before")),
+            Line("after rotation", _AFTER, figure("entropy_after"), steps_taken),
+        ),
+        log=False,
+        of="learned",
+    ),
 )
 
 
-def figures(sites: Sequence[Site], layers: Sequence[Layer] = (), plots: Sequence[Plot] = PLOTS) -> list[Figure]:
+def figures(
+    sites: Sequence[Site],
+    layers: Sequence[Layer] = (),
+    linears: Sequence[Linear] = (),
+    learned: Sequence[Learned] = (),
+    plots: Sequence[Plot] = PLOTS,
+) -> list[Figure]:
     """Every plot that has something to show, in the order of `plots`, then of the spaces.
 
     Args:
         sites: ascending blocks.
         layers: ascending blocks.
+        linears: ascending blocks.
+        learned: rotations, ascending blocks; one that all blocks share has no place over depth.
         plots: what to show.
     """
-    return [figure for plot in plots for figure in _filled(plot, sites, layers)]
+    parts: dict[str, list[tuple[Space, Sequence[Record]]]] = {
+        "sites": _apart(SPACES, [(site.space, site) for site in sites]),
+        "layers": [(words(""), layers)],
+        "linears": _apart(KINDS, [(linear.kind, linear) for linear in linears]),
+        "learned": [(words(""), [entry for entry in learned if entry.block is not None])],
+    }
+    return [figure for plot in plots for figure in _filled(plot, parts[plot.of])]
 
 
-def spaces_of(sites: Sequence[Site]) -> list[str]:
-    """The spaces there are, in the order of `SPACES`, then any others."""
-    present = {site.space: None for site in sites}
-    return [name for name in SPACES if name in present] + [name for name in present if name not in SPACES]
-
-
-def words(space: str) -> Space:
-    """How a space is spoken of; one that is not known here by its own name."""
-    return SPACES.get(space, Space(space, "output", Style("other", "triangle")))
+def words(name: str) -> Space:
+    """How a space or a kind of linear is spoken of; one that is not known here by its own name."""
+    return (SPACES | KINDS).get(name, Space(name, "output", Style("other", "triangle")))
 
 
 def shown(value: float) -> str:
@@ -203,18 +255,22 @@ def shown(value: float) -> str:
     return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"
 
 
-def _filled(plot: Plot, sites: Sequence[Site], layers: Sequence[Layer]) -> list[Figure]:
-    parts = {name: [site for site in sites if site.space == name] for name in spaces_of(sites)}
+def _apart(known: Mapping[str, Space], named: Sequence[tuple[str, Record]]) -> list[tuple[Space, Sequence[Record]]]:
+    """Records by name, in the order of `known`, then any others."""
+    present = {name: None for name, _ in named}
+    order = [name for name in known if name in present] + [name for name in present if name not in known]
+    return [(words(name), [record for own, record in named if own == name]) for name in order]
+
+
+def _filled(plot: Plot, parts: Sequence[tuple[Space, Sequence[Any]]]) -> list[Figure]:
     groups: list[tuple[Space, list[Series]]]
-    if plot.layers:
-        groups = [(words(""), [_series(line.label, line.style, line.pick, layers) for line in plot.lines])]
-    elif len(plot.lines) == 1:
-        pick = plot.lines[0].pick
-        groups = [(words(""), [_series(words(s).label, words(s).style, pick, own) for s, own in parts.items()])]
+    if plot.of in ("sites", "linears") and len(plot.lines) == 1:
+        line = plot.lines[0]
+        groups = [(words(""), [_series(line, own, label=space.label, style=space.style) for space, own in parts])]
     else:
         groups = [
-            (words(s), [_series(line.label, line.style, line.pick, own) for line in plot.lines])
-            for s, own in parts.items()
+            (space, [_series(line, own, label=line.label, style=line.style) for line in plot.lines])
+            for space, own in parts
         ]
     found = []
     for space, lines in groups:
@@ -226,10 +282,10 @@ def _filled(plot: Plot, sites: Sequence[Site], layers: Sequence[Layer]) -> list[
     return found
 
 
-def _series(label: str, style: Style, pick: Pick, records: Sequence[Site | Layer]) -> Series:
+def _series(line: Line, records: Sequence[Any], *, label: str, style: Style) -> Series:
     points = []
     for record in records:
-        named = pick(record)
+        named = line.pick(record)
         if not named:
             continue
         values = [value for _, value in named]
@@ -238,6 +294,8 @@ def _series(label: str, style: Style, pick: Pick, records: Sequence[Site | Layer
         if len(values) > 1:
             least, most = (next(name for name, value in named if value == end) for end in (low, high))
             text = f"mean {text}, from {shown(low)} ({least}) to {shown(high)} ({most})"
+        remark = line.remark(record) if line.remark is not None else ""
+        text += f", {remark}" if remark else ""
         # A mean of equal numbers may lie a rounding outside them.
         points.append(Point(record.block, min(max(mean, low), high), low, high, text))
     return Series(label, style, tuple(points))

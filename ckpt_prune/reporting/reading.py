@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.jsonfile import parse_object
@@ -16,6 +16,17 @@ from ckpt_prune.errors import UserError
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Block = Annotated[int, Field(ge=0, le=10**6)]
 _HUGE = 1e300
+_MODULES = {
+    "q": ("self_attn.q_proj", "attention.attention.query", "attention.self.query"),
+    "k": ("self_attn.k_proj", "attention.attention.key", "attention.self.key"),
+    "v": ("self_attn.v_proj", "attention.attention.value", "attention.self.value"),
+    "o": ("self_attn.o_proj", "self_attn.out_proj", "attention.output.dense"),
+    "gate": ("mlp.gate_proj",),
+    # A gated MLP that stores gate and up as one weight has that one here.
+    "up": ("mlp.up_proj", "fc1", "mlp.fc1", "intermediate.dense", "mlp.weights_in"),
+    "down": ("mlp.down_proj", "fc2", "mlp.fc2", "output.dense", "mlp.weights_out"),
+}
+_KIND_OF = {module: kind for kind, modules in _MODULES.items() for module in modules}
 _WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
 
 
@@ -75,6 +86,55 @@ class Site(Record):
         return width if width is None or width > 0 else None
 
 
+class Linear(Record):
+    """What a mask did to one linear of one block; its error, damping and dead inputs are figures."""
+
+    block: Block
+    weight: str
+    rows: Annotated[int, Field(ge=1, le=2**31)]
+    columns: Annotated[int, Field(ge=1, le=2**31)]
+    zeros: Count
+
+    @model_validator(mode="after")
+    def _within(self) -> "Linear":
+        if self.zeros > self.size:
+            raise ValueError("more zeros than weights")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its weights."""
+        return self.rows * self.columns
+
+    @property
+    def kind(self) -> str:
+        """q, k, v, o, gate, up or down, whatever its family calls it; where that is not known, its own name."""
+        name = self.weight.removesuffix(".weight")
+        module = name.partition(f".{self.block}.")[2] or name
+        return _KIND_OF.get(module, module)
+
+
+class Learned(Record):
+    """A rotation of one block, or of all (block None); entropies before and after and steps are figures."""
+
+    block: Block | None
+
+
+class Mask(BaseModel):
+    """Which weights were zeroed: by whose score, in which pattern."""
+
+    method: str
+    pattern: str
+
+
+class Rotation(BaseModel):
+    """What was turned before the mask, and whose importance of weights that was to concentrate."""
+
+    kind: str
+    importance: str | None = None
+    learned: list[Learned]
+
+
 class Cost(BaseModel):
     """Size of a model, as `planning.accounting` counts it."""
 
@@ -88,6 +148,7 @@ class _Recipe(BaseModel):
     name: str
     summary: str = ""
     source: str = ""
+    mask: Record | None = None
 
 
 class _Source(BaseModel):
@@ -108,6 +169,9 @@ class _Common(BaseModel):
     after: Cost
     sites: list[Site]
     layers: list[Layer] = []
+    mask: Mask | None = None
+    rotation: Rotation | None = None
+    linears: list[Linear] = []
 
 
 class _Output(_Common):
@@ -142,6 +206,10 @@ class Document(BaseModel):
         before, after: cost of the source and of the output.
         sites: by block, then in the order of the report.
         layers: by block; empty where the report has none.
+        mask: which weights were zeroed; None where units were dropped.
+        asked_damp: damping of Hessians that the recipe asked for, as a share of their mean diagonal.
+        rotation: what was turned before the mask.
+        linears: what the mask did, by block, then in the order of the report.
     """
 
     title: str
@@ -151,6 +219,10 @@ class Document(BaseModel):
     after: Cost
     sites: list[Site]
     layers: list[Layer]
+    mask: Mask | None
+    asked_damp: float | None
+    rotation: Rotation | None
+    linears: list[Linear]
 
 
 def read_document(path: Path) -> Document:
@@ -231,11 +303,21 @@ def _document(title: str, facts: list[tuple[str, str]], found: _Common) -> Docum
         after=found.after,
         sites=sorted(found.sites, key=lambda site: site.block),
         layers=sorted(found.layers, key=lambda layer: layer.block),
+        mask=found.mask,
+        asked_damp=None if found.recipe.mask is None else found.recipe.mask.figure("damp"),
+        rotation=found.rotation,
+        linears=sorted(found.linears, key=lambda linear: linear.block),
     )
 
 
 def _recipe_facts(found: _Common) -> list[tuple[str, str]]:
-    return [("Method", found.recipe.source), ("Recipe digest", found.recipe_digest)]
+    mask, rotation = found.mask, found.rotation
+    return [
+        ("Method", found.recipe.source),
+        ("Mask", f"{mask.method}, {mask.pattern}" if mask else ""),
+        ("Rotation", rotation.kind if rotation else ""),
+        ("Recipe digest", found.recipe_digest),
+    ]
 
 
 def _with_note(container: str, note: str | None) -> str:

@@ -66,6 +66,55 @@ def report(sites: list[Json], **changes: Any) -> Json:
     } | changes
 
 
+def linear(block: int, module: str = "self_attn.q_proj", **changes: Any) -> Json:
+    """What a mask did to one linear of a llama."""
+    return {
+        "block": block,
+        "weight": f"model.layers.{block}.{module}.weight",
+        "rows": 8,
+        "columns": 4,
+        "zeros": 16,
+        "error": 0.25,
+        "damp": 0.01,
+        "dead": 0,
+    } | changes
+
+
+def learned(block: int | None, before: float = 40.0, after: float = 30.0, steps: int = 20) -> Json:
+    return {"block": block, "entropy_before": before, "entropy_after": after, "steps": steps}
+
+
+def masked(
+    linears: list[Json], *rotations: Json, kind: str = "per-layer", turns: bool | None = None, **changes: Any
+) -> Json:
+    """The report of a mask, with rotations before it where some are given."""
+    recipe = {
+        "version": 1,
+        "name": "sparse",
+        "summary": "Half to zero.",
+        "source": "SparseGPT, Algorithm 1",
+        "ratio": 0.5,
+        "spaces": {},
+        "mask": {"method": "sparsegpt", "pattern": "2:4", "compare": None, "block": 128, "damp": 0.01},
+    }
+    rotation = {
+        "kind": kind,
+        "importance": "wanda",
+        "turns": kind == "per-layer" if turns is None else turns,
+        "learned": list(rotations),
+    }
+    return report(
+        [],
+        **{
+            "recipe": recipe,
+            "mask": {"method": "sparsegpt", "pattern": "2:4", "ratio": 0.5},
+            "rotation": rotation if rotations else None,
+            "linears": linears,
+        }
+        | changes,
+    )
+
+
 def plan(sites: list[Json], **changes: Any) -> Json:
     """As `plan` writes it."""
     made = report(sites)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.reporting.page import page
-from ckpt_prune.reporting.plots import PLOTS, SPACES
+from ckpt_prune.reporting.plots import KINDS, PLOTS, SPACES
 from ckpt_prune.reporting.plots import words as space_words
 from ckpt_prune.reporting.reading import read_document
 
-from .examples import Drawn, Json, bare, parse, plan, report, site, words, write
+from .examples import Drawn, Json, bare, learned, linear, masked, parse, plan, report, site, words, write
 
 STYLE = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
 
@@ -102,7 +102,7 @@ def test_calibration_of_another_kind(rendered):
 
 def test_costs(rendered):
     assert table(rendered(report([])), 0) == [
-        ["", "before", "after", "kept"],
+        ["", "before", "after", "share"],
         ["Parameters", "2.00M", "1.50M", "75.0%"],
         ["Bytes", "8.00 MiB", "6.00 MiB", "75.0%"],
         ["FLOPs of 1,024 tokens", "4.00B", "3.00B", "75.0%"],
@@ -156,6 +156,152 @@ def test_nothing_measured(rendered):
     html = rendered(report([bare(0)]))
     assert plots(html) == {}
     assert "Nothing was measured per layer: errors and diagnostics need statistics with Grams" in words(parse(html))
+
+
+# ---- masks and rotations ---------------------------------------------------------------------------------------
+
+
+def said(html: str) -> list[str]:
+    return [words(p) for p in parse(html).find(".//header").iter("p")][1:]
+
+
+def summaries(html: str) -> list[str]:
+    return [words(s) for s in parse(html).iter("summary")]
+
+
+DENSE = "Shapes stay as they were: parameters, bytes and FLOPs count zeros like any other weight."
+
+
+def test_a_masked_output(rendered):
+    linears = [linear(b, m) for b in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")]
+    linears[3] |= {"rows": 2000, "columns": 500, "zeros": 500_003, "error": 0.5}
+    html = rendered(masked(linears))
+    assert said(html) == [
+        f"50.00% of 1.00M weights in 4 linears were zeroed (sparsegpt, 2:4). {DENSE}",
+        "The error of their outputs on calibration data is 0.312 on average, 0.500 at most (down of block 1).",
+    ]
+    assert facts(html)["Mask"] == "sparsegpt, 2:4"
+    assert "Rotation" not in facts(html)
+    assert list(plots(html)) == ["Output error of the linears"]
+    assert summaries(html) == ["Every linear"]
+    assert table(html, 1) == [
+        ["block", "linear", "weight", "shape", "zeros", "share", "error", "damping", "dead inputs"],
+        *(
+            [b, kind, f"model.layers.{b}.{m}.weight", *cells]
+            for b, kind, m, cells in (
+                ("0", "q", "self_attn.q_proj", ["8 × 4", "16", "50.0%", "0.250", "0.0100", "0"]),
+                ("0", "down", "mlp.down_proj", ["8 × 4", "16", "50.0%", "0.250", "0.0100", "0"]),
+                ("1", "q", "self_attn.q_proj", ["8 × 4", "16", "50.0%", "0.250", "0.0100", "0"]),
+                ("1", "down", "mlp.down_proj", ["2,000 × 500", "500,003", "50.0%", "0.500", "0.0100", "0"]),
+            )
+        ),
+    ]
+
+
+def test_where_more_damping_was_needed(rendered):
+    damps = [0.01, 0.1, None, 0.0100001]
+    assert said(rendered(masked([linear(b, damp=d) for b, d in enumerate(damps)])))[2:] == [
+        "At 2 of 4 linears the Hessian was singular with the damping of 0.01 asked for and was given more: "
+        "q of block 1 (0.1), q of block 3 (0.0100001). More calibration data may help."
+    ]
+    (sentence,) = said(rendered(masked([linear(b, damp=1.0) for b in range(10)])))[2:]
+    assert sentence.startswith("At 10 of 10 linears")
+    named = ", ".join(f"q of block {b} (1)" for b in range(8))
+    assert sentence.endswith(f"and was given more: {named} and 2 more. More calibration data may help.")
+    unknown = masked([linear(0, damp=1.0)])
+    unknown["recipe"]["mask"] = None
+    assert len(said(rendered(unknown))) == 2
+
+
+def test_a_mask_without_errors(rendered):
+    """Nothing calls for a calibration that could not change that."""
+    bare_linears = [linear(0, error=None, damp=None, dead=None)]
+    html = rendered(masked(bare_linears, mask={"method": "magnitude", "pattern": "unstructured", "ratio": 0.5}))
+    assert said(html) == [
+        f"50.00% of 32 weights in 1 linear were zeroed (magnitude, unstructured). {DENSE}",
+        "The error of their outputs was not measured: a magnitude mask looks at no calibration data.",
+    ]
+    assert plots(html) == {}
+    assert "Over depth" not in html
+    assert "Nothing was measured" not in html
+    assert table(html, 1)[0] == ["block", "linear", "weight", "shape", "zeros", "share"]
+    assert said(rendered(masked(bare_linears)))[1] == (
+        "The error of their outputs was not measured: it needs --diagnostics and the Grams of their inputs."
+    )
+
+
+def test_rotations_of_every_block(rendered):
+    html = rendered(masked([linear(0)], learned(1, 50.0, 20.0, 15), learned(0, 50.0, 40.0, 3)))
+    assert said(html)[2:] == [
+        "Entropy of the wanda importance of weights: 100 nats before rotation (per-layer), 60 nats after (-40.0%), "
+        "in 3 to 15 steps per block."
+    ]
+    assert facts(html)["Rotation"] == "per-layer"
+    plot = plots(html)["Entropy of the importance"]
+    assert plot.unit == "nats"
+    assert plot.tooltips() == [
+        "block 0\nbefore rotation: 50\nafter rotation: 40, 3 steps",
+        "block 1\nbefore rotation: 50\nafter rotation: 20, 15 steps",
+    ]
+    assert summaries(html) == ["Every linear", "Every rotation"]
+    assert table(html, 2) == [
+        ["blocks", "entropy before (nats)", "entropy after (nats)", "change", "steps"],
+        ["0", "50", "40", "-20.0%", "3"],
+        ["1", "50", "20", "-60.0%", "15"],
+    ]
+
+
+def test_a_shared_rotation(rendered):
+    html = rendered(masked([linear(0)], learned(None, 100.0, 80.0, 1), kind="shared"))
+    assert said(html)[2:] == [
+        "Entropy of the wanda importance of weights: 100 nats before rotation (shared), 80 nats after (-20.0%), "
+        "in 1 step."
+    ]
+    assert list(plots(html)) == ["Output error of the linears"]
+    assert table(html, 2)[1:] == [["all", "100", "80", "-20.0%", "1"]]
+
+
+def test_rotations_of_unknown_entropy_and_steps(rendered):
+    entries = [learned(0), {"block": 1, "entropy_before": 0.0, "entropy_after": 0.0}, {"block": 2}]
+    html = rendered(masked([linear(0)], *entries))
+    assert len(said(html)) == 2
+    assert table(html, 2)[2:] == [["1", "0", "0", "–", "–"], ["2", "–", "–", "–", "–"]]
+    html = rendered(masked([linear(0)], entries[1]))
+    assert said(html)[2:] == [
+        "Entropy of the wanda importance of weights: 0 nats before rotation (per-layer), 0 nats after."
+    ]
+    same = rendered(masked([linear(0)], learned(0), learned(1)))
+    assert said(same)[2].endswith("(-25.0%), in 20 steps per block.")
+
+
+def test_an_older_report_has_nothing_of_masks(rendered):
+    """Neither their keys, nor, since, anything under them."""
+    made = report(rich())
+    assert not {"mask", "rotation", "linears"} & set(made)
+    assert rendered(made) == rendered(made | {"mask": None, "rotation": None, "linears": []})
+
+
+def test_the_order_of_linears_does_not_matter(rendered):
+    linears = [linear(b, error=0.1 * (b + 1)) for b in range(4)]
+    assert rendered(masked(linears[::-1])) == rendered(masked(linears))
+
+
+def test_nothing_from_a_masks_report_is_markup(rendered):
+    mask = {"method": EVIL, "pattern": EVIL, "ratio": 0.5}
+    made = masked([linear(0, weight=EVIL), linear(1, weight=EVIL)], learned(0), kind=EVIL, mask=mask)
+    made["rotation"]["importance"] = EVIL
+    made["linears"][0]["damp"] = 1
+    html = rendered(made)
+    root = parse(html)
+    seen = EVIL.replace("\x07", "\ufffd")
+    assert "script" not in {element.tag for element in root.iter()}
+    assert facts(html)["Mask"] == f"{seen}, {seen}"
+    assert facts(html)["Rotation"] == seen
+    assert table(html, 1)[1][1:3] == [seen, seen]
+    assert words(next(root.iter("li"))) == seen
+    assert f"({seen}, {seen})" in said(html)[0]
+    assert f"{seen} of block 0 (1)" in said(html)[2]
+    assert f"Entropy of the {seen} importance" in said(html)[3]
 
 
 # ---- the plots in it -------------------------------------------------------------------------------------------
@@ -291,7 +437,7 @@ def contrast(a: str, b: str) -> float:
 
 
 STYLES = {line.style.name for plot in PLOTS for line in plot.lines}
-STYLES |= {space.style.name for space in SPACES.values()} | {space_words("of another version").style.name}
+STYLES |= {space.style.name for space in (SPACES | KINDS).values()} | {space_words("of another version").style.name}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -324,6 +470,7 @@ def test_no_colour_but_those_of_the_schemes_is_used():
 def test_lines_of_one_plot_differ_in_mark_as_well():
     """For those who see no difference between the colours, and on paper."""
     groups = [[line.style for line in plot.lines] for plot in PLOTS] + [[s.style for s in SPACES.values()]]
+    groups.append([s.style for s in KINDS.values()] + [space_words("of another version").style])
     for styles in groups:
         assert all(a.mark != b.mark and a.name != b.name for a, b in product(styles, styles) if a is not b)
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from ckpt_prune.reporting.plots import PLOTS, Figure, Line, Plot, Style, figure, figures, shown
-from ckpt_prune.reporting.reading import Layer, Site
+from ckpt_prune.architectures.family import known_families, load_family, variants_of
+from ckpt_prune.reporting.plots import KINDS, PLOTS, Figure, Line, Plot, Style, figure, figures, shown
+from ckpt_prune.reporting.reading import Layer, Learned, Linear, Site
 
-from .examples import Json, bare, site
+from .examples import Json, bare, learned, linear, site
 
 
 def figures_of(*sites: Json) -> dict[str, Figure]:
@@ -131,14 +132,103 @@ def test_a_space_of_a_later_version_is_shown_by_its_name():
 def test_a_plot_is_one_entry():
     """As recovery will add: figures of a layer as a whole."""
     style = Style("after", "square")
-    cka = Plot("CKA", "Higher is better.", "similarity", (Line("after", style, figure("cka")),), (0, 1), layers=True)
+    cka = Plot("CKA", "Higher is better.", "similarity", (Line("after", style, figure("cka")),), (0, 1), of="layers")
     own = Plot("{space}: spread", "", "", (Line("a", style, figure("new")), Line("b", style, figure("k95"))))
     layers = [Layer.model_validate({"block": b, "cka": v}) for b, v in enumerate((0.9, None, 0.8))]
-    found = figures([Site.model_validate(site(0, new=3))], layers, (cka, own))
+    found = figures([Site.model_validate(site(0, new=3))], layers, plots=(cka, own))
     assert [(f.title, values(f)) for f in found] == [
         ("CKA", {"after": {0: 0.9, 2: 0.8}}),
         ("MLP: spread", {"a": {0: 3.0}, "b": {0: 4.0}}),
     ]
+
+
+def masked(linears: list[Json], rotations: list[Json] | None = None) -> dict[str, Figure]:
+    found = figures(
+        [], (), [Linear.model_validate(v) for v in linears], [Learned.model_validate(v) for v in rotations or []]
+    )
+    return {f.title: f for f in found}
+
+
+LLAMA = [
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+]
+
+
+def test_errors_of_linears_have_a_line_per_kind():
+    errors = {(b, m): 0.01 * (10 * b + i) for b in range(3) for i, m in enumerate(LLAMA)}
+    plot = masked([linear(b, m, error=e) for (b, m), e in reversed(errors.items())][::-1])[
+        "Output error of the linears"
+    ]
+    assert values(plot) == {
+        kind: {b: errors[b, m] for b in range(3)}
+        for kind, m in zip(("q", "k", "v", "o", "gate", "up", "down"), LLAMA, strict=True)
+    }
+    assert list(values(plot)) == list(KINDS)
+    assert [line.style for line in plot.series] == [space.style for space in KINDS.values()]
+    assert (plot.unit, plot.full, plot.log) == ("share of output energy", None, True)
+
+
+def test_the_order_of_kinds_does_not_depend_on_the_report():
+    plot = masked([linear(0, m) for m in LLAMA[::-1]])["Output error of the linears"]
+    assert list(values(plot)) == list(KINDS)
+
+
+def test_linears_without_an_error_are_gaps():
+    linears = [linear(0), linear(1, error=None), linear(2), linear(0, "mlp.up_proj", error=None)]
+    assert values(masked(linears)["Output error of the linears"]) == {"q": {0: 0.25, 2: 0.25}}
+    assert masked([linear(b, error=None) for b in range(2)]) == {}
+
+
+def families() -> list[tuple[str, str | None]]:
+    return [(name, variant) for name in known_families() for variant in (None, *variants_of(name))]
+
+
+@pytest.mark.parametrize(("name", "variant"), families())
+def test_every_linear_of_every_family_has_a_kind_of_its_own(name, variant):
+    family = load_family(name, variant)
+    found = [Linear.model_validate(linear(10, weight=family.tensor(10, module))).kind for module in family.linears]
+    assert set(found) <= set(KINDS)
+    assert len(set(found)) == len(found)
+    assert set("qkvo") <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [
+        ("model.layers.11.self_attn.v_proj.weight", "v"),
+        ("layers.11.mlp.down_proj.weight", "down"),
+        ("model.decoder.layers.11.fc1.weight", "up"),
+        ("model.layers.11.mlp.experts.11.up_proj.weight", "mlp.experts.11.up_proj"),
+        ("model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.v_proj"),
+        ("", ""),
+    ],
+)
+def test_kinds(weight, kind):
+    assert Linear.model_validate(linear(11, weight=weight)).kind == kind
+
+
+def test_a_kind_of_a_later_version_is_shown_by_its_name():
+    plot = masked([linear(0), linear(0, "mixer.in_proj", error=0.5)])["Output error of the linears"]
+    assert values(plot) == {"q": {0: 0.25}, "mixer.in_proj": {0: 0.5}}
+
+
+def test_entropy_before_and_after_with_the_steps_taken():
+    plot = masked([], [learned(0, 50.0, 30.5, 20), learned(1, 60.0, 40.0, 1)])["Entropy of the importance"]
+    assert values(plot) == {"before rotation": {0: 50.0, 1: 60.0}, "after rotation": {0: 30.5, 1: 40.0}}
+    before, after = plot.series
+    assert [p.text for p in before.points] == ["50", "60"]
+    assert [p.text for p in after.points] == ["30.5, 20 steps", "40, 1 step"]
+    assert (plot.unit, plot.log) == ("nats", False)
+
+
+def test_unknown_steps_are_not_spoken_of():
+    entry = learned(0) | {"steps": None}
+    assert masked([], [entry])["Entropy of the importance"].series[1].points[0].text == "30"
+
+
+def test_a_shared_rotation_has_no_place_over_depth():
+    assert masked([], [learned(None)]) == {}
 
 
 def test_every_plot_says_what_better_is():
