@@ -164,8 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines file; measurements in it are not repeated")
     parser.add_argument("--models", nargs="+", default=list(subjects()))
-    # The subjects rotate q and k by position: what prunes dimensions of a head is not for them.
-    fitting = [name for name in shipped_recipes() if "qk" not in load_recipe(name).spaces]
+    # The subjects rotate q and k by position: what prunes dimensions of a head is not for them. Masks: bench_masks.py.
+    found = {name: load_recipe(name) for name in shipped_recipes()}
+    fitting = [name for name, recipe in found.items() if recipe.mask is None and "qk" not in recipe.spaces]
     parser.add_argument("--recipes", nargs="+", default=fitting)
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3])
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")
