@@ -43,7 +43,7 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
     from ckpt_prune.architectures.remote import remote_class
-    from ckpt_prune.cli.setup import open_source
+    from ckpt_prune.cli.setup import open_source, report_of
     from ckpt_prune.errors import UserError
 
     folder = Path(model)
@@ -63,6 +63,8 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
         return
     report = _describe(checkpoint)
     report["weights"] = not config_only
+    made = report_of(checkpoint)
+    report["made_from"] = {"source": made["source"]["name"], "recipe": made["recipe"]["name"]} if made else None
     _recipe(recipe, 0.0)
     report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
     report["recipe"] = recipe if report["pruned"] else None
@@ -162,11 +164,9 @@ def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
     """What an output with remote code is: it cannot be pruned again, so only its size and what it was made from."""
     from ckpt_prune.architectures.family import family_of
     from ckpt_prune.calibration.measure import checkpoint_dtype
-    from ckpt_prune.checkpoint.filenames import REPORT
-    from ckpt_prune.checkpoint.jsonfile import read_object
+    from ckpt_prune.cli.setup import report_of
 
-    path = checkpoint.path / REPORT
-    made = read_object(path) if path.is_file() else {}
+    made = report_of(checkpoint)
     after = made.get("after", {})
     return {
         "model": str(checkpoint.path),
@@ -272,6 +272,8 @@ def _print(report: dict[str, Any]) -> None:
         "blocks": str(report["blocks"]),
         "FLOPs": f"{human_count(report['flops'])} for one sample of {report['tokens']} tokens",
     }
+    if report["made_from"]:
+        facts["made from"] = f"{report['made_from']['source']} by recipe {report['made_from']['recipe']}"
     for key, value in facts.items():
         click.echo(f"{key:<11} {value}")
     rows = [

@@ -18,7 +18,7 @@ COMMANDS = {
     "inspect": "What a checkpoint is, what can be pruned, and into which container.",
     "calibrate": "Measure activation statistics once, to reuse with any recipe.",
     "plan": "Decide what stays and predict the cost; write only the plan.",
-    "prune": "Write a smaller checkpoint that stock transformers loads.",
+    "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",
     "verify": "Prove that an output is whole and loads.",
     "report": "Show what pruning cost, block by block, as one HTML page.",
     "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",

@@ -150,7 +150,7 @@ ratio_option = click.option(
     "--ratio",
     type=float,
     callback=_ratio,
-    help="Share of units to drop in every space, in place of the recipe's.",
+    help="Share of units to drop in every space, or of weights that a mask zeroes, in place of the recipe's.",
 )
 container_option = click.option(
     "--container",

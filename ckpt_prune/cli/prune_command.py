@@ -196,13 +196,19 @@ def command(
 
 def _messages(job: Any) -> list[str]:
     """What a user should know of a job beside its sizes."""
-    from ckpt_prune.cli.setup import few_tokens
+    from ckpt_prune.cli.setup import few_tokens, masked_before
 
     found = []
     if job.recipe.target == "sequential" and not job.sequential and job.statistics is not None and job.plan is None:
         found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
     if job.container.note:
         found.append(job.container.note)
+    masked = masked_before(job.checkpoint)
+    if masked:
+        found.append(
+            f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
+            "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
+        )
     few = few_tokens(job, errors="below")
     if few:
         found.append(few)
@@ -233,6 +239,11 @@ def _print_dry(job: Any) -> None:
         click.echo(kept_line(job))
     else:
         how = mask_name(mask.method, mask.pattern)
+        rotation = job.recipe.rotation
+        if rotation is not None:
+            click.echo(
+                f"to be rotated first, {rotation.kind}: {rotation.steps} steps of {job.recipe.importance} importance"
+            )
         click.echo(f"to be masked by {how}: {job.recipe.ratio:.1%} of every linear weight in every block")
     click.echo("everything checked, nothing written")
 

@@ -22,6 +22,8 @@ from ckpt_prune.calibration.text import (
     read_text,
     token_stream,
 )
+from ckpt_prune.checkpoint.filenames import REPORT
+from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.cli.options import CalibrationOptions, ImageOptions
@@ -194,6 +196,18 @@ def kept_line(job: Job) -> str:
         units = job.family.units(job.config, space)
         kept.append(f"{space} {span}/{units} (ratio {job.recipe.ratio_of(space):g})")
     return f"kept per block: {', '.join(kept)}"
+
+
+def report_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What an output of this tool says of itself; nothing for other checkpoints."""
+    path = checkpoint.path / REPORT
+    return read_object(path) if path.is_file() else {}
+
+
+def masked_before(checkpoint: Checkpoint) -> str | None:
+    """The mask that a checkpoint was made with, or None."""
+    mask = report_of(checkpoint).get("mask")
+    return mask_name(mask["method"], mask["pattern"]) if mask else None
 
 
 def mask_lines(report: dict[str, Any]) -> list[str]:

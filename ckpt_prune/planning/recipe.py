@@ -159,20 +159,23 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Recipe":
+        if self.rotation is not None and self.mask is None:
+            raise ValueError("rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)")
         if bool(self.spaces) == (self.mask is not None):
             raise ValueError(
-                "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice"
+                "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice, "
+                "the mask last"
                 if self.mask is not None
                 else "nothing to do: spaces or a mask is missing"
             )
-        if self.rotation is not None and self.mask is None:
-            raise ValueError("rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)")
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
         if self.mask is not None and (self.allocation, self.widths) != ("uniform", "uniform"):
             raise ValueError("allocation and widths speak of units: they do not go with a mask")
         if self.mask is not None and self.container == "padded":
             raise ValueError("container padded is for spaces: a mask leaves every shape as it is")
+        if self.mask is not None and "ratio" not in self.model_fields_set:
+            raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
         return self
 
     @model_validator(mode="after")
@@ -371,6 +374,13 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
     if ratio is not None:
+        mask = values.get("mask")
+        pattern = str(mask.get("pattern", UNSTRUCTURED)) if isinstance(mask, dict) else UNSTRUCTURED
+        if pattern != UNSTRUCTURED:
+            raise UserError(
+                f"--ratio {ratio:g} does not go with pattern {pattern}, which says by itself how much is zeroed: "
+                f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
+            )
         values["ratio"] = ratio
         for space in _mappings(values.get("spaces")):
             space.pop("ratio", None)
@@ -467,9 +477,13 @@ def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int], values: 
         allowed = _allowed_keys(loc)
         near = difflib.get_close_matches(keys[-1], allowed, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if keys[-1] in Recipe.model_fields and len(keys) > 1:
+            hint = f"{keys[-1]} stands at the top of a recipe; "
         return f"{where}: unknown key {key}: {hint}allowed here: {', '.join(allowed)}"
     if error["type"] == "missing":
         return f"{where}: {key} is missing"
+    if error["type"] == "model_type":
+        return f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"

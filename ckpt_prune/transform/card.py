@@ -4,11 +4,14 @@ from typing import Any
 
 from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
 
 _PACKED = (
     "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
     "removed its support of 2:4."
 )
+
+_CHANGED = " That is the shipped recipe of this name; it was changed here, and `ckpt_prune.json` has it as it was used."
 
 
 def model_card(report: dict[str, Any]) -> str:
@@ -23,7 +26,8 @@ def model_card(report: dict[str, Any]) -> str:
         "",
         f"# {report['source']['name']}, pruned by recipe {recipe['name']}",
         "",
-        f"Made by ckpt_prune {report['ckpt_prune']} from `{report['source']['name']}`. {recipe['summary']}",
+        f"Made by ckpt_prune {report['ckpt_prune']} from `{report['source']['name']}`. {recipe['summary']}"
+        f"{_CHANGED if _is_changed(report) else ''}",
         f"Source of the method: {recipe['source']}." if recipe["source"] else "",
         "",
         "| | before | after | share |",
@@ -82,6 +86,12 @@ def _mask(report: dict[str, Any]) -> list[str]:
     if zeros and mask["pattern"] == "2:4":
         sentences.append(_PACKED)
     return [" ".join(sentences)]
+
+
+def _is_changed(report: dict[str, Any]) -> bool:
+    """Whether the recipe bears the name of a shipped one and is another."""
+    name = report["recipe"]["name"]
+    return name in shipped_recipes() and load_recipe(name).digest != report["recipe_digest"]
 
 
 def _turns(report: dict[str, Any]) -> bool:

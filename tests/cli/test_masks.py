@@ -309,8 +309,18 @@ def test_a_ratio(here):
 @pytest.mark.parametrize("recipe", ["wanda-2-4", "sparsegpt-2-4", "denoise-rotator-shared-wanda-2-4"])
 def test_a_pattern_is_its_own_ratio(here, recipe):
     assert refused(*PRUNE, recipe, "--ratio", "0.3", *TEXT) == (
-        f"{shipped_recipes()[recipe]}: pattern 2:4 zeroes 0.5 of the weights by itself: leave out ratio"
+        "--ratio 0.3 does not go with pattern 2:4, which says by itself how much is zeroed: take a recipe without one, "
+        "or say --set mask.pattern=unstructured as well"
     )
+    assert refused(*PRUNE, recipe, "--set", "mask.pattern=unstructured", *TEXT) == (
+        f"{shipped_recipes()[recipe]}: an unstructured mask needs ratio, the share of weights to zero; "
+        "N:M patterns do not"
+    )
+    ok(*PRUNE, recipe, "--set", "mask.pattern=unstructured", "--ratio", "0.25", *TEXT, *few(recipe))
+    card = (Path("out") / "README.md").read_text()
+    assert " That is the shipped recipe of this name; it was changed here" in card
+    ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "as-it-is")
+    assert "it was changed here" not in (Path("as-it-is") / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("pattern", "gone"), [("4:8", 4), ("1:4", 3), ("3:4", 1), ("1:2", 1), ("7:8", 1)])
@@ -406,7 +416,9 @@ def test_what_a_mask_needs(here):
         ("magnitude-2-4", COSTS + "to be masked by magnitude 2:4: 50.0% of every linear weight in every block\n"),
         (
             "denoise-rotator-sparsegpt-2-4",
-            TURNED + "to be masked by sparsegpt 2:4: 50.0% of every linear weight in every block\n",
+            TURNED
+            + "to be rotated first, per-layer: 200 steps of sparsegpt importance\n"
+            + "to be masked by sparsegpt 2:4: 50.0% of every linear weight in every block\n",
         ),
     ],
 )
@@ -488,7 +500,7 @@ NOT_MEANT = (
         (
             WANDA + "spaces:\n  mlp: {score: rcpu}\n",
             "mine.yaml: a recipe has either spaces, which lose units, or a mask, which zeroes weights; "
-            "for both, prune twice",
+            "for both, prune twice, the mask last",
         ),
         (HEAD, "mine.yaml: nothing to do: spaces or a mask is missing"),
         (HEAD + "spaces: {}\n", "mine.yaml: nothing to do: spaces or a mask is missing"),
@@ -520,7 +532,7 @@ NOT_MEANT = (
         ),
         (
             WANDA + "  pattern: 2:4\nratio: 0.3\n",
-            "mine.yaml: pattern 2:4 zeroes 0.5 of the weights by itself: leave out ratio",
+            "mine.yaml: pattern 2:4 zeroes 0.5 of the weights by itself: leave out ratio, or set it to that",
         ),
         (
             WANDA + "  pattrn: 2:4\n",
@@ -682,6 +694,26 @@ def test_gains_that_the_head_cannot_take_in(here, kind):
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("recipe", ["wanda-50", "denoise-rotator-wanda-50", "denoise-rotator-shared-wanda-50"])
+def test_a_weight_that_is_no_number_is_named(here, recipe):
+    """Whichever is measured first, the model is not said to overflow."""
+    edit_weights("dense", lambda found: found["model.layers.1.mlp.up_proj.weight"].fill_(float("nan")))
+    assert "tensor 'model.layers.1.mlp.up_proj.weight' has 384 NaN or Inf" in refused(
+        *PRUNE, recipe, *TEXT, *few(recipe)
+    )
+
+
+def test_zeros_that_another_prune_loses(here):
+    ok(*PRUNE, "wanda-2-4", *TEXT)
+    assert "made from   dense by recipe wanda-2-4\n" in ok("inspect", "out")
+    line = (
+        "this model was masked before (wanda 2:4): what is rewritten now loses those zeros, and another mask chooses "
+        "anew; see `ckpt-prune inspect OUT --sparsity`\n"
+    )
+    assert line in ok("prune", "out", "--recipe", "ridge", *TEXT, "-o", "again")
+    assert line not in ok("prune", "dense", "--recipe", "ridge", *TEXT, "-o", "once")
+
+
 def test_updates_that_a_weight_cannot_take_in(here):
     name = "model.layers.0.mlp.down_proj.weight"
     in_half("dense", {name: 6e4 / float(tensors("dense")[name].abs().max())})
@@ -713,7 +745,7 @@ def test_singular_hessians_are_damped_and_said(here):
 def test_a_hessian_that_stays_singular_is_named(here, monkeypatch):
     monkeypatch.setattr(damping, "dampings", lambda damp, most: iter([damp]))
     assert refused(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS).startswith(
-        "model.layers.0.self_attn.q_proj.weight: the Hessian is singular with damping 0 of its mean diagonal "
+        "model.layers.0.self_attn.q_proj.weight: the Hessian is singular with damping 0 of its mean diagonal: "
     )
 
 

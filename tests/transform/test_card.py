@@ -45,7 +45,8 @@ def test_units():
         *["---", "library_name: transformers", "tags: [ckpt-prune, pruned]", "---", ""],
         "# tiny, pruned by recipe corp",
         "",
-        "Made by ckpt_prune 0.1.0 from `tiny`. Affine.",
+        "Made by ckpt_prune 0.1.0 from `tiny`. Affine. That is the shipped recipe of this name; it was changed here, "
+        "and `ckpt_prune.json` has it as it was used.",
         "Source of the method: CORP, eq. 7.",
         "",
         "| | before | after | share |",

@@ -719,3 +719,11 @@ def test_no_two_blocks_are_read_together(tmp_path, monkeypatch, kind):
     assert seen.blocks == {str(block) for block in range(6)}
     assert seen.together == 1
     assert seen.alive <= 2
+
+
+def test_one_rotation_of_all_blocks_needs_statistics(tmp_path):
+    """A stream that nobody advances would show every block the embedding's output."""
+    folder = families.make(tmp_path / "dense")
+    with pytest.raises(ValueError, match="needs statistics"):
+        prune(families.job_on(folder, rotating("shared", {"method": "wanda"}), None, windows(2)), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
