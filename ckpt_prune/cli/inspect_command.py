@@ -99,7 +99,8 @@ def _recipe(name: str, ratio: float) -> Any:
 
 
 def _size_at(checkpoint: Any, recipe: str, ratio: float) -> dict[str, Any]:
-    from ckpt_prune.transform.job import Job, check_spaces
+    from ckpt_prune.transform.checks import check_spaces
+    from ckpt_prune.transform.job import Job
 
     job = Job(checkpoint, _recipe(recipe, ratio))
     check_spaces(job.family, job.recipe)

@@ -111,7 +111,7 @@ def command(
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import load_recipe
-    from ckpt_prune.transform.job import check_spaces
+    from ckpt_prune.transform.checks import check_spaces
     from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured, measures_first
     from ckpt_prune.transform.prune import check_output, prune

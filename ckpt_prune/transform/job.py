@@ -18,11 +18,6 @@ from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.measure import (
     block_names,
-    checkpoint_dtype,
-    consumer_widths,
-    linear_widths,
-    query_heads,
-    reader_fingerprint,
 )
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.samples import Samples
@@ -36,11 +31,12 @@ from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
 from ckpt_prune.planning.recipe import Recipe, methods_of
 from ckpt_prune.planning.selection import Site, select_ranked, standardise
 from ckpt_prune.progress import track
+from ckpt_prune.transform.checks import check_job
 from ckpt_prune.transform.containers import REMOTE, Container, Widths, choose_container, remote_note
 from ckpt_prune.transform.engine import Decisions, Pruner
-from ckpt_prune.transform.layout import Layout, check_source, plan_layout, source_shapes
-from ckpt_prune.transform.masking import Masker, check_widths
-from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint, check_rotatable
+from ckpt_prune.transform.layout import Layout, plan_layout, source_shapes
+from ckpt_prune.transform.masking import Masker
+from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
 from ckpt_prune.transform.rotations import Learner, RotationSizes
 from ckpt_prune.transform.sources import CachedMoments, MomentSource, NoMoments, RotatedMoments, SequentialMoments
 
@@ -115,126 +111,7 @@ class Job:
         Raises:
             UserError: with the first thing that does not fit.
         """
-        check_source(self.checkpoint, self.family)
-        check_spaces(self.family, self.recipe)
-        self._check_mask()
-        if self.recipe.needs_moments and self.statistics is None and self.live is None:
-            data = "--images" if self.family.modality == "image" else "--text"
-            raise UserError(f"recipe {self.recipe.name} needs statistics: give --statistics, or {data} to measure them")
-        if self.statistics is not None:
-            self.statistics.check_model(
-                model=self.checkpoint.fingerprint,
-                tokenizer=reader_fingerprint(self.checkpoint, self.family),
-                dtype=checkpoint_dtype(self.checkpoint),
-                blocks=self.blocks,
-                consumers=consumer_widths(self.family, self.config),
-                queries=query_heads(self.family, self.config),
-                linears=linear_widths(self.family, self.config),
-            )
-            if self.recipe.mask is not None:
-                self._check_linears(self.statistics)
-            elif "gram" not in self.statistics.index.collect:
-                lacking = [
-                    own.compensation.method
-                    for space, own in self.recipe.spaces.items()
-                    if self.recipe.needs_gram(space)
-                ]
-                if lacking:
-                    raise UserError(
-                        f"compensation {lacking[0]} needs Grams, and {self.statistics.folder} has none: "
-                        f"calibrate with --collect {','.join(self.recipe.collect)}"
-                    )
-            if "logits" in self.recipe.collect and "logits" not in self.statistics.index.collect:
-                raise UserError(
-                    f"recipe {self.recipe.name} prunes q and k, and {self.statistics.folder} has no moments of them: "
-                    f"calibrate with --collect {','.join(self.recipe.collect)}"
-                )
-        folds = self.live.folds if self.live else self.statistics.index.folds if self.statistics else 0
-        if self.recipe.needs_folds and folds < 2 and self.plan is None:
-            raise UserError("lambda_by: folds needs at least two folds: calibrate with --folds 4")
-        if self.recipe.perplexity_grid and not self.family.causal:
-            raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
-        if self.recipe.perplexity_grid and self.live is None and self.plan is None:
-            raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
-        if self.plan is not None and self.plan.model != self.checkpoint.fingerprint:
-            raise UserError(f"the plan was made for another model ({self.plan.model_path}), not {self.checkpoint.path}")
-        if self.plan is not None:
-            self._check_plan(self.plan)
-        self._check_samples()
-
-    def _check_mask(self) -> None:
-        """What a mask and rotations ask of the model."""
-        recipe = self.recipe
-        if recipe.mask is None:
-            return
-        shapes = {name: info.shape for name, info in self.checkpoint.tensors.items()}
-        check_widths(self.family, recipe.mask, shapes)
-        if recipe.rotation is not None:
-            check_rotatable(self.family, self.config, recipe.rotation.kind)
-            assert self.rotated is not None
-            self.rotated.check_final_norm()
-            if recipe.rotation.kind == "per-layer" and recipe.container not in ("auto", "any", "remote"):
-                raise UserError(
-                    f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
-                    "cannot: leave container out for remote code, or choose rotation kind shared"
-                )
-
-    def _check_linears(self, statistics: Statistics) -> None:
-        """Statistics that a mask or rotations can use."""
-        lacking = [kind for kind in self.recipe.collect if kind not in statistics.index.collect]
-        if lacking and self.recipe.needs_moments:
-            raise UserError(
-                f"recipe {self.recipe.name} needs {' and '.join(self.recipe.collect)}, and {statistics.folder} has no "
-                f"{' and no '.join(lacking)}: calibrate with --collect {','.join(self.recipe.collect)}"
-            )
-
-    def _check_samples(self) -> None:
-        """With λ = 0 nothing but data determines a fit: there must be enough of it."""
-        index = self.statistics.index if self.statistics else None
-        live = self.live.samples if self.live else None
-        tokens = index.window if index else live.tokens if live else 0
-        samples = index.samples if index else len(live) if live else 0
-        if not samples:
-            return
-        what = "images" if self.family.modality == "image" else f"windows of {tokens} tokens"
-        for space, own in self.recipe.spaces.items():
-            method = own.compensation.method
-            bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
-            if not bare or not methods_of(space)[method].uses_lambda:
-                continue
-            # A ranking over blocks may leave a block whole.
-            uniform = self.recipe.allocation == "uniform"
-            kept = self._pruner.keep_count(space) if uniform else self.family.units(self.config, space)
-            if space == "qk":
-                needed, unknowns = -(-(kept**2) // min(tokens, kept) ** 2), f"{kept} x {kept} unknowns of a head"
-            else:
-                inputs = kept * self.family.unit_columns(self.config, space)
-                needed, unknowns = -(-inputs // tokens), f"{inputs} inputs of a projection"
-            if samples < needed:
-                raise UserError(
-                    f"{method} with lambda 0 needs at least {needed} {what} for the {unknowns}, and there are "
-                    f"{samples}: give more, or a lambda above 0"
-                )
-
-    def _check_plan(self, plan: Plan) -> None:
-        """Every pruned space of every block once, its kept units ascending and among those there are."""
-        expected = [(block, space) for block in range(self.blocks) for space in self.recipe.spaces]
-        if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
-            raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
-        for site in plan.sites:
-            units = self.family.site_units(self.config, site.space)
-            heads = units // self.family.units(self.config, site.space)
-            if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
-                raise UserError(
-                    f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
-                    f"below {units}: plan again instead of editing it"
-                )
-            width = units // heads
-            if site.space == "qk" and len({sum(r // width == h for r in site.kept) for h in range(heads)}) != 1:
-                raise UserError(
-                    f"the plan keeps different numbers of q and k dimensions in the heads of block {site.block}: "
-                    "plan again instead of editing it"
-                )
+        check_job(self)
 
     def source(self) -> MomentSource:
         """A fresh moment source at the first block."""
@@ -332,7 +209,7 @@ class Job:
         return Decisions(self.recipe, self._ranked())
 
     def _ranked(self) -> dict[Site, Tensor]:
-        pruner = self._pruner
+        pruner = self.unsettled
         source = self.source()
         scores: dict[Site, Tensor] = {}
         for block in track(range(self.blocks), "ranking", total=self.blocks):
@@ -368,14 +245,14 @@ class Job:
         return (rows // units + columns) * self.family.dimension(self.config, "hidden")
 
     @property
-    def _pruner(self) -> Pruner:
+    def unsettled(self) -> Pruner:
         """For counts and scores: nothing is settled."""
         return Pruner(self.family, self.config, Decisions(self.recipe), frozenset(), self.device)
 
     @cached_property
     def widths(self) -> Widths:
         """Units kept per block and space."""
-        pruner = self._pruner
+        pruner = self.unsettled
 
         def width(block: int, space: SpaceName) -> int:
             kept = self.decisions.kept.get((block, space))
@@ -501,20 +378,6 @@ class Job:
                 "folds": self.live.folds,
             }
         return {"target": "none"}
-
-
-def check_spaces(family: Family, recipe: Recipe) -> None:
-    """Refuse a recipe that prunes what a family has not.
-
-    Raises:
-        UserError: q and k of a family that rotates them by position.
-    """
-    if "qk" in recipe.spaces and family.rope:
-        raise UserError(
-            f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
-            "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Heads and mlp "
-            "can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.qk"
-        )
 
 
 def _vectors(folds: tuple[Moments, ...]) -> Moments:

@@ -1,0 +1,166 @@
+"""What has to fit together before a job writes its first byte."""
+
+from typing import TYPE_CHECKING
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.measure import (
+    checkpoint_dtype,
+    consumer_widths,
+    linear_widths,
+    query_heads,
+    reader_fingerprint,
+)
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.plan import Plan
+from ckpt_prune.planning.recipe import Recipe, methods_of
+from ckpt_prune.transform.layout import check_source
+from ckpt_prune.transform.masking import check_widths
+from ckpt_prune.transform.rotated import check_rotatable
+
+if TYPE_CHECKING:
+    from ckpt_prune.transform.job import Job
+
+
+def check_job(job: "Job") -> None:
+    """Check a job's names, shapes, statistics, plan and recipe against each other.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    check_source(job.checkpoint, job.family)
+    check_spaces(job.family, job.recipe)
+    _mask(job)
+    if job.recipe.needs_moments and job.statistics is None and job.live is None:
+        data = "--images" if job.family.modality == "image" else "--text"
+        raise UserError(f"recipe {job.recipe.name} needs statistics: give --statistics, or {data} to measure them")
+    if job.statistics is not None:
+        job.statistics.check_model(
+            model=job.checkpoint.fingerprint,
+            tokenizer=reader_fingerprint(job.checkpoint, job.family),
+            dtype=checkpoint_dtype(job.checkpoint),
+            blocks=job.blocks,
+            consumers=consumer_widths(job.family, job.config),
+            queries=query_heads(job.family, job.config),
+            linears=linear_widths(job.family, job.config),
+        )
+        if job.recipe.mask is not None:
+            _linears(job, job.statistics)
+        elif "gram" not in job.statistics.index.collect:
+            lacking = [
+                own.compensation.method for space, own in job.recipe.spaces.items() if job.recipe.needs_gram(space)
+            ]
+            if lacking:
+                raise UserError(
+                    f"compensation {lacking[0]} needs Grams, and {job.statistics.folder} has none: "
+                    f"calibrate with --collect {','.join(job.recipe.collect)}"
+                )
+        if "logits" in job.recipe.collect and "logits" not in job.statistics.index.collect:
+            raise UserError(
+                f"recipe {job.recipe.name} prunes q and k, and {job.statistics.folder} has no moments of them: "
+                f"calibrate with --collect {','.join(job.recipe.collect)}"
+            )
+    folds = job.live.folds if job.live else job.statistics.index.folds if job.statistics else 0
+    if job.recipe.needs_folds and folds < 2 and job.plan is None:
+        raise UserError("lambda_by: folds needs at least two folds: calibrate with --folds 4")
+    if job.recipe.perplexity_grid and not job.family.causal:
+        raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
+    if job.recipe.perplexity_grid and job.live is None and job.plan is None:
+        raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
+    if job.plan is not None and job.plan.model != job.checkpoint.fingerprint:
+        raise UserError(f"the plan was made for another model ({job.plan.model_path}), not {job.checkpoint.path}")
+    if job.plan is not None:
+        _plan(job, job.plan)
+    _samples(job)
+
+
+def _mask(job: "Job") -> None:
+    """What a mask and rotations ask of the model."""
+    recipe = job.recipe
+    if recipe.mask is None:
+        return
+    shapes = {name: info.shape for name, info in job.checkpoint.tensors.items()}
+    check_widths(job.family, recipe.mask, shapes)
+    if recipe.rotation is not None:
+        check_rotatable(job.family, job.config, recipe.rotation.kind)
+        assert job.rotated is not None
+        job.rotated.check_final_norm()
+        if recipe.rotation.kind == "per-layer" and recipe.container not in ("auto", "any", "remote"):
+            raise UserError(
+                f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
+                "cannot: leave container out for remote code, or choose rotation kind shared"
+            )
+
+
+def _linears(job: "Job", statistics: Statistics) -> None:
+    """Statistics that a mask or rotations can use."""
+    lacking = [kind for kind in job.recipe.collect if kind not in statistics.index.collect]
+    if lacking and job.recipe.needs_moments:
+        raise UserError(
+            f"recipe {job.recipe.name} needs {' and '.join(job.recipe.collect)}, and {statistics.folder} has no "
+            f"{' and no '.join(lacking)}: calibrate with --collect {','.join(job.recipe.collect)}"
+        )
+
+
+def _samples(job: "Job") -> None:
+    """With λ = 0 nothing but data determines a fit: there must be enough of it."""
+    index = job.statistics.index if job.statistics else None
+    live = job.live.samples if job.live else None
+    tokens = index.window if index else live.tokens if live else 0
+    samples = index.samples if index else len(live) if live else 0
+    if not samples:
+        return
+    what = "images" if job.family.modality == "image" else f"windows of {tokens} tokens"
+    for space, own in job.recipe.spaces.items():
+        method = own.compensation.method
+        bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
+        if not bare or not methods_of(space)[method].uses_lambda:
+            continue
+        # A ranking over blocks may leave a block whole.
+        uniform = job.recipe.allocation == "uniform"
+        kept = job.unsettled.keep_count(space) if uniform else job.family.units(job.config, space)
+        if space == "qk":
+            needed, unknowns = -(-(kept**2) // min(tokens, kept) ** 2), f"{kept} x {kept} unknowns of a head"
+        else:
+            inputs = kept * job.family.unit_columns(job.config, space)
+            needed, unknowns = -(-inputs // tokens), f"{inputs} inputs of a projection"
+        if samples < needed:
+            raise UserError(
+                f"{method} with lambda 0 needs at least {needed} {what} for the {unknowns}, and there are "
+                f"{samples}: give more, or a lambda above 0"
+            )
+
+
+def _plan(job: "Job", plan: Plan) -> None:
+    """Every pruned space of every block once, its kept units ascending and among those there are."""
+    expected = [(block, space) for block in range(job.blocks) for space in job.recipe.spaces]
+    if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
+        raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
+    for site in plan.sites:
+        units = job.family.site_units(job.config, site.space)
+        heads = units // job.family.units(job.config, site.space)
+        if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
+            raise UserError(
+                f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
+                f"below {units}: plan again instead of editing it"
+            )
+        width = units // heads
+        if site.space == "qk" and len({sum(r // width == h for r in site.kept) for h in range(heads)}) != 1:
+            raise UserError(
+                f"the plan keeps different numbers of q and k dimensions in the heads of block {site.block}: "
+                "plan again instead of editing it"
+            )
+
+
+def check_spaces(family: Family, recipe: Recipe) -> None:
+    """Refuse a recipe that prunes what a family has not.
+
+    Raises:
+        UserError: q and k of a family that rotates them by position.
+    """
+    if "qk" in recipe.spaces and family.rope:
+        raise UserError(
+            f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Heads and mlp "
+            "can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.qk"
+        )
