@@ -18,6 +18,9 @@ SpaceName = Literal["qk", "heads", "mlp"]
 """Spaces that recipes, plans and statistics speak of."""
 Modality = Literal["text", "image"]
 
+KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
+"""Tensors that a module of a block may have."""
+
 
 class _Description(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -230,6 +233,12 @@ class Family(_Description):
             producers = tuple(space.producers)
             found |= {producers[0]: producers, space.consumer: (space.consumer,)}
         return found
+
+    @property
+    def producer_inputs(self) -> list[str]:
+        """Of `inputs` those that are no consumer: linears that read the residual stream."""
+        consumers = {space.consumer for space in self.columns.values()}
+        return [first for first in self.inputs if first not in consumers]
 
     def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
         """On-disk name of a block's tensor."""

@@ -80,9 +80,8 @@ def consumer_widths(family: Family, config: PreTrainedConfig) -> dict[str, int]:
 
 def linear_widths(family: Family, config: PreTrainedConfig) -> dict[str, int]:
     """The same of the linears that are no consumer, by `moments_name`: the first of those that read one input."""
-    consumers = {description.consumer for description in family.columns.values()}
     hidden = family.dimension(config, "hidden")
-    return {f"{family.block}{first}.weight{_INPUT}": hidden for first in family.inputs if first not in consumers}
+    return {f"{family.block}{first}.weight{_INPUT}": hidden for first in family.producer_inputs}
 
 
 def query_heads(family: Family, config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
@@ -178,8 +177,7 @@ def measure(
         if "logits" in collect:
             wanted["qk"] = True
         if "linears" in collect:
-            consumers = {description.consumer for description in family.columns.values()}
-            wanted |= {first: "gram" in collect for first in family.inputs if first not in consumers}
+            wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
         files: dict[str, str] = {}
         for block in track(range(blocks), "calibrating", total=blocks):
             tensors = checkpoint.read(block_names(checkpoint, family, block))

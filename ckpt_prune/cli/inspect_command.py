@@ -53,27 +53,21 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
     checkpoint = checkpoint_of_config(folder) if config_only else open_source(model, trust=True)
     remote = remote_class(checkpoint.config, checkpoint.path)
     if remote is not None and not _parse_ratios(ratios):
-        found = _describe_remote(checkpoint, remote)
-        if sparsity:
-            found["sparsity"] = _sparsity(checkpoint)
-        if as_json:
-            echo_json(found)
-        else:
-            _print_remote(found)
-        return
-    report = _describe(checkpoint)
-    report["weights"] = not config_only
-    made = report_of(checkpoint)
-    report["made_from"] = {"source": made["source"]["name"], "recipe": made["recipe"]["name"]} if made else None
-    _recipe(recipe, 0.0)
-    report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
-    report["recipe"] = recipe if report["pruned"] else None
+        report, show = _describe_remote(checkpoint, remote), _print_remote
+    else:
+        report, show = _describe(checkpoint), _print
+        report["weights"] = not config_only
+        made = report_of(checkpoint)
+        report["made_from"] = {"source": made["source"]["name"], "recipe": made["recipe"]["name"]} if made else None
+        _recipe(recipe, 0.0)
+        report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
+        report["recipe"] = recipe if report["pruned"] else None
     if sparsity:
         report["sparsity"] = _sparsity(checkpoint)
     if as_json:
         echo_json(report)
     else:
-        _print(report)
+        show(report)
 
 
 def _parse_ratios(text: str | None) -> list[float]:

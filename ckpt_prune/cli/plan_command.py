@@ -66,6 +66,7 @@ def command(
     )
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.transform.checks import check_plannable
     from ckpt_prune.transform.job import make_plan
 
     if recipe is None:
@@ -74,10 +75,7 @@ def command(
         _check_place(out, overwrite)
     target = resolve_device(device)
     loaded = load_recipe(recipe, with_container(overrides, container), ratio)
-    if loaded.mask is not None:
-        raise UserError(
-            f"recipe {loaded.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
-        )
+    check_plannable(loaded)
     if loaded.perplexity_grid:
         raise UserError(
             f"recipe {loaded.name} chooses lambda by perplexity, on text and while pruning: "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError, field_validator
 
-from ckpt_prune.architectures.family import Family, SpaceName
+from ckpt_prune.architectures.family import KINDS, Family, SpaceName
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
@@ -20,7 +20,6 @@ from ckpt_prune.checkpoint.zeros import (
     find_zeros,
     pattern_of_all,
     share_of_all,
-    sparsity_of,
     weights_by_module,
 )
 from ckpt_prune.errors import UserError
@@ -203,9 +202,9 @@ def _sparsity(checkpoint: Checkpoint, report: _Report | None) -> tuple[bool | No
     zeros = weights = 0
     for linear in track(report.linears, "checking masks", unit="tensor"):
         tensor = checkpoint.read([linear.weight])[linear.weight]
-        found = sparsity_of(linear.weight, tensor)
-        zeros, weights = zeros + found.zeros, weights + found.numel
-        if fault := _mask_fault(linear, tensor, found.zeros, groups):
+        own = int((tensor == 0).sum())
+        zeros, weights = zeros + own, weights + tensor.numel()
+        if fault := _mask_fault(linear, tensor, own, groups):
             faults.append(f"{linear.weight} {fault}")
     if faults:
         return False, f"{faults[0]}; {len(faults)} of {_count(report.linears)} do not hold their mask"
@@ -290,7 +289,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tu
         in_heads = {
             family.tensor(block, module, kind)
             for module in (family.modules("qk") if family.logits else [])
-            for kind in ("weight", "bias")
+            for kind in KINDS
         }
         for name, rows in _producer_rows(family, config, block, sites, dense):
             if name in masked and report.rewritten:
@@ -322,7 +321,7 @@ def _producer_rows(
         for module, stacked in family.producers(site.space).items():
             if site.method == "logit":
                 folded.add(module)
-            for kind in ("weight", "bias"):
+            for kind in KINDS:
                 name = family.tensor(block, module, kind)
                 if name in dense.tensors and module not in folded:
                     own = unit_rows(kept, site.units, dense.tensors[name].shape[0], stacked)

@@ -6,11 +6,14 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ckpt_prune.planning.fields import Strict, one_of
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.sparsity.importance import Backbone
+from ckpt_prune.sparsity.masks import Compare
 from ckpt_prune.sparsity.orthogonal import METHODS as RETRACTIONS
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern
 
+RotationKind = Literal["per-layer", "shared", "values"]
 if TYPE_CHECKING:
-    RetractionName = str
+    from ckpt_prune.sparsity.orthogonal import MethodName as RetractionName
 else:
     RetractionName = one_of("retraction", RETRACTIONS)
 
@@ -18,7 +21,7 @@ else:
 class MaskRecipe(Strict):
     """Zeros in every linear module of every block (METHODS section 4): shapes stay as they are."""
 
-    method: Literal["magnitude", "wanda", "sparsegpt"] = Field(
+    method: Backbone = Field(
         description="magnitude: |W|; wanda: |W| times the norm of the input; sparsegpt: optimal brain surgeon, which "
         "also rewrites the weights that stay."
     )
@@ -27,7 +30,7 @@ class MaskRecipe(Strict):
         description="unstructured: the recipe's ratio of the weights, anywhere; N:M: of every M consecutive weights "
         "of a row, N stay.",
     )
-    compare: Literal["row", "matrix"] | None = Field(
+    compare: Compare | None = Field(
         None,
         description="Among which weights an unstructured mask chooses. Default: row for wanda, matrix for magnitude, "
         "as published; sparsegpt chooses among its blocks of columns.",
@@ -60,7 +63,7 @@ class MaskRecipe(Strict):
         return parse_pattern(self.pattern)
 
     @property
-    def compared(self) -> Literal["row", "matrix"]:
+    def compared(self) -> Compare:
         """Among which weights an unstructured mask chooses."""
         return self.compare or ("matrix" if self.method == "magnitude" else "row")
 
@@ -72,11 +75,11 @@ def _default(model: BaseModel, field: str) -> Any:
 class RotationRecipe(Strict):
     """Rotations learned before a mask, which leave the function of the model as it is (METHODS section 5)."""
 
-    kind: Literal["per-layer", "shared", "values"] = Field(
+    kind: RotationKind = Field(
         description="per-layer: the paper's R1 and R2 in every block, with remote code that turns the residual stream "
         "between blocks; shared: one R1 for all blocks, folded away, and R2; values: R2 alone, folded away."
     )
-    importance: Literal["magnitude", "wanda", "sparsegpt"] | None = Field(
+    importance: Backbone | None = Field(
         None, description="Whose importance of weights is concentrated. Default: the mask's method."
     )
     steps: int = Field(200, ge=0, description="Optimiser steps at most; 0 leaves the identity.")

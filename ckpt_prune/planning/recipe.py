@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.calibration.kinds import Collect
@@ -25,6 +20,7 @@ from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.sparsity.damping import DAMP
+from ckpt_prune.sparsity.importance import Backbone
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
 if TYPE_CHECKING:
@@ -235,7 +231,7 @@ class Recipe(Strict):
         return masked or self.rotation_needs_moments or any(self.space_needs_moments(space) for space in self.spaces)
 
     @property
-    def importance(self) -> Literal["magnitude", "wanda", "sparsegpt"]:
+    def importance(self) -> Backbone:
         """Whose importance the rotations concentrate."""
         assert self.mask is not None
         assert self.rotation is not None

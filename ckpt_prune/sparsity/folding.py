@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import Family, Residual
+from ckpt_prune.architectures.family import KINDS, Family, Residual
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.sparsity.importance import Side, rotated
 
@@ -77,7 +77,7 @@ def fused(family: Family, block: int, tensors: Mapping[str, Tensor]) -> dict[str
     described = residual_of(family)
     found = dict(tensors)
     for norm, modules in described.reads.items():
-        gain, shift = (found.get(family.tensor(block, norm, kind)) for kind in ("weight", "bias"))
+        gain, shift = (found.get(family.tensor(block, norm, kind)) for kind in KINDS)
         for module in modules:
             name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
             weight = found[name].double()
@@ -90,8 +90,8 @@ def fused(family: Family, block: int, tensors: Mapping[str, Tensor]) -> dict[str
             found[family.tensor(block, norm, "bias")] = torch.zeros_like(shift)
     if described.norm == "layer":
         for module in described.writes:
-            for kind in ("weight", "bias"):
-                name = family.tensor(block, module, "bias" if kind == "bias" else "weight")
+            for kind in KINDS:
+                name = family.tensor(block, module, kind)
                 if name in found:
                     found[name] = without_mean(found[name].double())
     return found
@@ -151,6 +151,23 @@ def before_norm(moments: Moments, gain: Tensor | None, shift: Tensor | None) -> 
         inverse = torch.where(g == 0, torch.zeros_like(g), 1 / g)
         gram, total = gram * torch.outer(inverse, inverse), total * inverse
     return _second(moments.count, total, gram)
+
+
+def unnormed(family: Family, block: int, module: str, tensors: Mapping[str, Tensor], moments: Moments) -> Moments:
+    """Moments of a linear module's input before the gains and biases of the norm that feeds it, where one does.
+
+    Args:
+        family: with a description of its residual stream.
+        block: index.
+        module: a linear module.
+        tensors: of the dense block, at least its norms.
+        moments: of the module's input; with a Gram, where a norm feeds it.
+    """
+    norm = reading_norm(family, module)
+    if norm is None:
+        return moments
+    gain, shift = (tensors.get(family.tensor(block, norm, kind)) for kind in KINDS)
+    return before_norm(moments, gain, shift)
 
 
 def after_rotation(moments: Moments, right: Side | None, residual: Tensor | None, heads: Tensor | None) -> Moments:

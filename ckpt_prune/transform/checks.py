@@ -152,6 +152,18 @@ def _plan(job: "Job", plan: Plan) -> None:
             )
 
 
+def check_plannable(recipe: Recipe) -> None:
+    """Refuse to plan what a plan cannot say.
+
+    Raises:
+        UserError: a mask.
+    """
+    if recipe.mask is not None:
+        raise UserError(
+            f"recipe {recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
+        )
+
+
 def check_spaces(family: Family, recipe: Recipe) -> None:
     """Refuse a recipe that prunes what a family has not.
 

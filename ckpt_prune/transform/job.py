@@ -31,7 +31,7 @@ from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
 from ckpt_prune.planning.recipe import Recipe, methods_of
 from ckpt_prune.planning.selection import Site, select_ranked, standardise
 from ckpt_prune.progress import track
-from ckpt_prune.transform.checks import check_job
+from ckpt_prune.transform.checks import check_job, check_plannable
 from ckpt_prune.transform.containers import REMOTE, Container, Widths, choose_container, remote_note
 from ckpt_prune.transform.engine import Decisions, Pruner
 from ckpt_prune.transform.layout import Layout, plan_layout, source_shapes
@@ -321,10 +321,14 @@ class Job:
 
     def pruner(self) -> Pruner | Masker:
         """The engine for this job."""
+        mask = self.recipe.mask
+        if mask is None:
+            return self.unit_pruner()
+        return Masker(self.family, mask, self.recipe.ratio, self.container.biases, self.device, self.diagnostics)
+
+    def unit_pruner(self) -> Pruner:
+        """The engine of a recipe with spaces."""
         container = self.container
-        if self.recipe.mask is not None:
-            mask, ratio = self.recipe.mask, self.recipe.ratio
-            return Masker(self.family, mask, ratio, container.biases, self.device, self.diagnostics)
         return Pruner(
             self.family,
             self.config,
@@ -392,14 +396,10 @@ def make_plan(job: Job) -> Plan:
         UserError: the job does not fit together, or needs text.
     """
     job.check()
-    if job.recipe.mask is not None:
-        raise UserError(
-            f"recipe {job.recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
-        )
+    check_plannable(job.recipe)
     if job.sequential:
         raise UserError("a plan is made from statistics: calibrate first, or let prune measure with --text")
-    pruner, source = job.pruner(), job.source()
-    assert isinstance(pruner, Pruner)
+    pruner, source = job.unit_pruner(), job.source()
     sites: list[SitePlan] = []
     for block in track(range(job.blocks), "planning", total=job.blocks):
         spaces = [space for space in job.family.spaces if space in job.recipe.spaces]

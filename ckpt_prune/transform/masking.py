@@ -135,10 +135,12 @@ def check_widths(family: Family, mask: MaskRecipe, shapes: Mapping[str, tuple[in
         UserError: a width is not a multiple of M.
     """
     groups = mask.groups
+    if groups is None:
+        return
     for module in family.linears:
         name = family.tensor(0, module)
         columns = shapes[name][1]
-        if groups is not None and columns % groups.of:
+        if columns % groups.of:
             raise UserError(
                 f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "
                 "use another pattern, or unstructured"

@@ -3,24 +3,23 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.family import KINDS, Family
 from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.mask_recipe import RotationKind
 from ckpt_prune.sparsity.folding import fused, residual_of, turned
 from ckpt_prune.transform.layout import Added
 
-Kind = Literal["per-layer", "shared", "values"]
 BlockRotations = tuple[Tensor | None, Tensor]
 """R1 (d, d), None where the residual stream is not rotated, and R2 of every KV head (kv, head_dim, head_dim)."""
 
-KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 ENTRY, EXIT = "entry_rotation", "exit_rotation"
 """Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
 CONFIG_KEY = "ckpt_prune_rotations"
@@ -28,7 +27,7 @@ _ROWS = 8192
 """Rows of a table that are folded together, in float64."""
 
 
-def check_rotatable(family: Family, config: PreTrainedConfig, kind: Kind) -> None:
+def check_rotatable(family: Family, config: PreTrainedConfig, kind: RotationKind) -> None:
     """Refuse to rotate a model whose residual stream is not plain pre-norm.
 
     Raises:
@@ -74,7 +73,7 @@ class RotatedCheckpoint:
     source: Checkpoint
     family: Family
     config: PreTrainedConfig
-    kind: Kind
+    kind: RotationKind
     rotations: Callable[[int], BlockRotations]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -187,7 +186,8 @@ class RotatedCheckpoint:
         tensors |= {name: tensors[name][:1] for name in self._gainless if name in tensors}
         dtype = self.source.tensors[self._values(index)].dtype
         if index in self.turns.get("entry", []):
-            tensors[self.family.tensor(index, ENTRY)] = self._entry(index)
+            assert residual is not None
+            tensors[self.family.tensor(index, ENTRY)] = self._entry(index, residual)
         if index in self.turns.get("exit", []):
             assert residual is not None
             tensors[self.family.tensor(index, EXIT)] = residual
@@ -199,12 +199,16 @@ class RotatedCheckpoint:
         residual, heads = self.rotations(index)
         return residual.to(self.device) if residual is not None else None, heads.to(self.device)
 
-    def _entry(self, index: int) -> Tensor:
-        """Weight of the module before a block: from the basis of the block before it into its own."""
-        residual, _ = self.rotations(index)
-        assert residual is not None
+    def norms(self, index: int) -> dict[str, Tensor]:
+        """Gains and biases of a dense block's norms, before they are folded."""
+        norms = residual_of(self.family).reads
+        names = [self.family.tensor(index, norm, kind) for norm in norms for kind in KINDS]
+        return self.source.read(name for name in names if name in self.source.tensors)
+
+    def _entry(self, index: int, residual: Tensor) -> Tensor:
+        """Weight of the module before a block with this R1: from the basis of the block before it into its own."""
         if index > 0:
-            before, _ = self.rotations(index - 1)
+            before, _ = self.on_device(index - 1)
             assert before is not None
             return residual.T @ before
         if residual_of(self.family).norm == "layer":
@@ -221,11 +225,10 @@ class RotatedCheckpoint:
         assert first is not None
         assert last is not None
         starts = {f"{self.family.on_disk(path)}.weight" for path in described.starts}
-        final, shift = (f"{self.family.on_disk(described.final)}.{kind}" for kind in ("weight", "bias"))
+        final, shift = (f"{self.family.on_disk(described.final)}.{kind}" for kind in KINDS)
         if name == self._head:
-            table = self.source.read([name if name in self.source.tensors else self._embedding])
-            gain = self._tensor(final)
-            (weight,) = table.values()
+            table = name if name in self.source.tensors else self._embedding
+            weight, gain = self.source.read([table])[table], self._tensor(final)
             return self._in_rows(weight, lambda part: (part if gain is None else part * gain.double()) @ last)
         if name in starts:
             tensor = self.source.read([name])[name]
@@ -253,9 +256,11 @@ class RotatedCheckpoint:
         Raises:
             UserError: it has a bias where its gain is zero.
         """
+        if not self.folds_ends:
+            return
         final = self.family.on_disk(residual_of(self.family).final)
         gain, shift = self._tensor(f"{final}.weight"), self._tensor(f"{final}.bias")
-        if self.folds_ends and gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
+        if gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
             raise UserError(
                 "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
                 "rotation kind values or per-layer leaves it alone"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,11 +19,10 @@ from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
-from ckpt_prune.planning.mask_recipe import RotationRecipe
+from ckpt_prune.planning.mask_recipe import RotationKind, RotationRecipe
 from ckpt_prune.progress import meter
-from ckpt_prune.sparsity.folding import before_norm, fused, reading_norm, residual_of, sides
+from ckpt_prune.sparsity.folding import fused, residual_of, sides, unnormed
 from ckpt_prune.sparsity.importance import Backbone, Side, Term, sensitivity
-from ckpt_prune.sparsity.orthogonal import MethodName
 from ckpt_prune.sparsity.training import Learned, Training, learn, learn_shared
 from ckpt_prune.transform.layout import Shape
 from ckpt_prune.transform.rotated import BlockRotations
@@ -45,14 +44,14 @@ class RotationSizes:
         kv_heads, head_dim: of the values.
     """
 
-    kind: str
+    kind: RotationKind
     blocks: int
     hidden: int
     kv_heads: int
     head_dim: int
 
     @classmethod
-    def of(cls, kind: str, family: Family, config: PreTrainedConfig) -> "RotationSizes":
+    def of(cls, kind: RotationKind, family: Family, config: PreTrainedConfig) -> "RotationSizes":
         """Of a model's config."""
         names = ("layers", "hidden", "kv_heads", "head_dim")
         return cls(kind, *(family.dimension(config, name) for name in names))
@@ -133,7 +132,7 @@ class Learner:
         return Training(
             steps=recipe.steps,
             learning_rate=recipe.learning_rate,
-            method=cast(MethodName, recipe.retraction),
+            method=recipe.retraction,
             patience=recipe.patience,
             tolerance=recipe.tolerance,
             jitter=recipe.jitter,
@@ -141,9 +140,14 @@ class Learner:
         )
 
     @property
+    def turns_stream(self) -> bool:
+        """Whether there is an R1."""
+        return self.recipe.kind != "values"
+
+    @property
     def preserved(self) -> Tensor | None:
         """The direction that every R1 keeps: that of ones, where a LayerNorm subtracts the mean."""
-        if residual_of(self.family).norm == "rms":
+        if not self.turns_stream or residual_of(self.family).norm == "rms":
             return None
         hidden = self.sizes.hidden
         return torch.full((hidden,), hidden**-0.5, dtype=torch.float64)
@@ -176,12 +180,12 @@ class Learner:
                     learned = learn(
                         self.terms(block, tensors, self.moments(source, block, tensors)),
                         self.backbone,
-                        hidden=None if sizes.kind == "values" else sizes.hidden,
+                        hidden=sizes.hidden if self.turns_stream else None,
                         kv_heads=sizes.kv_heads,
                         head_dim=sizes.head_dim,
                         training=self.training,
                         device=self.device,
-                        preserve=None if sizes.kind == "values" else self.preserved,
+                        preserve=self.preserved,
                         progress=advance.step,
                     )
                     residual = sizes.residual_name(block)
@@ -259,16 +263,14 @@ class Learner:
         made: dict[str, Tensor] = {}
         for first in self.family.inputs if self.backbone != "magnitude" else []:
             folds = tuple(m for m in found[first] if isinstance(m, Moments))
-            _, right = sides(self.family, first, residual=self.recipe.kind != "values")
+            _, right = sides(self.family, first, residual=self.turns_stream)
             if not self._needs_gram(right):
                 square = total(folds).square
                 made[first] = (square / square.mean().clamp_min(torch.finfo(square.dtype).tiny)).float()
                 continue
             moments = total(folds).to(self.device)
-            norm = reading_norm(self.family, first)
-            if norm is not None and self.recipe.kind != "values":
-                gain, shift = (tensors.get(self.family.tensor(block, norm, kind)) for kind in ("weight", "bias"))
-                moments = before_norm(moments, gain, shift)
+            if self.turns_stream:
+                moments = unnormed(self.family, block, first, tensors, moments)
             assert moments.gram is not None
             name = self.family.tensor(block, first)
             made_of = sensitivity(moments.gram, self.backbone, right is not None, self.recipe.damp, name=name)
@@ -284,19 +286,18 @@ class Learner:
     @property
     def grams(self) -> dict[str, bool]:
         """For every linear module that is first to read its input, whether the Gram is needed."""
-        residual = self.recipe.kind != "values"
         return {
-            first: self._needs_gram(sides(self.family, first, residual=residual)[1]) for first in self.family.inputs
+            first: self._needs_gram(sides(self.family, first, residual=self.turns_stream)[1])
+            for first in self.family.inputs
         }
 
     def weights(self, block: int, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Term]:
         """The block's linears as rotations see them, float32."""
-        residual = self.recipe.kind != "values"
-        whole = fused(self.family, block, tensors) if residual else tensors
+        whole = fused(self.family, block, tensors) if self.turns_stream else tensors
         terms = []
         for first, modules in self.family.inputs.items():
             for module in modules:
-                left, right = sides(self.family, module, residual=residual)
+                left, right = sides(self.family, module, residual=self.turns_stream)
                 if left is not None or right is not None:
                     name = self.family.tensor(block, module)
                     terms.append(Term(name, whole[name].float(), inputs.get(first), left, right))

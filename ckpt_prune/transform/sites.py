@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import ColumnSpace, Family, LogitSpace, SpaceName
+from ckpt_prune.architectures.family import KINDS, ColumnSpace, Family, LogitSpace, SpaceName
 from ckpt_prune.calibration import logits as logit_moments
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
@@ -71,7 +71,7 @@ class Sites:
         if isinstance(description, ColumnSpace):
             return [self.family.tensor(block, description.consumer)]
         modules = (description.query, description.key)
-        return [self.family.tensor(block, m, kind) for m in modules for kind in ("weight", "bias")]
+        return [self.family.tensor(block, m, kind) for m in modules for kind in KINDS]
 
     def solve(
         self,

@@ -14,8 +14,8 @@ from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.sparsity.folding import after_rotation, before_norm, reading_norm, sides
-from ckpt_prune.transform.rotated import KINDS, RotatedCheckpoint
+from ckpt_prune.sparsity.folding import after_rotation, sides, unnormed
+from ckpt_prune.transform.rotated import RotatedCheckpoint
 
 
 class MomentSource(Protocol):
@@ -103,16 +103,11 @@ class RotatedMoments(NoMoments):
         family = self._rotated.family
         residual, heads = self._rotated.on_device(block)
         found: dict[Key, SpaceMoments] = {}
+        norms = self._rotated.norms(block) if residual is not None else {}
         for key, folds in self._source.moments(block, tensors, keys).items():
-            norm = reading_norm(family, key) if residual is not None else None
-            names = {kind: family.tensor(block, norm, kind) for kind in KINDS} if norm is not None else {}
-            have = self._rotated.source.read(n for n in names.values() if n in self._rotated.source.tensors)
-            gain, shift = (have.get(names[kind]) if names else None for kind in KINDS)
             _, right = sides(family, key, residual=residual is not None)
-            plain = (m for m in folds if isinstance(m, Moments))
-            on_device = (m.to(self._rotated.device) for m in plain)
-            turned = (
-                after_rotation(before_norm(m, gain, shift) if norm else m, right, residual, heads) for m in on_device
-            )
-            found[key] = tuple(m.to("cpu") for m in turned)
+            own = [m.to(self._rotated.device) for m in folds if isinstance(m, Moments)]
+            if residual is not None:
+                own = [unnormed(family, block, key, norms, m) for m in own]
+            found[key] = tuple(after_rotation(m, right, residual, heads).to("cpu") for m in own)
         return found
