@@ -39,12 +39,19 @@ class BlockFactory:
         self._layers: Any = self.skeleton.get_submodule(family.layers)
         self._pruned: Any = getattr(modeling_pruned, f"Pruned{family.architecture}")
 
-    def block(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+    def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.
 
         Widths are read off the tensors, biases are there where a bias tensor is.
+
+        Args:
+            index: of the block.
+            tensors: by on-disk name.
+            dtype: of the parameters; the factory's by default.
         """
-        family, config = self.family, self.config
+        family = self.family
+        # Blocks of what was pruned already may differ in width.
+        config = modeling_pruned.layer_config(self.config, index)
         head_dim = family.dimension(config, "head_dim")
         layer_config = copy.copy(config)
         # Where the config leaves it out, it would be derived from the head count, which may have changed.
@@ -61,21 +68,28 @@ class BlockFactory:
             setattr(layer_config, key, tensors[family.tensor(index, logits.query)].shape[0] // heads)
         with torch.device("meta"):
             module: nn.Module = self._pruned.make_block(type(self._layers[index]), layer_config, index)
-        self.fill(module, f"{family.layers}.{index}", tensors)
+        self.fill(module, f"{family.layers}.{index}", tensors, dtype=dtype)
         return module.eval()
 
     def module_path(self, index: int, module: str) -> str:
         """Path inside a block of a linear module that the family names as it stands on disk."""
-        (parameter, *_) = self.names.parameters(self.family.tensor(index, module))
-        return parameter.removeprefix(f"{self.family.layers}.{index}.").removesuffix(".weight")
+        (path, *_) = self.parts(index, self.family.tensor(index, module))
+        return path.removesuffix(".weight")
 
-    def fill(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> None:
+    def parts(self, index: int, disk: str) -> list[str]:
+        """Paths inside block `index` of the parameters that a tensor on disk holds: equal parts of its rows."""
+        return [name.removeprefix(f"{self.family.layers}.{index}.") for name in self.parameters(disk)]
+
+    def fill(
+        self, module: nn.Module, path: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
+    ) -> None:
         """Give a module on the meta device its parameters, cast and moved.
 
         Args:
             module: at `path` of the model.
             path: of the module.
             tensors: by on-disk name; those outside the module are passed over.
+            dtype: of the parameters; the factory's by default.
 
         Raises:
             ValueError: a parameter is left without a tensor.
@@ -86,7 +100,7 @@ class BlockFactory:
             for parameter, part in zip(held, parts, strict=True):
                 if parameter.startswith(f"{path}."):
                     local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")
-                    value = nn.Parameter(part.to(self.device, self.dtype), requires_grad=False)
+                    value = nn.Parameter(part.to(self.device, dtype or self.dtype), requires_grad=False)
                     module.get_submodule(local).register_parameter(attribute, value)
         for name, parameter_ in module.named_parameters():
             if parameter_.is_meta:

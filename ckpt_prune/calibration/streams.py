@@ -13,6 +13,7 @@ from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, smaller_form
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.errors import UserError
 
 TOKENS_PER_BATCH = 4096
@@ -42,10 +43,25 @@ class HiddenStream:
         read: reads on-disk tensors by name.
         samples: N samples of T tokens.
         folds: samples are cut into this many contiguous folds.
+        sizes: numbers of samples that `run` will be asked for at once.
+        allocate: makes the tensor that holds the states.
+
+    Attributes:
+        states: the input of the next block for every sample, (N, T, hidden), in the factory's dtype, on CPU.
     """
 
+    states: Tensor
+
     def __init__(
-        self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors, samples: Samples, *, folds: int = 1
+        self,
+        factory: BlockFactory,
+        tensors: Iterable[str],
+        read: ReadTensors,
+        samples: Samples,
+        *,
+        folds: int = 1,
+        sizes: Iterable[int] = (),
+        allocate: Allocate = in_memory,
     ) -> None:
         self.factory, self.samples, self.folds = factory, samples, folds
         self._tensors, self._read = list(tensors), read
@@ -57,8 +73,7 @@ class HiddenStream:
             for start in range(run.start, run.stop, per_batch)
         ]
         self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
-        self._states: list[Tensor] = []
-        self._enter()
+        self._enter(set(sizes), allocate)
 
     def _load(self, path: str) -> nn.Module | None:
         """A module outside the blocks with its tensors, or None where this model has no such module."""
@@ -81,8 +96,9 @@ class HiddenStream:
                 module.get_submodule(place).register_buffer(attribute, values, persistent=False)
         return module
 
-    @torch.inference_mode()
-    def _enter(self) -> None:
+    # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
+    @torch.no_grad()
+    def _enter(self, sizes: set[int], allocate: Allocate) -> None:
         family, factory = self.factory.family, self.factory
         model = factory.skeleton
         entry = [module for path in family.entry if (module := self._load(path)) is not None]
@@ -103,7 +119,9 @@ class HiddenStream:
 
         for index, layer in enumerate(layers):
             layer.forward = recorder(index)
-        for _, rows in self._batches:
+        own = [rows for _, rows in self._batches]
+        lengths = {rows.stop - rows.start for rows in own}
+        for position, rows in enumerate([*own, *(slice(0, size) for size in sorted(sizes - lengths))]):
             captured.clear()
             states.clear()
             batch = {name: values.to(factory.device) for name, values in self.samples.batch(rows).items()}
@@ -120,22 +138,33 @@ class HiddenStream:
                 raise UserError(f"the model refuses its calibration data: {reason}") from error
             # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
             self._arguments.setdefault(rows.stop - rows.start, list(captured))
-            self._states.append(states[0].cpu())
+            if position == 0:
+                self.states = allocate((len(self.samples), *states[0].shape[1:]), states[0].dtype)
+            if position < len(own):
+                self.states[rows] = states[0].cpu()
         for layer in layers:
             del layer.forward
         # What comes before the blocks is not needed again.
         for module in entry:
             module.to("meta")
 
-    def _output(self, block: nn.Module, index: int, position: int) -> Tensor:
-        """What the block makes of one batch, on the block's device."""
-        state = self._states[position].to(self.factory.device)
-        arguments, options = self._arguments[len(state)][index]
-        output = block(state, *arguments, **options)
+    def run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
+        """What block `index` makes of its input.
+
+        Args:
+            block: as `factory` builds it, of any widths.
+            index: of the block.
+            states: (B, T, hidden) of as many samples as a batch of the stream has, or as `sizes` says; on any device.
+
+        Returns:
+            (B, T, hidden), on the block's device.
+        """
+        arguments, options = self._arguments[len(states)][index]
+        output = block(states.to(self.factory.device), *arguments, **options)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def observe(
         self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[Key, bool], *, advance: bool = False
     ) -> dict[Key, SpaceMoments]:
@@ -151,12 +180,12 @@ class HiddenStream:
         """
         block = self.factory.block(index, tensors)
         observers = {key: self._observer(block, index, key, wanted) for key, wanted in gram.items()}
-        for position, (fold, _) in enumerate(self._batches):
+        for fold, rows in self._batches:
             for observer in observers.values():
                 observer.fold = fold
-            output = self._output(block, index, position)
+            output = self.run(block, index, self.states[rows])
             if advance:
-                self._states[position] = output.cpu()
+                self.states[rows] = output.cpu()
         return {key: observer.moments() for key, observer in observers.items()}
 
     def _observer(self, block: nn.Module, index: int, what: str, gram: bool) -> "_Inputs | _Logits":
@@ -178,18 +207,22 @@ class HiddenStream:
         width = int(linear.weight.shape[1])  # type: ignore[index]
         return _Inputs(linear, [Moments.zeros(width, gram=gram, device=factory.device) for _ in range(self.folds)])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the block's output, with these tensors, become the next block's input."""
         block = self.factory.block(index, tensors)
-        for position in range(len(self._batches)):
-            self._states[position] = self._output(block, index, position).cpu()
+        for _, rows in self._batches:
+            self.states[rows] = self.run(block, index, self.states[rows]).cpu()
 
-    @torch.inference_mode()
-    def nll(self) -> float:
+    @torch.no_grad()
+    def nll(self, states: Iterable[Tensor] | None = None, rows: Tensor | None = None) -> float:
         """Mean negative log likelihood in nats per scored token after the last block (METHODS section 7).
 
         Only of a causal language model on windows of text.
+
+        Args:
+            states: what the last block made of the samples `rows`, (T, hidden) each; the stream's own by default.
+            rows: which samples, int64 (R,); all by default.
         """
         family, factory = self.factory.family, self.factory
         assert family.causal
@@ -201,15 +234,16 @@ class HiddenStream:
         (head_name,) = (n for n in self._tensors if factory.parameters(n) == (f"{head_path}.weight",))
         head = self._read([head_name])[head_name].to(factory.device, factory.dtype)
         loss, tokens = 0.0, 0
-        for state, (_, rows) in zip(self._states, self._batches, strict=True):
-            for hidden, ids in zip(state, self.samples.batch(rows)["input_ids"], strict=True):
-                output = hidden.to(factory.device)
-                for module in after:
-                    output = module(output)
-                logits = functional.linear(output, head)[:-1].float()
-                targets = ids[1:].to(factory.device)
-                loss += functional.cross_entropy(logits, targets, reduction="sum").double().item()
-                tokens += len(targets)
+        numbers = range(len(self.samples)) if rows is None else rows.tolist()
+        for hidden, number in zip(self.states if states is None else states, numbers, strict=True):
+            output = hidden.to(factory.device)
+            for module in after:
+                output = module(output)
+            logits = functional.linear(output, head)[:-1].float()
+            (ids,) = self.samples.batch(slice(number, number + 1))["input_ids"]
+            targets = ids[1:].to(factory.device)
+            loss += functional.cross_entropy(logits, targets, reduction="sum").double().item()
+            tokens += len(targets)
         return loss / tokens
 
 

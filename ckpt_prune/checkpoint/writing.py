@@ -264,7 +264,7 @@ class CheckpointWriter:
         with path.open("wb") as handle:
             handle.write(header)
             handle.flush()
-            _claim(handle.fileno(), size)
+            claim(handle.fileno(), size)
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -282,7 +282,7 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _claim(descriptor: int, size: int) -> None:
+def claim(descriptor: int, size: int) -> None:
     """Lengthen a file to `size`, reserving the space where the file system can."""
     try:
         os.posix_fallocate(descriptor, 0, size)

@@ -89,7 +89,7 @@ def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch)
     results = watch(model, data, results=paths)
     expected = [inputs[paths[0]], *(results[path] for path in paths)]
     for block in range(BLOCKS + 1):
-        states = torch.cat(stream._states).double().numpy()
+        states = stream.states.double().numpy()
         assert states.shape == (5, chosen.tokens, HIDDEN)
         np.testing.assert_allclose(states, expected[block], rtol=1e-5, atol=1e-5 * np.abs(expected[block]).max())
         if block < BLOCKS:
