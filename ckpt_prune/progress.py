@@ -32,6 +32,10 @@ class Meter:
         self._bar.set_postfix_str(f"{value:.6g}", refresh=False)
         self._bar.update(min(step, 1))
 
+    def say(self, text: str) -> None:
+        """What is being done, beside the bar."""
+        self._bar.set_postfix_str(text)
+
     def to(self, done: int) -> None:
         """So many steps are done, whether taken or not."""
         self._bar.update(done - self._bar.n)

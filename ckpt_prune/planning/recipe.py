@@ -16,6 +16,7 @@ from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS, Traits
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.fields import Strict, one_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
+from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
@@ -134,6 +135,9 @@ class Recipe(Strict):
     )
     mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
     rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
+    recovery: RecoveryRecipe | None = Field(
+        None, description="Train what stays of each block right after it is pruned (LaCo)."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -216,12 +220,12 @@ class Recipe(Strict):
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
     def canonical_json(self) -> str:
-        """The recipe with every default spelt out, keys sorted; without a mask or rotation where it has none.
+        """The recipe with every default spelt out, keys sorted; without mask, rotation and recovery where it has none.
 
         So a recipe that does not use them has the digest it had before there were any.
         """
         values = self.model_dump(mode="json", by_alias=True)
-        optional = ("mask", "rotation")
+        optional = ("mask", "rotation", "recovery")
         return json.dumps({k: v for k, v in values.items() if k not in optional or v is not None}, sort_keys=True)
 
     @property
@@ -452,8 +456,9 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
 def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
     """Keys allowed in the mapping that a location's last key stands in."""
     model: type[BaseModel] = Recipe
-    if len(loc) >= 2 and loc[0] in ("mask", "rotation"):
-        model = MaskRecipe if loc[0] == "mask" else RotationRecipe
+    parts: dict[Any, type[BaseModel]] = {"mask": MaskRecipe, "rotation": RotationRecipe, "recovery": RecoveryRecipe}
+    if len(loc) >= 2 and loc[0] in parts:
+        model = parts[loc[0]]
     elif len(loc) >= 3 and loc[0] == "spaces":
         model = Compensation if len(loc) >= 4 and loc[2] == "compensation" else SpaceRecipe
     elif len(loc) == 2 and loc[0] == "spaces":

@@ -5,6 +5,7 @@ import yaml
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe, json_schema, load_recipe, shipped_recipes
+from ckpt_prune.planning.recovery_recipe import RecoveryRecipe, RecoverySettings
 
 SHIPPED = {
     "flap": ("flap", "bias", "dense"),
@@ -100,7 +101,7 @@ def test_a_recipe_says_what_it_says(tmp_path):
 
 KEYS = (
     "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
-    "rotation"
+    "rotation, recovery"
 )
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
@@ -154,6 +155,44 @@ def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, messa
     assert GOOD.count(old) == 1
     path = write(tmp_path, GOOD.replace(old, new))
     assert refusal(path) == f"{path}, line {line}: {message}"
+
+
+RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out, patience, samples, seed"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  epoch: 2", f"unknown key recovery.epoch: did you mean 'epochs'? allowed here: {RECOVERY_KEYS}"),
+        ("  zzz: 2", f"unknown key recovery.zzz: allowed here: {RECOVERY_KEYS}"),
+        (
+            "  ratio: 0.5",
+            f"unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: {RECOVERY_KEYS}",
+        ),
+        ("  epochs: 0", "recovery.epochs: input should be greater than or equal to 1, got 0"),
+        ("  held_out: 0", "recovery.held_out: input should be greater than 0, got 0"),
+        ("  held_out: 1", "recovery.held_out: input should be less than 1, got 1"),
+        ("  lr: 0", "recovery.lr: input should be greater than 0, got 0"),
+        ("  lr: .nan", "recovery.lr: input should be a finite number, got nan"),
+        ("  lr: .inf", "recovery.lr: input should be a finite number, got inf"),
+        ("  samples: 1", "recovery.samples: input should be greater than or equal to 2, got 1"),
+        ("  seed: -1", "recovery.seed: input should be greater than or equal to 0, got -1"),
+        ("  only: heads", "recovery.only: input should be 'mlp' or 'attention', got 'heads'"),
+        ("  schedule: step", "recovery.schedule: input should be 'cosine' or 'constant', got 'step'"),
+        ("  layers: 5", "recovery.layers: input should be a valid string, got 5"),
+        ("  layers: '5'", "recovery.layers: '5' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+        ("  layers: a:b", "recovery.layers: 'a:b' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+    ],
+)
+def test_a_mistake_in_recovery_is_named_by_its_key(tmp_path, text, message):
+    path = write(tmp_path, GOOD + f"recovery:\n{text}\n")
+    assert refusal(path) == f"{path}, line 13: {message}"
+
+
+@pytest.mark.parametrize("value", ["true", "3", "[epochs]"])
+def test_recovery_is_a_mapping(tmp_path, value):
+    path = write(tmp_path, GOOD + f"recovery: {value}\n")
+    assert refusal(path).startswith(f"{path}, line 12: recovery: keys are expected ({RECOVERY_KEYS}), got ")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +345,10 @@ def test_the_schema_accepts_shipped_recipes_and_refuses_mistakes():
     for old, new in (("ratio:", "raito:"), ("ratio: 0.3", "ratio: 1"), ("score: rcpu", "score: nothing")):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(yaml.safe_load(GOOD.replace(old, new)), schema)
+    jsonschema.validate(yaml.safe_load(GOOD + "recovery: {}\n"), schema)
+    for bad in ("{epoch: 1}", "{epochs: 0}", "{held_out: 1}", "{lr: 0}", "{only: heads}", "true"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(yaml.safe_load(GOOD + f"recovery: {bad}\n"), schema)
 
 
 def test_the_schema_names_every_score_and_method():
@@ -320,3 +363,71 @@ def test_digests_of_recipes_that_know_no_masks():
     """As they were before recipes could have any: plans hold them."""
     assert load_recipe("rcpu").digest == "79a58290aebc3918f07727b83c73a892b47080e30d5fe7a79e7bb7e6b8b463dd"
     assert load_recipe("corp").digest == "82878a4f33fea773391803d001326fd6f108ddc1e1adecf159b7a7ead68b92e4"
+
+
+# ---- recovery --------------------------------------------------------------------------------------------------
+
+LACO = {"laco-wanda-50": "wanda-50", "laco-sparsegpt-2-4": "sparsegpt-2-4", "laco-flap": "flap"}
+
+
+@pytest.mark.parametrize("name", LACO)
+def test_shipped_recipes_with_recovery_are_those_without_and_the_papers_settings(name):
+    ours, backbone = load_recipe(name), load_recipe(LACO[name])
+    described = {"name", "summary", "source", "recovery"}
+    assert ours.model_dump(exclude=described) == backbone.model_dump(exclude=described)
+    assert backbone.recovery is None
+    assert ours.recovery is not None
+    assert ours.recovery.epochs == 10
+    assert (ours.recovery.samples, ours.recovery.lr, ours.recovery.only, ours.recovery.layers) == (None,) * 4
+    assert ours.source == f"LaCo (ACL 2026 long.1342), Algorithm 1; {backbone.source}"
+    assert ours.summary.endswith("; what stays of each block trained right after (LaCo).")
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    assert "# lr is left out: 5e-5 as in the paper at its hidden size of 4096" in text
+
+
+def test_which_shipped_recipes_recover():
+    assert {name for name in shipped_recipes() if load_recipe(name).recovery} == set(LACO)
+
+
+@pytest.mark.parametrize("name", ["rcpu", "wanda-50", "magnitude", "denoise-rotator-wanda-50"])
+def test_recovery_may_be_added_to_any_recipe_and_changes_nothing_else(name):
+    plain, ours = load_recipe(name), load_recipe(name, ("recovery.epochs=2",))
+    assert ours.recovery == RecoveryRecipe(epochs=2)
+    assert ours.model_dump(exclude={"recovery"}) == plain.model_dump(exclude={"recovery"})
+    assert (ours.needs_moments, ours.collect) == (plain.needs_moments, plain.collect)
+    assert ours.digest != plain.digest
+    assert '"recovery"' not in plain.canonical_json()
+    assert load_recipe(name, ("recovery={}",)).recovery == RecoveryRecipe()
+
+
+def test_the_digest_is_of_every_key_of_recovery():
+    """Also of the learning rate's default, which is none: it depends on the model."""
+    changes = {
+        **{"epochs": 3, "lr": 0.1, "batch": 9, "accumulate": 2, "schedule": "constant", "only": "mlp"},
+        **{"layers": "'0:1'", "held_out": 0.2, "patience": 9, "samples": 64, "seed": 1},
+    }
+    assert set(changes) == set(RecoveryRecipe.model_fields)
+    digests = {load_recipe("laco-flap", (f"recovery.{key}={value}",)).digest for key, value in changes.items()}
+    assert len(digests | {load_recipe("laco-flap").digest}) == len(changes) + 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks"),
+    [(None, range(5)), (":", range(5)), ("0:5", range(5)), ("1:", range(1, 5)), (":2", range(2)), (" 2 : 3 ", [2])],
+)
+def test_blocks_of_a_range(layers, blocks):
+    assert list(RecoverySettings(layers=layers).blocks(5)) == list(blocks)
+
+
+@pytest.mark.parametrize("layers", ["0:6", "5:", ":0", "3:3", "3:1", "9:12"])
+def test_blocks_that_are_not_there(layers):
+    with pytest.raises(UserError) as caught:
+        RecoverySettings(layers=layers).blocks(5)
+    assert str(caught.value) == f"layers {layers}: the model has blocks 0 to 4, say 0:5 for all"
+
+
+def test_the_learning_rate_is_the_papers_at_its_hidden_size():
+    settings = RecoverySettings()
+    assert settings.rate(4096) == 5e-5
+    assert settings.rate(1024) == pytest.approx(2e-4)
+    assert RecoverySettings(lr=0.3).rate(1024) == 0.3

@@ -1,0 +1,93 @@
+"""The part of a recipe that trains what stays, block by block: LaCo (METHODS section 6)."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.fields import Strict
+
+Part = Literal["mlp", "attention"]
+ELSEWHERE = "pruned elsewhere"
+"""Stands for a recipe's name in the report of what another tool pruned and this one recovered."""
+
+_PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
+"""LaCo's learning rate (section 4.4), found on models of this hidden size."""
+
+
+class RecoverySettings(Strict):
+    """How each block is trained."""
+
+    epochs: int = Field(10, ge=1, description="Passes over the samples for each block, at most.")
+    lr: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Learning rate of Adam. Default: the paper's 5e-5 at a hidden size of 4096, more at smaller ones "
+        "in inverse proportion.",
+    )
+    batch: int = Field(4, ge=1, description="Samples per optimiser step.")
+    accumulate: int = Field(
+        1, ge=1, description="Parts that a batch goes through the block in, to take less memory; gradients add up."
+    )
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="Of the learning rate over a block's steps: down to zero along a cosine, or constant."
+    )
+    only: Part | None = Field(None, description="Train these linear modules alone. Default: all.")
+    layers: str | None = Field(
+        None,
+        description="Recover blocks a to b - 1 only, as A:B; either may be left out. The others stay as they are.",
+    )
+    held_out: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="Share of the samples that is not trained on: it decides which epoch's weights are kept, if any.",
+    )
+    patience: int = Field(
+        3,
+        ge=1,
+        description="Stop a block early after so many epochs without less error on held-out samples than any before.",
+    )
+
+    @field_validator("layers")
+    @classmethod
+    def _a_range(cls, value: str | None) -> str | None:
+        if value is not None:
+            _bounds(value)
+        return value
+
+    def blocks(self, count: int) -> range:
+        """The blocks of a model of `count` that are recovered.
+
+        Raises:
+            UserError: none of them is, or one is not there.
+        """
+        if self.layers is None:
+            return range(count)
+        start, stop = _bounds(self.layers)
+        found = range(start or 0, count if stop is None else stop)
+        if not found or found.stop > count:
+            raise UserError(f"layers {self.layers}: the model has blocks 0 to {count - 1}, say 0:{count} for all")
+        return found
+
+    def rate(self, hidden: int) -> float:
+        """The learning rate at a hidden size."""
+        return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden
+
+
+class RecoveryRecipe(RecoverySettings):
+    """LaCo as a step of a recipe: each block is recovered right after it is pruned."""
+
+    samples: int | None = Field(
+        None, ge=2, description="Windows, or images, to train on. Default: those of the calibration."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the order of samples.")
+
+
+def _bounds(text: str) -> tuple[int | None, int | None]:
+    parts = [part.strip() for part in text.split(":")]
+    if len(parts) != 2 or not all(part.isascii() and (part.isdigit() or not part) for part in parts):
+        raise ValueError(f"{text!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4")
+    start, stop = (int(part) if part else None for part in parts)
+    return start, stop

@@ -1,0 +1,1 @@
+"""Recovering pruned models: LaCo."""

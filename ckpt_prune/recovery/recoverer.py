@@ -1,0 +1,277 @@
+"""Walking a dense and a pruned model side by side, one block of each at a time (LaCo, Algorithm 1)."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
+from ckpt_prune.progress import Meter
+from ckpt_prune.recovery.similarity import Similarity
+from ckpt_prune.recovery.survivors import trained_tensors
+from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
+
+_UNLIKE = 0.3
+"""Relative difference of the hidden states entering the first block, above which two models have nothing in common."""
+_COMPARED_TOKENS = 32768
+"""Held-out tokens that mean squared errors and CKA are of, or all (a Gram of the hidden size takes time)."""
+
+
+class RecoveredLayer(BaseModel):
+    """What recovery did to one block, on held-out samples, against the dense model's hidden states after it.
+
+    Attributes:
+        block: its index.
+        mse_before, cka_before: of the pruned model, nothing recovered.
+        mse_start: of the block as it was pruned, behind recovered blocks.
+        mse_after, cka_after: of the block as it is written, behind recovered blocks.
+        epochs: how many were run.
+        best_epoch: whose weights were kept; 0: the old ones.
+        diverged: whether training was stopped because it got lost.
+        recovered: whether the block has new weights.
+    """
+
+    block: int
+    mse_before: float
+    mse_start: float
+    mse_after: float
+    cka_before: float
+    cka_after: float
+    epochs: int = 0
+    best_epoch: int = 0
+    diverged: bool = False
+    recovered: bool = False
+
+
+@dataclass(frozen=True)
+class Recoverer:
+    """Recovers one block after the other. Both streams are at the first block when it is made.
+
+    Args:
+        dense: the dense model's hidden states, in the basis of the pruned one's.
+        pruned: the pruned model's, on the same samples, with `Split.sizes` among its own.
+        split: of the samples.
+        settings: of training.
+        seed: of the order of samples.
+        after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
+        allocate: makes the tensors that hold what models with fewer blocks recovered make of held-out samples.
+
+    Raises:
+        UserError: the two models start from different hidden states.
+    """
+
+    dense: HiddenStream
+    pruned: HiddenStream
+    split: Split
+    settings: RecoverySettings
+    seed: int
+    after: frozenset[int] = frozenset()
+    allocate: Allocate = in_memory
+    _branches: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_same_start(self.dense.states, self.pruned.states)
+        # Nothing recovered: what the pruned model itself makes of held-out samples.
+        self._branch(0)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        factory = self.pruned.factory
+        return factory.family.dimension(factory.config, "layers")
+
+    @cached_property
+    def wanted(self) -> range:
+        """Blocks that are recovered."""
+        return self.settings.blocks(self.blocks)
+
+    @cached_property
+    def rate(self) -> float:
+        """The learning rate."""
+        factory = self.pruned.factory
+        return self.settings.rate(factory.family.dimension(factory.config, "hidden"))
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all blocks, at most."""
+        return len(self.wanted) * self.settings.epochs
+
+    def done(self, index: int) -> int:
+        """The same up to and with block `index`."""
+        return sum(block <= index for block in self.wanted) * self.settings.epochs
+
+    def block(
+        self, index: int, dense: Mapping[str, Tensor], pruned: Mapping[str, Tensor], meter: Meter
+    ) -> tuple[dict[str, Tensor], RecoveredLayer]:
+        """Recover one block and let both streams go on.
+
+        Args:
+            index: of the block, each in turn.
+            dense: its tensors in the dense model, by on-disk name.
+            pruned: its tensors as they were pruned.
+            meter: over the epochs of all wanted blocks.
+
+        Returns:
+            The block's tensors as they are to be written, and the record.
+        """
+        self.dense.advance(index, dense)
+        start, _ = self._likeness(self._through(index, pruned, self._held_out()))
+        trained = Trained(dict(pruned))
+        if index in self.wanted:
+            trained = self._train(index, pruned, meter)
+            meter.to(self.done(index))
+        self._go_on(index, pruned, trained.tensors)
+        before, cka_before = self._likeness(cut(self._branches[0], self._part))
+        after, cka_after = self._likeness(self._held_out())
+        return trained.tensors, RecoveredLayer(
+            block=index,
+            mse_before=before,
+            mse_start=start,
+            mse_after=after,
+            cka_before=cka_before,
+            cka_after=cka_after,
+            epochs=trained.epochs,
+            best_epoch=trained.best_epoch,
+            diverged=trained.diverged,
+            recovered=trained.best_epoch > 0,
+        )
+
+    def skip(
+        self, index: int, dense: Mapping[str, Tensor], pruned: Mapping[str, Tensor], written: Mapping[str, Tensor]
+    ) -> None:
+        """Let the streams go past a block that an interrupted run has recovered."""
+        self.dense.advance(index, dense)
+        self._go_on(index, pruned, written)
+
+    def perplexities(self) -> list[dict[str, float | None]] | None:
+        """After the last block: perplexity on held-out windows with the first k blocks recovered, ascending k.
+
+        Of none and all, and of the numbers asked for. None for models that are no causal language models, and in place
+        of what is too large for a float.
+        """
+        if not self.pruned.factory.family.causal:
+            return None
+        found: list[dict[str, float | None]] = []
+        for blocks in [*sorted(self._branches), self.blocks]:
+            rows = self.split.held_out
+            nll = self.pruned.nll(self._branches.get(blocks, (self.pruned.states[row] for row in rows)), rows)
+            # JSON has no infinity.
+            found.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
+        return found
+
+    def _train(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> Trained:
+        family = self.pruned.factory.family
+        done = self.done(index) - self.settings.epochs
+        named = f"block {index}"
+        meter.say(named)
+
+        def progress(epoch: int, loss: float) -> None:
+            meter.to(done + epoch)
+            meter.say(f"{named} epoch {epoch}/{self.settings.epochs} loss {loss:.3g}")
+
+        return train_block(
+            self.pruned,
+            index,
+            pruned,
+            trained_tensors(family, index, pruned, self.settings.only),
+            self.dense.states,
+            self.split,
+            self.settings,
+            rate=self.rate,
+            seed=self.seed,
+            progress=progress,
+        )
+
+    def _go_on(self, index: int, pruned: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
+        for states in self._branches.values():
+            start = 0
+            for part in self._through(index, pruned, cut(states, self._part)):
+                states[start : start + len(part)] = part
+                start += len(part)
+        self.pruned.advance(index, written)
+        if index + 1 in self.after and index + 1 < self.blocks:
+            self._branch(index + 1)
+
+    def _branch(self, blocks: int) -> None:
+        """From here on, follow what the model makes of held-out samples with no more than `blocks` recovered."""
+        rows, states = self.split.held_out, self.pruned.states
+        self._branches[blocks] = self.allocate((len(rows), *states.shape[1:]), states.dtype)
+        for number, row in enumerate(rows.tolist()):
+            self._branches[blocks][number] = states[row]
+
+    @property
+    def _part(self) -> int:
+        return part_size(self.settings)
+
+    def _held_out(self) -> Iterator[Tensor]:
+        """The pruned model's states of held-out samples, a few at a time."""
+        return (self.pruned.states[rows] for rows in cut(self.split.held_out, self._part))
+
+    @torch.no_grad()
+    def _through(self, index: int, tensors: Mapping[str, Tensor], parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        """What a block makes of the states of held-out samples, on CPU."""
+        block = self.pruned.factory.block(index, tensors)
+        for part in parts:
+            yield self.pruned.run(block, index, part).cpu()
+
+    def _likeness(self, parts: Iterable[Tensor]) -> tuple[float, float]:
+        """Mean squared error and linear CKA of held-out samples' states against the dense ones."""
+        device, similarity, tokens = self.pruned.factory.device, Similarity(), 0
+        for rows, ours in zip(cut(self.split.held_out, self._part), parts, strict=False):
+            similarity.add(ours.to(device), self.dense.states[rows].to(device))
+            tokens += ours.shape[0] * ours.shape[1]
+            if tokens >= _COMPARED_TOKENS:
+                break
+        return similarity.mse, similarity.cka
+
+
+def check_same_start(dense: Tensor, pruned: Tensor) -> None:
+    """Refuse two models that make different hidden states of the same samples before their first block.
+
+    Args:
+        dense: (N, T, hidden).
+        pruned: the same of the other model.
+
+    Raises:
+        UserError: the shapes differ, or the difference is beyond what fine-tuned embeddings explain.
+    """
+    if dense.shape != pruned.shape:
+        raise UserError(
+            f"the two models make {dense.shape[1]} and {pruned.shape[1]} tokens of the same sample: the pruned one was "
+            "not made from this dense one"
+        )
+    difference = energy = 0.0
+    for ours, theirs in zip(cut(pruned, 8), cut(dense, 8), strict=True):
+        difference += float((ours.float() - theirs.float()).square().sum(dtype=torch.float64))
+        energy += float(theirs.float().square().sum(dtype=torch.float64))
+    relative = math.sqrt(difference / energy) if energy else math.sqrt(difference)
+    if not relative <= _UNLIKE:
+        raise UserError(
+            f"the two models make different hidden states of the same samples before their first block (relative "
+            f"difference {relative:.2f}): the pruned one was not made from this dense one, or was rotated since"
+        )
+
+
+def blocks_after(text: str | None, blocks: int) -> frozenset[int]:
+    """Numbers of blocks named by a comma-separated list, or `all`.
+
+    Raises:
+        UserError: not numbers, or more than there are.
+    """
+    if text is None:
+        return frozenset()
+    if text.strip() == "all":
+        return frozenset(range(blocks + 1))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 9 and int(part) <= blocks for part in parts):
+        raise UserError(
+            f"--perplexity-after {text}: expected numbers of blocks from 0 to {blocks} with commas between, or all"
+        )
+    return frozenset(map(int, parts))

@@ -1,0 +1,257 @@
+"""Training one pruned block to do what the dense one does (LaCo eq. 9, METHODS section 6)."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
+from ckpt_prune.recovery.survivors import survivors
+
+_NOTHING = 1e-10
+"""Held-out error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""
+_DIVERGED = 10.0
+"""Times the error at the start: training that gets there is lost."""
+
+Progress = Callable[[int, float], None]
+"""Told after each epoch its number and the mean training loss."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples that are trained on and samples that are not.
+
+    Attributes:
+        train, held_out: indices, int64, ascending.
+    """
+
+    train: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def of(cls, samples: int, share: float) -> "Split":
+        """Hold out a share, spread evenly over the samples: at least one and not all.
+
+        Raises:
+            ValueError: fewer than two samples.
+        """
+        if samples < 2:
+            raise ValueError("one sample cannot be split")
+        count = min(max(1, round(samples * share)), samples - 1)
+        held_out = ((torch.arange(count) + 0.5) * samples / count).long()
+        free = torch.ones(samples, dtype=torch.bool)
+        free[held_out] = False
+        return cls(free.nonzero().flatten(), held_out)
+
+    def sizes(self, settings: RecoverySettings) -> set[int]:
+        """Numbers of samples that go through a block at once."""
+        size = part_size(settings)
+        trained = {len(part) for batch in cut(self.train, settings.batch) for part in cut(batch, size)}
+        return trained | {len(part) for part in cut(self.held_out, size)}
+
+
+def cut(rows: Tensor, size: int) -> list[Tensor]:
+    """Runs of `size` rows, the last one perhaps shorter."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def part_size(settings: RecoverySettings) -> int:
+    """Samples that go through a block at once."""
+    return math.ceil(settings.batch / settings.accumulate)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training made of a block.
+
+    Attributes:
+        tensors: the block's tensors by on-disk name, in their dtypes; where nothing was gained, the given ones.
+        epochs: how many were run.
+        best_epoch: the one whose weights were kept; 0: the old ones.
+        diverged: whether the loss stopped being finite, or the error grew tenfold.
+    """
+
+    tensors: dict[str, Tensor]
+    epochs: int = 0
+    best_epoch: int = 0
+    diverged: bool = False
+
+
+def train_block(
+    stream: HiddenStream,
+    index: int,
+    tensors: Mapping[str, Tensor],
+    names: list[str],
+    targets: Tensor,
+    split: Split,
+    settings: RecoverySettings,
+    *,
+    rate: float,
+    seed: int,
+    progress: Progress = lambda _epoch, _loss: None,
+) -> Trained:
+    """Minimise ‖Y − φ(H'; θ')‖² over the weights that are not zero, from the weights the block has.
+
+    Masters and moments of Adam are float32; where the stream computes in a narrower type, so does the block, by
+    autocast.
+    After every epoch the weights, rounded to the dtype they are stored in, are tried on held-out samples. Those of the
+    best epoch are kept, and the old ones where none is better, so the held-out error never grows.
+
+    Args:
+        stream: the pruned model's, at this block's input H'.
+        index: of the block.
+        tensors: the pruned block, by on-disk name.
+        names: those of them that are trained.
+        targets: Y, what the dense block makes of the dense model's stream, (N, T, hidden).
+        split: samples to train on and samples to choose by.
+        settings: of the optimiser.
+        rate: learning rate.
+        seed: of the order of samples, together with the index.
+        progress: told of each epoch.
+    """
+    given = dict(tensors)
+    block = _Block(stream, index, given, names)
+    held_out = cut(split.held_out, part_size(settings))
+    start = best = block.error(targets, held_out)
+    if not math.isfinite(start) or start <= _NOTHING or not names:
+        return Trained(given)
+    optimiser = torch.optim.Adam(block.parameters, lr=rate)
+    order = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
+    energy = _energy(targets, split.train)
+    steps = settings.epochs * math.ceil(len(split.train) / settings.batch)
+    step, epoch, best_epoch, kept, diverged = 0, 0, 0, given, False
+    lowest, lowest_epoch = math.inf, 0
+    for epoch in range(1, settings.epochs + 1):
+        losses = []
+        for rows in cut(split.train[torch.randperm(len(split.train), generator=order)], settings.batch):
+            if settings.schedule == "cosine":
+                optimiser.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+            losses.append(block.step(optimiser, targets, cut(rows, part_size(settings)), energy * len(rows)))
+            step += 1
+            if not math.isfinite(losses[-1]):
+                break
+        progress(epoch, sum(losses) / len(losses))
+        error = block.error(targets, held_out) if math.isfinite(losses[-1]) else math.nan
+        diverged = not error <= _DIVERGED * start
+        if diverged:
+            break
+        if error < best:
+            best, best_epoch, kept = error, epoch, block.stored()
+        # Not against the start: a high rate may lie above it for epochs, and get below when the cosine brings it down.
+        if error < lowest:
+            lowest, lowest_epoch = error, epoch
+        elif epoch - lowest_epoch >= settings.patience:
+            break
+    return Trained(kept, epoch, best_epoch, diverged)
+
+
+class _Block:
+    """A block in training.
+
+    Args:
+        stream: runs it.
+        index: of the block.
+        tensors: it starts from, by on-disk name.
+        names: those of them that are trained.
+    """
+
+    def __init__(self, stream: HiddenStream, index: int, tensors: dict[str, Tensor], names: list[str]) -> None:
+        self._stream, self._index, self._tensors = stream, index, tensors
+        factory = stream.factory
+        # Copies: a parameter of the tensor's own dtype would share its memory, and the optimiser writes in place.
+        self._dtype = torch.promote_types(factory.dtype, torch.float32)
+        masters = {name: tensors[name].to(self._dtype, copy=True) for name in names}
+        self._module = factory.block(index, tensors | masters, dtype=self._dtype)
+        self._parts: dict[str, list[nn.Parameter]] = {
+            name: [self._module.get_parameter(path) for path in factory.parts(index, name)] for name in names
+        }
+        for name, parts in self._parts.items():
+            for parameter, free in zip(parts, survivors(tensors, name).chunk(len(parts)), strict=True):
+                parameter.requires_grad_()
+                # Adam leaves alone what never had a gradient: zeros stay zeros, exactly.
+                parameter.register_hook(_Masked(free.to(factory.device)))  # type: ignore[no-untyped-call]
+        for parameter in self._module.parameters():
+            if not parameter.requires_grad:
+                # As in the stream's own blocks: what is not trained must not look like an error to be trained away.
+                parameter.data = parameter.data.to(factory.dtype)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are trained."""
+        return [parameter for parts in self._parts.values() for parameter in parts]
+
+    def step(self, optimiser: torch.optim.Optimizer, targets: Tensor, parts: list[Tensor], scale: float) -> float:
+        """One step of the optimiser on the samples of `parts`; the squared error over `scale` before it."""
+        optimiser.zero_grad()
+        total = 0.0
+        for rows in parts:
+            loss = self._squared_error(targets, rows) / scale
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        if math.isfinite(total):
+            optimiser.step()
+        return total
+
+    @torch.no_grad()
+    def error(self, targets: Tensor, parts: list[Tensor]) -> float:
+        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the samples of `parts`, weights as they would be stored; not always finite."""
+        energy = _energy(targets, torch.cat(parts)) * sum(map(len, parts))
+        with self._rounded():
+            # What overflowed in its stored dtype may hide behind a ReLU, where the error is finite.
+            if not all(parameter.isfinite().all() for parameter in self.parameters):
+                return math.nan
+            return sum(float(self._squared_error(targets, rows)) for rows in parts) / energy
+
+    def stored(self) -> dict[str, Tensor]:
+        """The block's tensors as they are now, in the dtypes they came in, on CPU."""
+        new = {
+            name: torch.cat([p.detach() for p in parts]).to("cpu", self._tensors[name].dtype, copy=True)
+            for name, parts in self._parts.items()
+        }
+        return self._tensors | new
+
+    def _squared_error(self, targets: Tensor, rows: Tensor) -> Tensor:
+        factory = self._stream.factory
+        low = factory.dtype != self._dtype
+        with torch.autocast(factory.device.type, factory.dtype if low else None, enabled=low):
+            output = self._stream.run(self._module, self._index, self._stream.states[rows])
+        return (output.to(self._dtype) - targets[rows].to(factory.device, self._dtype)).square().sum()
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """The parameters as their stored dtype holds them."""
+        dtypes = [self._tensors[name].dtype for name, parts in self._parts.items() for _ in parts]
+        rounded = [(p, dtype) for p, dtype in zip(self.parameters, dtypes, strict=True) if dtype != p.dtype]
+        masters = [p.detach().clone() for p, _ in rounded]
+        for parameter, dtype in rounded:
+            parameter.copy_(parameter.to(dtype))
+        try:
+            yield
+        finally:
+            for (parameter, _), master in zip(rounded, masters, strict=True):
+                parameter.copy_(master)
+
+
+class _Masked:
+    """Keeps a gradient where weights survive.
+
+    Args:
+        free: where, bool of the gradient's shape.
+    """
+
+    def __init__(self, free: Tensor) -> None:
+        self._free = free
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """The gradient with zeros elsewhere, also where it is not finite."""
+        return gradient.masked_fill(~self._free, 0)
+
+
+def _energy(targets: Tensor, rows: Tensor) -> float:
+    """Mean over the samples `rows` of ‖Y‖²."""
+    total = sum(float(targets[part].float().square().sum(dtype=torch.float64)) for part in cut(rows, 8))
+    return total / len(rows) if total > 0 else 1.0

@@ -1,0 +1,189 @@
+"""LaCo, Algorithm 1, on whole models in float64: every step runs the whole pruned model, Adam is written out."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.calibration.samples import Samples
+
+from .masked_model import Model
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+Weights = dict[str, Tensor]
+"""On-disk name of a block's tensor → values."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a block is trained."""
+
+    epochs: int
+    rate: float
+    batch: int
+    cosine: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Path:
+    """What training went through: weights after every epoch, the first ones before any, and each epoch's mean loss."""
+
+    weights: list[Weights]
+    losses: list[float]
+
+
+def everything(data: Samples) -> dict[str, Tensor]:
+    """What all samples call a model with."""
+    return {k: v.double() if v.is_floating_point() else v for k, v in data.batch(slice(len(data))).items()}
+
+
+def states(model: Model, block: int, data: Samples, rows: Sequence[int] | None = None) -> Tensor:
+    """What leaves a block when the whole model runs; what enters the first one for block -1."""
+    found: list[Tensor] = []
+    layers: Any = model.model.get_submodule(model.layers)
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    def enter(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(args[0])
+
+    handle = layers[0].register_forward_pre_hook(enter) if block < 0 else layers[block].register_forward_hook(leave)
+    inputs = everything(data)
+    model.model(**{k: v if rows is None else v[torch.as_tensor(rows)] for k, v in inputs.items()})
+    handle.remove()
+    return found[0]
+
+
+def parameters(model: Model, block: int) -> dict[str, list[nn.Parameter]]:
+    """Parameters of a block's linears by on-disk name, in the order they stand below each other there."""
+    found = {}
+    for linear in (linear for group in model.inputs for linear in group):
+        modules = [model.model.get_submodule(f"{model.layers}.{block}.{path}") for path in linear.modules]
+        for kind in ("weight", "bias"):
+            held: list[Any] = [getattr(module, kind) for module in modules]
+            if held[0] is not None:
+                found[f"{model.prefix.format(block)}{linear.disk}.{kind}"] = held
+    return found
+
+
+@torch.no_grad()
+def put(model: Model, block: int, weights: Weights) -> None:
+    """Give a block's linears these values."""
+    held = parameters(model, block)
+    for name in weights.keys() & held.keys():
+        parts = weights[name].split([len(p) for p in held[name]])
+        for parameter, part in zip(held[name], parts, strict=True):
+            parameter.copy_(part)
+
+
+def taken(model: Model, block: int) -> Weights:
+    """A copy of what a block's linears have."""
+    return {n: torch.cat([p.detach().clone() for p in held]) for n, held in parameters(model, block).items()}
+
+
+def free(weights: Weights, name: str) -> Tensor:
+    """Mask M of a tensor, of what is not zero; of a bias also of empty slots, but for units that are not there."""
+    tensor = weights[name]
+    mask = torch.ones_like(tensor)
+    if name.endswith(".weight"):
+        mask[tensor == 0] = 0
+        return mask
+    weight = weights[name.replace(".bias", ".weight")]
+    for row in range(len(tensor)):
+        if float(weight[row].abs().sum()) == 0 and float(tensor[row]) == 0:
+            mask[row] = 0
+    return mask
+
+
+@torch.no_grad()
+def error(dense: Model, pruned: Model, block: int, data: Samples, rows: Sequence[int]) -> float:
+    """‖Y − φ(H')‖² / ‖Y‖² after a block."""
+    Y, found = (states(model, block, data, rows) for model in (dense, pruned))
+    return float(((Y - found) ** 2).sum() / (Y**2).sum())
+
+
+def train(
+    dense: Model, pruned: Model, block: int, names: Sequence[str], data: Samples, rows: Sequence[int], rule: Rule
+) -> Path:
+    """Phases 1 and 2 for one block of `pruned`, whose earlier blocks are as they are to be; edits it in place.
+
+    The loss of line 8 is divided by the energy of a mean batch, which Adam does not see but for its ε.
+
+    Args:
+        dense: makes the targets.
+        pruned: float64, trained in place.
+        block: which.
+        names: on-disk names of what is trained.
+        data: samples.
+        rows: those of them to train on.
+        rule: of the optimiser.
+    """
+    with torch.no_grad():
+        Y = states(dense, block, data)
+    energy = float((Y[torch.as_tensor(rows)] ** 2).sum()) / len(rows)
+    held, start = parameters(pruned, block), taken(pruned, block)
+    trained = [p for name in names for p in held[name]]
+    masks = [part for name in names for part in free(start, name).split([len(p) for p in held[name]])]
+    first, second = ([torch.zeros_like(p) for p in trained] for _ in range(2))
+    order = torch.Generator().manual_seed(rule.seed * 1_000_003 + block)
+    steps = rule.epochs * -(-len(rows) // rule.batch)
+    path, t = Path([start], []), 0
+    for parameter in pruned.model.parameters():
+        parameter.requires_grad_(False)
+    for _ in range(rule.epochs):
+        shuffled = [rows[i] for i in torch.randperm(len(rows), generator=order).tolist()]
+        losses = []
+        for begin in range(0, len(rows), rule.batch):
+            batch = shuffled[begin : begin + rule.batch]
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            loss = ((Y[torch.as_tensor(batch)] - states(pruned, block, data, batch)) ** 2).sum() / energy / len(batch)
+            gradients = torch.autograd.grad(loss, trained)
+            losses.append(loss.item())
+            rate = rule.rate * math.cos(math.pi * t / steps / 2) ** 2 if rule.cosine else rule.rate
+            t += 1
+            with torch.no_grad():
+                for p, g, m, v, mask in zip(trained, gradients, first, second, masks, strict=True):
+                    m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
+                    v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g**2)
+                    corrected = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+                    p.copy_((p - rate * corrected[0] / (corrected[1].sqrt() + EPSILON)) * mask)
+                    p.requires_grad_(False)
+        path.losses.append(sum(losses) / len(losses))
+        path.weights.append(taken(pruned, block))
+    return path
+
+
+def laco(
+    dense: Model,
+    pruned: Model,
+    names: Callable[[int], Sequence[str]],
+    data: Samples,
+    split: tuple[Sequence[int], Sequence[int]],
+    rule: Rule,
+) -> list[Weights]:
+    """Algorithm 1 for all blocks; of each, the weights of the epoch with the least error on samples held out.
+
+    Args:
+        dense: makes the targets.
+        pruned: float64, edited in place.
+        names: what is trained of a block, by its index.
+        data: samples.
+        split: rows to train on, rows held out.
+        rule: of the optimiser.
+    """
+    chosen = []
+    for block in range(pruned.blocks):
+        path = train(dense, pruned, block, names(block), data, split[0], rule)
+        errors = []
+        for weights in path.weights:
+            put(pruned, block, weights)
+            errors.append(error(dense, pruned, block, data, split[1]))
+        chosen.append(path.weights[errors.index(min(errors))])
+        put(pruned, block, chosen[-1])
+    return chosen
