@@ -26,7 +26,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.progress import track
 from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
-from ckpt_prune.transform.containers import Container
+from ckpt_prune.transform.containers import stored_container
 from ckpt_prune.transform.layout import check_shapes
 from ckpt_prune.transform.sites import rows_of_heads_left, unit_rows
 
@@ -93,6 +93,7 @@ class _Report(BaseModel):
     mask: _Mask | None = None
     linears: list[_Linear] = []
     rotation: Any = None
+    recovery: Any = None
 
     @property
     def rewritten(self) -> str | None:
@@ -151,14 +152,8 @@ def _dense(folder: Path, report: _Report | None, against: Path) -> Checkpoint:
     return dense
 
 
-def _container(checkpoint: Checkpoint) -> Container:
-    remote = remote_class(checkpoint.config, checkpoint.path)
-    architecture = "" if remote else fitting_family(checkpoint).architecture
-    return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
-
-
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
-    skeleton = _container(checkpoint).skeleton()
+    skeleton = stored_container(checkpoint).skeleton()
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     check_shapes(shapes, skeleton, str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
@@ -242,6 +237,8 @@ def _count(linears: list[_Linear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool | None, str]:
     """What of the dense model must be there unchanged, is: rows of kept units, and weights that masks keep."""
+    if report.recovery is not None:
+        return None, "the weights were recovered: they are not compared with the dense model's"
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.linears and not report.sites:

@@ -72,6 +72,7 @@ def check_job(job: "Job") -> None:
     if job.plan is not None:
         _plan(job, job.plan)
     _samples(job)
+    _recovery(job)
 
 
 def _mask(job: "Job") -> None:
@@ -90,6 +91,35 @@ def _mask(job: "Job") -> None:
                 f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
                 "cannot: leave container out for remote code, or choose rotation kind shared"
             )
+
+
+def _recovery(job: "Job") -> None:
+    """Which blocks a recipe with recovery trains, and on what where that is known: a plan is made without."""
+    if job.recipe.recovery is not None:
+        job.recipe.recovery.blocks(job.blocks)
+    if job.training is not None:
+        check_trainable(len(job.training.samples))
+
+
+def check_trained(job: "Job") -> None:
+    """Refuse to prune by a recipe with recovery without samples to train on.
+
+    Raises:
+        UserError: there are none.
+    """
+    if job.recipe.recovery is not None and job.training is None:
+        data = "--images" if job.family.modality == "image" else "--text"
+        raise UserError(f"recipe {job.recipe.name} recovers every block on samples, beside any statistics: give {data}")
+
+
+def check_trainable(samples: int) -> None:
+    """Refuse too few samples to train on and hold some out.
+
+    Raises:
+        UserError: fewer than two.
+    """
+    if samples < 2:
+        raise UserError(f"recovery needs samples to train on and others to hold out: give at least 2, not {samples}")
 
 
 def _linears(job: "Job", statistics: Statistics) -> None:

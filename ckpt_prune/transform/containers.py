@@ -15,8 +15,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import Family, SpaceName, family_of, load_family
-from ckpt_prune.architectures.remote import REMOTE_MODULE
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
@@ -54,6 +56,17 @@ class Container:
         if self.remote_class is None:
             return build_skeleton(config, self.architecture or family_of(self.config).architecture)
         return remote_skeleton(config, self.remote_class)
+
+
+def stored_container(checkpoint: Checkpoint) -> Container:
+    """What a checkpoint is stored as: an output of this tool, or any other of a known family.
+
+    Raises:
+        UserError: it asks for remote code that is not this tool's, or its family is not known.
+    """
+    remote = remote_class(checkpoint.config, checkpoint.path)
+    architecture = "" if remote else fitting_family(checkpoint).architecture
+    return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
 
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:

@@ -85,7 +85,7 @@ class Pruner:
         Args:
             block: its index.
             tensors: its on-disk tensors.
-            source: of moments; it is told the result.
+            source: of moments; telling it the result is up to the caller.
 
         Returns:
             The block's new tensors, names and dtypes as before with biases added, and the plan of each site.
@@ -106,9 +106,7 @@ class Pruner:
                     self._apply(block, space, current, torch.tensor(plan.kept), plan.units, new)
         fill_biases(self.family, block, self.biases, current)
         check_overflow(tensors, current)
-        # Before the source goes on: a resumed run goes on from what was written.
         self._pad(block, plans, current)
-        source.advance(block, current)
         return current, plans
 
     def _apply(

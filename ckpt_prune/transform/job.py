@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,9 @@ from ckpt_prune.calibration.measure import (
 )
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream, ReadTensors
 from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
@@ -31,9 +32,11 @@ from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
 from ckpt_prune.planning.recipe import Recipe, methods_of
 from ckpt_prune.planning.selection import Site, select_ranked, standardise
 from ckpt_prune.progress import track
+from ckpt_prune.recovery.recoverer import Recoverer
+from ckpt_prune.recovery.training import Split
 from ckpt_prune.transform.checks import check_job, check_plannable
 from ckpt_prune.transform.containers import REMOTE, Container, Widths, choose_container, remote_note
-from ckpt_prune.transform.engine import Decisions, Pruner
+from ckpt_prune.transform.engine import Decisions, Pruner, fill_biases
 from ckpt_prune.transform.layout import Layout, plan_layout, source_shapes
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
@@ -57,6 +60,23 @@ class LiveSamples:
 
 
 @dataclass(frozen=True)
+class RecoverySamples:
+    """What the blocks of a recipe with recovery are trained on.
+
+    Attributes:
+        samples: windows of text, or images.
+        compute_dtype: in which blocks run.
+        allocate: makes the tensors that hold hidden states.
+        after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
+    """
+
+    samples: Samples
+    compute_dtype: torch.dtype
+    allocate: Allocate = in_memory
+    after: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Job:
     """One checkpoint, one recipe, one source of moments.
 
@@ -69,6 +89,7 @@ class Job:
         plan: decisions made earlier, or None.
         diagnostics: also compute errors and spectra that no result depends on.
         rotations: of a block, once they are learned.
+        training: samples for a recipe with recovery, or None.
 
     Raises (from `prepare`):
         UserError: anything that does not fit together.
@@ -82,6 +103,7 @@ class Job:
     plan: Plan | None = None
     diagnostics: bool = False
     rotations: Callable[[int], BlockRotations] | None = None
+    training: RecoverySamples | None = None
 
     @cached_property
     def family(self) -> Family:
@@ -132,23 +154,41 @@ class Job:
     def stream(self) -> HiddenStream:
         """A fresh stream of hidden states at the first block, of the model that is pruned."""
         assert self.live is not None
-        rotated = self.rotated
-        if rotated is None:
-            return self.dense_stream()
-        # Its own config: a model that is built settles in it which attention runs.
-        skeleton: Any = self.container.skeleton()
-        factory = BlockFactory(
-            self.family, skeleton.config, device=self.device, dtype=self.live.compute_dtype, skeleton=skeleton
-        )
-        return HiddenStream(factory, rotated.names(), rotated.read, self.live.samples, folds=self.live.folds)
+        factory, names, read = self._model(self.live.compute_dtype)
+        return HiddenStream(factory, names, read, self.live.samples, folds=self.live.folds)
 
     def dense_stream(self) -> HiddenStream:
-        """The same of the source."""
+        """The same of the source, before rotations."""
         assert self.live is not None
         factory = BlockFactory(self.family, self.config, device=self.device, dtype=self.live.compute_dtype)
         return HiddenStream(
             factory, self.checkpoint.tensors, self.checkpoint.read, self.live.samples, folds=self.live.folds
         )
+
+    def _model(self, dtype: torch.dtype) -> tuple[BlockFactory, Iterable[str], ReadTensors]:
+        """The model that is pruned: what builds its blocks, the names of its tensors, and what reads those outside."""
+        rotated = self.rotated
+        if rotated is None:
+            factory = BlockFactory(self.family, self.config, device=self.device, dtype=dtype)
+            return factory, self.checkpoint.tensors, self.checkpoint.read
+        # Its own config: a model that is built settles in it which attention runs.
+        skeleton: Any = self.container.skeleton()
+        factory = BlockFactory(self.family, skeleton.config, device=self.device, dtype=dtype, skeleton=skeleton)
+        return factory, rotated.names(), rotated.read
+
+    def recoverer(self) -> Recoverer:
+        """What recovers each block after it is pruned, at the first block."""
+        training, recipe = self.training, self.recipe.recovery
+        assert training is not None
+        assert recipe is not None
+        split = Split.of(len(training.samples), recipe.held_out)
+
+        def stream(sizes: set[int]) -> HiddenStream:
+            factory, names, read = self._model(training.compute_dtype)
+            return HiddenStream(factory, names, read, training.samples, sizes=sizes, allocate=training.allocate)
+
+        dense, pruned = stream(set()), stream(split.sizes(recipe))
+        return Recoverer(dense, pruned, split, recipe, recipe.seed, training.after, training.allocate)
 
     def learner(self) -> Learner:
         """What learns the recipe's rotations, at the first block."""
@@ -190,7 +230,12 @@ class Job:
     def read_block(self, block: int) -> dict[str, Tensor]:
         """A block's tensors, rotated where the recipe rotates."""
         names = block_names(self.checkpoint, self.family, block)
-        return self.checkpoint.read(names) if self.rotated is None else self.rotated.block(block, names)
+        if self.rotated is None:
+            return self.checkpoint.read(names)
+        tensors = self.rotated.block(block, names)
+        # Rotated blocks are built as the output's are, which may have slots that nothing is folded into.
+        fill_biases(self.family, block, self.container.biases, tensors)
+        return tensors
 
     def read(self, name: str) -> Tensor:
         """A tensor outside the blocks, rotated where the recipe rotates."""
@@ -345,7 +390,7 @@ class Job:
         live = None
         if self.live is not None:
             live = [self.live.samples.fingerprint, self.live.folds, str(self.live.compute_dtype)]
-        parts = [
+        parts: list[Any] = [
             __version__,
             self.checkpoint.fingerprint,
             self.recipe.digest,
@@ -355,6 +400,9 @@ class Job:
             self.device.type,
             self.diagnostics,
         ]
+        if self.training is not None:
+            training = self.training
+            parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def provenance(self) -> dict[str, Any]:

@@ -37,7 +37,20 @@ def check_source(checkpoint: Checkpoint, family: Family) -> None:
             "measured again; start from the dense model"
         )
     skeleton = build_skeleton(parse_config(checkpoint.config), family.architecture)
-    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, skeleton, f"{checkpoint.path}")
+    check_stored(checkpoint, skeleton)
+
+
+def check_stored(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Check every tensor's name, shape and dtype against a model.
+
+    Args:
+        checkpoint: what is stored.
+        model: what it is to be, on the meta device.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of another shape, or not floating point.
+    """
+    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, model, f"{checkpoint.path}")
     for name, info in checkpoint.tensors.items():
         if is_stored_buffer(name):
             continue

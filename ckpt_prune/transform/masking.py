@@ -48,7 +48,7 @@ class Masker:
         Args:
             block: its index.
             tensors: its on-disk tensors.
-            source: of moments; it is told the result.
+            source: of moments; telling it the result is up to the caller.
 
         Returns:
             The block's new tensors, names, shapes and dtypes as before, with missing biases, and what was done to each
@@ -73,7 +73,6 @@ class Masker:
                     masked.append(record)
                     current[name] = new.to(current[name].dtype).cpu()
         check_overflow(tensors, current)
-        source.advance(block, current)
         return current, masked
 
     def linear(self, block: int, name: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:

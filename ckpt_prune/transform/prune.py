@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,8 +19,11 @@ from ckpt_prune.checkpoint.reading import CONFIG
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.plan import MaskedLinear, SitePlan
-from ckpt_prune.progress import track
+from ckpt_prune.progress import meter, track
+from ckpt_prune.recovery.record import recovery_record
+from ckpt_prune.recovery.recoverer import RecoveredLayer
 from ckpt_prune.transform.card import model_card
+from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.job import Job
 from ckpt_prune.transform.rotations import WrittenRotations
 from ckpt_prune.transform.sources import SequentialMoments
@@ -53,6 +57,7 @@ def search_strength(job: Job) -> StrengthSearch:
         stream = source.stream if isinstance(source, SequentialMoments) else trial.stream()
         for block in track(range(trial.blocks), f"trying lambda {strength:g}", total=trial.blocks):
             tensors, _ = pruner.block(block, trial.read_block(block), source)
+            source.advance(block, tensors)
             if not isinstance(source, SequentialMoments):
                 stream.advance(block, tensors)
         nll = stream.nll()
@@ -89,6 +94,8 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
     Raises:
         UserError: bad input; nothing is left behind.
     """
+    check_trained(job)
+    check_trained(job)
     check_output(job.checkpoint.path, out, resume=resume, overwrite=overwrite)
     writer = CheckpointWriter(
         out,
@@ -118,9 +125,9 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
             learner = job.learner()
             learned = learner.run(writer, out.absolute().parent)
             run = replace(run, rotations=WrittenRotations(writer, learner.sizes))
-        records = _write_blocks(run, writer)
+        written = _write_blocks(run, writer)
         _write_rest(run, writer)
-        report = _report(run, records, search, learned)
+        report = _report(run, written.records, search, learned) | written.recovery
         writer.write_json(CONFIG, run.container.config)
         report["files"] = sha256_files(writer.folder, [*run.layout, *run.aside, CONFIG])
         if run.container.remote_class is not None:
@@ -134,23 +141,56 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
     return report
 
 
-def _write_blocks(job: Job, writer: CheckpointWriter) -> Records:
+@dataclass(frozen=True)
+class _Written:
+    """What became of the blocks.
+
+    Attributes:
+        records: of what was pruned.
+        recovery: keys of the report, where blocks were recovered.
+    """
+
+    records: Records
+    recovery: dict[str, Any]
+
+
+def _write_blocks(job: Job, writer: CheckpointWriter) -> _Written:
+    """Prune every block, recover it where the recipe says so, and write it."""
     pruner, source = job.pruner(), job.source()
+    recoverer = job.recoverer() if job.recipe.recovery is not None else None
     records: list[SitePlan | MaskedLinear] = []
-    for block in track(range(job.blocks), "pruning", total=job.blocks):
-        unit = f"block {block}"
-        prefix = job.family.block.format(block=block)
-        planned = [name for tensors in job.layout.values() for name in tensors if name.startswith(prefix)]
-        if unit in writer.done:
-            records += [pruner.record.model_validate(note) for note in writer.notes[unit]]
-            source.advance(block, writer.read(planned))
-            continue
-        tensors, plans = pruner.block(block, job.read_block(block), source)
-        for name in planned:
-            writer.write(name, tensors[name])
-        writer.commit(unit, note=[plan.model_dump(mode="json") for plan in plans])
-        records += plans
-    return records
+    layers: list[RecoveredLayer] = []
+    with meter(recoverer.epochs, "recovering", unit="epoch") if recoverer else nullcontext() as epochs:
+        for block in track(range(job.blocks), "pruning", total=job.blocks):
+            unit = f"block {block}"
+            prefix = job.family.block.format(block=block)
+            planned = [name for tensors in job.layout.values() for name in tensors if name.startswith(prefix)]
+            layer = None
+            if unit in writer.done:
+                note, tensors = writer.notes[unit], writer.read(planned)
+                own: Records = [pruner.record.model_validate(record) for record in note["records"]]
+                if recoverer is not None and epochs is not None:
+                    dense = job.read_block(block)
+                    # What it was before it was recovered is not on disk, and the report compares with it.
+                    pruned, _ = pruner.block(block, dense, source)
+                    recoverer.skip(block, dense, pruned, tensors)
+                    layer = RecoveredLayer.model_validate(note["layer"])
+                    epochs.to(recoverer.done(block))
+            else:
+                dense = job.read_block(block)
+                tensors, own = pruner.block(block, dense, source)
+                if recoverer is not None and epochs is not None:
+                    tensors, layer = recoverer.block(block, dense, tensors, epochs)
+                for name in planned:
+                    writer.write(name, tensors[name])
+                note = {"records": [r.model_dump(mode="json") for r in own], "layer": layer and layer.model_dump()}
+                writer.commit(unit, note=note)
+            source.advance(block, tensors)
+            records += own
+            layers += [layer] if layer else []
+    if recoverer is None:
+        return _Written(records, {})
+    return _Written(records, recovery_record(recoverer, job.checkpoint, layers, on_the_fly=True))
 
 
 def _write_rest(job: Job, writer: CheckpointWriter) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ckpt_prune.transform.card import model_card
-from tests.reporting.examples import Json, learned, linear, masked, report, site
+from tests.reporting.examples import Json, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
 
 DENSE = (
     "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless a runtime "
@@ -145,3 +145,61 @@ def test_a_single_block_needs_no_matrix():
     """Its rotation goes into embedding and head."""
     lines = card(masked([linear(0)], learned(0), turns=False))
     assert f"Rotation per-layer: {FOLDED['shared']}." in lines
+
+
+LACO = "Recovered with LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342"
+RECORDED = ", with errors of every block before and after recovery"
+
+
+def test_recovery():
+    layers = [layer(0), kept(1, mse_before=1.0, mse_after=1.0, cka_before=0.5, cka_after=0.5)]
+    lines = card(report([site(0)], recovery=recovery(), layers=layers))
+    assert "# tiny, pruned by recipe corp and recovered" in lines
+    after = lines.index("Calibrated on 128 windows of 2048 tokens, target sequential.")
+    assert lines[after + 1 : after + 3] == [
+        f"{LACO}: the weights that pruning left were trained towards the hidden states of `dense`, block by block "
+        "after pruning, on 128 windows of 256 tokens, 13 of them held out. 1 of 2 blocks have new weights; zeros stay "
+        "zero. On held-out samples, mean over blocks, before -> after: mean squared error of the hidden states 0.75 "
+        "-> 0.625, their linear CKA 0.625 -> 0.6875.",
+        "",
+    ]
+    assert lines[-2] == f"Kept units and errors of every layer are in `ckpt_prune.json`{RECORDED}."
+
+
+@pytest.mark.parametrize(("only", "which"), [("mlp", "MLP "), ("attention", "attention "), (None, "")])
+def test_recovery_of_a_part(only, which):
+    made = recovery(on_the_fly=True, data={"modality": "image", "samples": 64, "held_out": 6, "tokens": 1088})
+    made["settings"] |= {"only": only, "layers": "2:5"}
+    lines = card(masked([linear(0)], learned(0), recovery=made, layers=[layer(0)]))
+    (line,) = (line for line in lines if line.startswith("Recovered"))
+    assert line.startswith(
+        f"{LACO}: the {which}weights that pruning left of layers `2:5` were trained towards the hidden states of "
+        "`dense`, each block right after it was pruned, on 64 images, 6 of them held out. 1 of 1 blocks have"
+    )
+    assert lines.index(line) == next(i for i, told in enumerate(lines) if told.startswith("Rotation")) + 1
+    assert lines[-2].endswith(f"error at its output are in `ckpt_prune.json`{RECORDED}{ROTATED}")
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
+def test_only_figures_that_are_there_are_averaged(nothing):
+    layers = [layer(0, mse_after=nothing, cka_before=nothing), layer(1, cka_after=nothing)]
+    line = next(line for line in card(elsewhere(layers)) if line.startswith("Recovered"))
+    assert line.endswith("before -> after: mean squared error of the hidden states 0.5 -> 0.25.")
+    line = next(line for line in card(elsewhere([kept(0, mse_before=nothing, cka_after=nothing)])) if LACO in line)
+    assert line.endswith("0 of 1 blocks have new weights; zeros stay zero.")
+
+
+def test_what_was_pruned_elsewhere():
+    lines = card(elsewhere([layer(0)], recipe={"name": "pruned elsewhere"}))
+    assert "# tiny, pruned elsewhere and recovered" in lines
+    assert "Made by ckpt_prune 0.1.0 from `tiny`." in lines
+    assert "Made by ckpt_prune 0.1.0 from `tiny`. By another tool." in card(elsewhere([layer(0)]))
+    assert "| parameters | 1.50M | 1.50M | 100.0% |" in lines
+    assert not any(line.startswith("Source of the method") for line in lines)
+    assert lines[-2] == "Errors of every block before and after recovery are in `ckpt_prune.json`."
+
+
+def test_no_recovery():
+    plain = card(report([site(0)]))
+    assert plain == card(report([site(0)], recovery=None, layers=[]))
+    assert not any("ecover" in line for line in plain)

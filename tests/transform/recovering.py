@@ -1,0 +1,156 @@
+"""What tests of recovery share: pruned models of every kind, jobs on them, and what must hold of every output."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ckpt_prune
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.checkpoint.filenames import REPORT
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
+from ckpt_prune.recovery.training import Split
+from ckpt_prune.transform.recover import RecoveryJob, recover
+from tests import encoders, families
+
+from .whole import masked, stock, tensors_of
+
+SAMPLES = 6
+BATCH = 2
+QUICK: dict[str, Any] = {"epochs": 2, "lr": 0.001, "batch": BATCH, "held_out": 0.34}
+"""Enough to change something; two of six samples are held out."""
+HELD_OUT = Split.of(SAMPLES, QUICK["held_out"]).held_out.tolist()
+
+RECOVERY_KEYS = {"dense", "on_the_fly", "settings", "data", "perplexity_after"}
+SETTINGS_KEYS = {"epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "held_out", "patience", "seed"}
+DATA_KEYS = {"modality", "data", "samples", "held_out", "window", "tokens"}
+LAYER_KEYS = {"block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"}
+LAYER_KEYS |= {"epochs", "best_epoch", "diverged", "recovered"}
+
+
+def training_data(variant: str) -> Samples:
+    """What a variant is recovered on: none of what it was pruned on."""
+    if variant in encoders.VARIANTS:
+        return encoders.samples(variant, SAMPLES, seed=11)
+    return TokenWindows(families.windows(SAMPLES, 24, seed=11))
+
+
+def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> RecoveryJob:
+    """`changes` are settings, or other arguments of the job."""
+    settings = {k: changes.pop(k) for k in list(changes) if k in RecoverySettings.model_fields}
+    chosen = RecoverySettings.model_validate(QUICK | settings)
+    return RecoveryJob(Checkpoint.open(pruned), Checkpoint.open(dense), chosen, samples, **changes)
+
+
+def pruned_by(folder: Path, out: Path, recipe: Recipe, data: Samples | None) -> Path:
+    """Prune in one go, on data where the recipe looks at any."""
+    masked(folder, out, recipe, data)
+    return out
+
+
+def loaded(folder: Path, variant: str) -> PreTrainedModel:
+    """In float32; by stock transformers unless the folder has remote code."""
+    if "auto_map" in json.loads((folder / "config.json").read_text()):
+        return ckpt_prune.load(folder, dtype=torch.float32)
+    return stock(folder, variant).float()
+
+
+def layers_of(variant: str) -> str:
+    """Path of the blocks in a model."""
+    if variant in encoders.VARIANTS:
+        return encoders.VARIANTS[variant].layers
+    return "model.decoder.layers" if variant.endswith("opt") else "model.layers"
+
+
+def last_states(folder: Path, variant: str, data: Samples) -> Tensor:
+    """What the last block makes of each held-out sample, by the whole model."""
+    path = f"{layers_of(variant)}.{families.BLOCKS - 1}"
+    found = encoders.watch(loaded(folder, variant), data, results=[path])[path]
+    return torch.from_numpy(found)[HELD_OUT]
+
+
+def is_linear(name: str, tensors: dict[str, Tensor]) -> bool:
+    """Whether a tensor is the weight or bias of a linear module of a block; modules that turn the stream are none."""
+    owner, _, kind = name.rpartition(".")
+    if not any(layers in name for layers in ("layers.", "encoder.layer.")) or owner.endswith("_rotation"):
+        return False
+    weight = tensors.get(f"{owner}.weight")
+    return kind in ("weight", "bias") and weight is not None and weight.ndim == 2
+
+
+def block_of(name: str) -> int:
+    return int(name.partition("layers." if "layers." in name else "encoder.layer.")[2].partition(".")[0])
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Zeros of another sign differ."""
+    return ours.dtype == theirs.dtype and torch.equal(
+        ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
+    )
+
+
+def assert_recovered(out: Path, pruned: Path, report: dict[str, Any]) -> dict[int, list[str]]:
+    """Everything that holds of every recovered output, whatever it was made from.
+
+    Returns:
+        Block → names of its tensors that are new.
+    """
+    found, before = tensors_of(out), tensors_of(pruned)
+    assert list(found) == list(before)
+    layers = {layer["block"]: layer for layer in report["layers"]}
+    assert list(layers) == list(range(families.BLOCKS))
+    changed: dict[int, list[str]] = {block: [] for block in layers}
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (before[name].dtype, before[name].shape), name
+        if not same_bits(tensor, before[name]):
+            assert is_linear(name, found), f"{name} is no linear of a block"
+            changed[block_of(name)].append(name)
+        if is_linear(name, found) and name.endswith(".weight"):
+            assert torch.equal(tensor == 0, before[name] == 0), name
+        elif is_linear(name, found):
+            empty = (before[f"{name.removesuffix('bias')}weight"] == 0).all(1) & (before[name] == 0)
+            assert not tensor[empty].any(), name
+        assert bool(tensor.isfinite().all()), name
+    for block, layer in layers.items():
+        assert layer.keys() == LAYER_KEYS
+        assert layer["recovered"] == bool(changed[block]) == (layer["best_epoch"] > 0)
+        assert layer["best_epoch"] <= layer["epochs"] <= report["recovery"]["settings"]["epochs"]
+        assert layer["mse_after"] <= layer["mse_start"] * (1 + 1e-5)
+        assert not layer["recovered"] or layer["mse_after"] < layer["mse_start"]
+        assert all(0 <= layer[key] <= 1 for key in ("cka_before", "cka_after"))
+    assert layers[0]["mse_before"] == pytest.approx(layers[0]["mse_start"], rel=1e-6)
+    assert_described(out, pruned, report)
+    return changed
+
+
+def assert_described(out: Path, pruned: Path, report: dict[str, Any]) -> None:
+    """The report is on disk, whole; config and side files are carried; `verify` passes."""
+    assert json.loads((out / REPORT).read_text()) == report
+    recovery = report["recovery"]
+    assert recovery.keys() == RECOVERY_KEYS
+    assert recovery["settings"].keys() == SETTINGS_KEYS
+    assert recovery["data"].keys() == DATA_KEYS
+    assert recovery["data"]["samples"] == SAMPLES
+    assert recovery["data"]["held_out"] == len(HELD_OUT)
+    assert recovery["data"]["tokens"] == SAMPLES * recovery["data"]["window"]
+    files = {path.name for path in pruned.iterdir()}
+    assert {path.name for path in out.iterdir()} == files | {REPORT, "README.md"}
+    for name in files:
+        if name == "config.json":
+            assert json.loads((out / name).read_text()) == json.loads((pruned / name).read_text())
+        elif name not in (REPORT, "README.md") and not name.startswith("model"):
+            assert (out / name).read_bytes() == (pruned / name).read_bytes(), name
+    checks = {check.name: check.passed for check in verify(out)}
+    assert checks.pop("sparsity") is not False
+    assert checks == dict.fromkeys(("tensors", "finite", "load", "digests"), True)
+
+
+def recovered(pruned: Path, dense: Path, out: Path, samples: Samples, **changes: Any) -> dict[str, Any]:
+    return recover(recovery_job(pruned, dense, samples, **changes), out)

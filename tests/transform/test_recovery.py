@@ -1,0 +1,387 @@
+"""Recovered outputs of every family and every kind of pruning: what changes, what may not, and how well they are."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.reporting.page import page
+from ckpt_prune.reporting.reading import read_document
+from tests import encoders, families
+from tests.families import BLOCKS, one_group
+
+from .recovering import (
+    SAMPLES,
+    assert_recovered,
+    is_linear,
+    last_states,
+    pruned_by,
+    recovered,
+    training_data,
+)
+from .stored import Sources
+from .test_rotations import random_rotations, rotating
+from .whole import data_of, sources_of_all, tensors_of, wanted, watch_reading
+
+VARIANTS = [*families.VARIANTS, *encoders.VARIANTS]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("dense"))
+
+
+def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
+    """Recover, and hold the output against whole models: the last hidden states say what the report says."""
+    data = training_data(variant)
+    report = recovered(pruned, dense, out, data)
+    changed = assert_recovered(out, pruned, report)
+    assert any(changed.values())
+    target = last_states(dense, variant, data)
+    for folder, key in ((pruned, "mse_before"), (out, "mse_after")):
+        mse = float((last_states(folder, variant, data) - target).square().mean())
+        assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-4), key
+    return report
+
+
+# ---- families ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masked_models_of_every_family(dense, tmp_path, variant):
+    folder = dense.folder(variant)
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    report = check(folder, pruned, tmp_path / "out", variant)
+    linears = [n for n, t in tensors_of(pruned).items() if is_linear(n, tensors_of(pruned)) and n.endswith("weight")]
+    assert len(report["linears"]) == len(linears)
+    zeros = {each["weight"]: each["zeros"] for each in report["linears"]}
+    after = tensors_of(tmp_path / "out")
+    assert all(int((after[name] == 0).sum()) == zeros[name] > 0 for name in linears)
+
+
+def narrower(variant: str) -> Recipe:
+    """Fewer heads and columns, in whatever holds them."""
+    if variant in families.VARIANTS:
+        return families.recipe("none", "magnitude", heads=one_group(variant), mlp=0.5, container="any")
+    space = {"score": "magnitude", "ratio": 0.5, "compensation": {"method": "none"}}
+    spaces = {"heads": space, "mlp": space}
+    return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_narrower_models_of_every_family(dense, tmp_path, variant):
+    folder = dense.folder(variant)
+    pruned = pruned_by(folder, tmp_path / "pruned", narrower(variant), None)
+    before, after = (sum(t.numel() for t in tensors_of(each).values()) for each in (folder, pruned))
+    assert after < before
+    report = check(folder, pruned, tmp_path / "out", variant)
+    assert {site["space"] for site in report["sites"]} == {"heads", "mlp"}
+
+
+# ---- kinds of pruning --------------------------------------------------------------------------------------------
+
+PAD = {"container": "padded"}
+KINDS: dict[str, tuple[str, Recipe, str]] = {
+    "relabelled mistral": ("llama", families.recipe("ridge", heads=0.25, lam=0.1), "mistral"),
+    "relabelled seed_oss, biases": ("llama", families.recipe("bias", heads=0.25), "seed_oss"),
+    "relabelled seed_oss from mistral": ("mistral-mha", families.recipe("bias", heads=0.25), "seed_oss"),
+    "per layer": ("llama-gqa-tied", load_recipe("flap-global", ratio=0.4), "remote"),
+    "per layer seed_oss": ("seed_oss-biases-mha", load_recipe("flap-global", ratio=0.4), "remote"),
+    "remote": ("qwen3", families.recipe("bias", heads=0.5, container="remote"), "remote"),
+    "padded opt": ("opt", encoders.recipe({"heads": 0.25}, **PAD), "opt"),
+    "padded swiglu": ("dinov2-swiglu", encoders.recipe({"heads": 0.25, "mlp": 0.25}, **PAD), "dinov2"),
+    "padded bert": ("bert-mlm", encoders.recipe({"heads": 0.25, "mlp": 0.25}, **PAD), "bert"),
+    "narrow q and k, vit": ("vit", encoders.recipe({"qk": 0.5}, container="remote"), "remote"),
+    "narrow q and k, opt": ("opt", encoders.recipe({"qk": 0.5, "heads": 0.25}, container="remote"), "remote"),
+    "narrow q and k, bert": ("bert-mlm", encoders.recipe({"qk": 0.5, "mlp": 0.25}, container="remote"), "remote"),
+    "padded q and k": ("opt", encoders.recipe({"qk": 0.5}, **PAD), "opt"),
+    "magnitude 2:4": ("wide llama", wanted("magnitude 2:4"), "llama"),
+    "wanda": ("dinov2-swiglu", wanted("wanda", "by block"), "dinov2"),
+    "wanda 2:4": ("wide opt", wanted("wanda 2:4", "by input"), "opt"),
+    "sparsegpt": ("bert-mlm", wanted("sparsegpt"), "bert"),
+    "sparsegpt 2:4": ("wide qwen2", wanted("sparsegpt 2:4"), "qwen2"),
+}
+"""Variant, recipe, and what the output is stored as."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_pruning(dense, tmp_path, kind):
+    variant, recipe, container = KINDS[kind]
+    folder = dense.folder(variant)
+    pruned = pruned_by(folder, tmp_path / "pruned", recipe, data_of(variant))
+    config = json.loads((pruned / "config.json").read_text())
+    assert ("auto_map" in config, container) in ((True, "remote"), (False, config["model_type"]))
+    report = check(folder, pruned, tmp_path / "out", variant)
+    assert bool(report["container"]["padded"]) == kind.startswith("padded")
+    made = json.loads((pruned / REPORT).read_text())
+    new = {"recovery", "layers", "files", "ckpt_prune", "torch", "transformers"}
+    assert {k: v for k, v in report.items() if k not in new} == {k: v for k, v in made.items() if k not in new}
+
+
+def test_opened_bias_slots_are_trained(dense, tmp_path):
+    """Slots of zeros, too, which the stand-in opens beside those that compensation needs."""
+    folder = dense.folder("llama")
+    pruned = pruned_by(folder, tmp_path / "pruned", KINDS["relabelled seed_oss, biases"][1], data_of("llama"))
+    empty = [n for n, t in tensors_of(pruned).items() if n.endswith(".bias") and not t.any()]
+    assert any("gate_proj" in name for name in empty)
+    recovered(pruned, folder, tmp_path / "out", training_data("llama"))
+    after = tensors_of(tmp_path / "out")
+    assert any(after[name].any() for name in empty)
+
+
+def test_padding_stays_zero(dense, tmp_path):
+    """Weights and biases of dropped heads and columns: the model does not grow back."""
+    variant, recipe, _ = KINDS["padded bert"]
+    folder = dense.folder(variant)
+    pruned = pruned_by(folder, tmp_path / "pruned", recipe, data_of(variant))
+    report = recovered(pruned, folder, tmp_path / "out", training_data(variant))
+    after = tensors_of(tmp_path / "out")
+    assert report["container"]["padded"] == ["heads"]
+    name = encoders.VARIANTS[variant].tensor
+    for site in (site for site in report["sites"] if site["space"] == "heads"):
+        gone = [unit * 4 + i for unit in range(4) if unit not in site["kept"] for i in range(4)]
+        assert len(gone) == 4
+        for role in ("query", "key", "value"):
+            assert not after[name(site["block"], role)][gone].any()
+            assert not after[name(site["block"], role, "bias")][gone].any()
+        assert not after[name(site["block"], "heads")][:, gone].any()
+
+
+def test_a_dead_row_stays_dead(dense, tmp_path):
+    """Where a whole row is zero and its bias is, as padded containers hold dropped units."""
+    folder = dense.folder("opt")
+    pruned = shutil.copytree(folder, tmp_path / "pruned")
+    tensors = load_file(pruned / "model.safetensors")
+    for kind in ("weight", "bias"):
+        tensors[f"model.decoder.layers.0.fc2.{kind}"][3] = 0
+    save_file(tensors, pruned / "model.safetensors", {"format": "pt"})
+    report = recovered(pruned, folder, tmp_path / "out", training_data("opt"))
+    assert any(assert_recovered(tmp_path / "out", pruned, report)[0])
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05])
+def test_a_rate_that_is_too_high_makes_no_block_worse(dense, tmp_path, rate):
+    """What is written is no worse than what was there, whatever the later epochs do."""
+    variant, recipe, _ = KINDS["narrow q and k, opt"]
+    pruned = pruned_by(dense.folder(variant), tmp_path / "pruned", recipe, data_of(variant))
+    report = recovered(pruned, dense.folder(variant), tmp_path / "out", training_data(variant), lr=rate)
+    assert_recovered(tmp_path / "out", pruned, report)
+    assert any(layer["best_epoch"] < layer["epochs"] for layer in report["layers"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ["mistral", "opt", "vit"])
+def test_half_precision(dense, tmp_path, variant, dtype):
+    folder = dense.folder(variant, dtype=dtype)
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    check(folder, pruned, tmp_path / "out", variant)
+    linears = [t for n, t in tensors_of(tmp_path / "out").items() if "layer" in n and n.endswith("weight")]
+    assert {tensor.dtype for tensor in linears} == {dtype}
+
+
+@pytest.mark.parametrize("variant", ["qwen2-mha", "opt"])
+def test_shards(dense, tmp_path, variant):
+    """The same tensors as in one file, where the source has them."""
+    outs = {}
+    for shard in (None, "10KB"):
+        folder = dense.folder(variant, shard=shard)
+        pruned = pruned_by(folder, tmp_path / f"pruned-{shard}", wanted("magnitude"), None)
+        outs[shard] = tmp_path / f"out-{shard}"
+        assert_recovered(outs[shard], pruned, recovered(pruned, folder, outs[shard], training_data(variant)))
+    whole, parts = (tensors_of(out) for out in outs.values())
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    index = "model.safetensors.index.json"
+    ours, theirs = (json.loads((each / index).read_text()) for each in (outs["10KB"], tmp_path / "pruned-10KB"))
+    assert ours == theirs
+
+
+def test_an_unpruned_model_is_left_as_it_is(dense, tmp_path):
+    for variant in ("llama-gqa-tied", "vit"):
+        copy = shutil.copytree(dense.folder(variant), tmp_path / f"copy-{variant}")
+        out = tmp_path / f"out-{variant}"
+        report = recovered(copy, dense.folder(variant), out, training_data(variant))
+        assert (out / "model.safetensors").read_bytes() == (copy / "model.safetensors").read_bytes()
+        for layer in report["layers"]:
+            assert (layer["mse_before"], layer["mse_after"], layer["epochs"], layer["recovered"]) == (0, 0, 0, False)
+            assert layer["cka_before"] == pytest.approx(1)
+
+
+def test_parts_that_are_not_asked_for_keep_their_bits(dense, tmp_path):
+    folder = dense.folder("opt")
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    for only, modules in (("mlp", ("fc1", "fc2")), ("attention", ("q_proj", "k_proj", "v_proj", "out_proj"))):
+        report = recovered(pruned, folder, tmp_path / only, training_data("opt"), only=only, layers="1:2")
+        changed = assert_recovered(tmp_path / only, pruned, report)
+        assert (changed[0], changed[2]) == ([], [])
+        assert {name.split(".")[-2] for name in changed[1]} == set(modules)
+
+
+def test_recovering_again_keeps_what_is_known(dense, tmp_path):
+    """A recovered output is a pruned model like any other; the last recovery is the one that is told."""
+    folder, data = dense.folder("llama"), training_data("llama")
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    first = recovered(pruned, folder, tmp_path / "first", data)
+    second = recovered(tmp_path / "first", folder, tmp_path / "second", data, lr=0.003)
+    assert_recovered(tmp_path / "second", tmp_path / "first", second)
+    assert [a["mse_before"] for a in second["layers"]] == pytest.approx([a["mse_after"] for a in first["layers"]])
+    assert (second["linears"], second["mask"]) == (first["linears"], first["mask"])
+    assert second["recovery"]["settings"]["lr"] == 0.003
+
+
+def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch):
+    folder = dense.folder("llama")
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    seen = watch_reading(monkeypatch)
+    recovered(pruned, folder, tmp_path / "out", training_data("llama"))
+    assert seen.blocks == {str(block) for block in range(BLOCKS)}
+    assert seen.together == 1
+    # Tensors of a block go when those of the next come.
+    assert seen.alive <= 2
+
+
+# ---- rotated -----------------------------------------------------------------------------------------------------
+
+TURNED = [(v, k) for v in ("llama-gqa-tied", "qwen3", "opt", "opt-no-bias") for k in ("values", "shared", "per-layer")]
+
+
+@pytest.fixture(scope="module")
+def turned(dense, tmp_path_factory) -> Callable[..., Path]:
+    """Variant, kind and dtype → the output of random rotations, unpruned or half of it zeroed; made once."""
+    root = tmp_path_factory.mktemp("turned")
+
+    def make(variant: str, kind: str, ratio: float, dtype: torch.dtype = torch.float32) -> Path:
+        out = root / f"{variant}-{kind}-{ratio}-{dtype}"
+        if not out.exists():
+            with pytest.MonkeyPatch.context() as patch:
+                random_rotations(patch)
+                pruned_by(dense.folder(variant, dtype=dtype), out, rotating(kind, ratio=ratio), None)
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize(("variant", "kind"), TURNED)
+def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tmp_path, variant, kind):
+    """Rotated and unpruned: nothing to recover, at any depth, though not a weight of the two is the same."""
+    folder, unpruned = dense.folder(variant), turned(variant, kind, 0.0)
+    report = recovered(unpruned, folder, tmp_path / "out", training_data(variant))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (unpruned / "model.safetensors").read_bytes()
+    energy = float(last_states(folder, variant, training_data(variant)).square().mean())
+    for layer in report["layers"]:
+        assert layer["mse_before"] < 1e-8 * energy
+        assert (layer["epochs"], layer["recovered"]) == (0, False)
+    if kind == "shared":
+        # In the dense model's own basis the same states are far off.
+        there, plain = (last_states(each, variant, training_data(variant)) for each in (unpruned, folder))
+        assert float((there - plain).square().mean()) > 0.1 * energy
+
+
+@pytest.mark.parametrize(("variant", "kind"), TURNED)
+def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
+    """Against the whole model that is rotated and not masked."""
+    pruned, data = turned(variant, kind, 0.5), training_data(variant)
+    out = tmp_path / "out"
+    report = recovered(pruned, dense.folder(variant), out, data)
+    assert any(assert_recovered(out, pruned, report).values())
+    assert (out / ROTATIONS).read_bytes() == (pruned / ROTATIONS).read_bytes()
+    target = last_states(turned(variant, kind, 0.0), variant, data)
+    for folder, key in ((pruned, "mse_before"), (out, "mse_after")):
+        mse = float((last_states(folder, variant, data) - target).square().mean())
+        assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-3), key
+
+
+@pytest.mark.parametrize("kind", ["values", "shared", "per-layer"])
+def test_rotated_in_bfloat16(dense, turned, tmp_path, kind):
+    pruned = turned("qwen3", kind, 0.5, torch.bfloat16)
+    folder = dense.folder("qwen3", dtype=torch.bfloat16)
+    report = recovered(pruned, folder, tmp_path / "out", training_data("qwen3"))
+    assert any(assert_recovered(tmp_path / "out", pruned, report).values())
+
+
+# ---- pruned by others --------------------------------------------------------------------------------------------
+
+
+def zeroed(folder: Path, out: Path) -> Path:
+    """Half of the weights of every linear of a block, by torch alone."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    for name, tensor in tensors.items():
+        if is_linear(name, tensors) and name.endswith(".weight"):
+            tensor[tensor.abs() < tensor.abs().median()] = 0
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def sliced(folder: Path, out: Path) -> Path:
+    """The first 13 columns of the MLP of a llama stay, saved as transformers does."""
+    model = families.stock(folder)
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        for part in (mlp.gate_proj, mlp.up_proj):
+            part.weight = torch.nn.Parameter(part.weight.detach()[:13].clone())
+        mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, :13].clone())
+    model.config.intermediate_size = 13
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("variant", "how"),
+    [("llama", zeroed), ("qwen3", sliced), ("opt", zeroed), ("vit", zeroed), ("bert-old-names", zeroed)],
+)
+def test_what_another_tool_pruned(dense, tmp_path, variant, how):
+    """No ckpt_prune.json: it is recovered all the same, and what is written speaks of what is known."""
+    folder = dense.folder(variant)
+    pruned = how(folder, tmp_path / "pruned")
+    assert not (pruned / REPORT).exists()
+    report = check(folder, pruned, tmp_path / "out", variant)
+    assert report["recipe"]["name"] == "pruned elsewhere"
+    assert (report["sites"], report["linears"], report["mask"], report["rotation"]) == ([], [], None, None)
+    assert report["source"] == report["recovery"]["dense"]
+    counts = [sum(t.numel() for n, t in tensors_of(f).items() if "position_ids" not in n) for f in (folder, pruned)]
+    assert [report[when]["parameters"] for when in ("before", "after")] == counts
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "pruned elsewhere and recovered" in card
+    html = page(read_document(tmp_path / "out"))
+    assert "pruned elsewhere" in html
+    assert "CKA" in html
+    assert all(c.passed is not False for c in verify(tmp_path / "out", folder))
+
+
+# ---- numbers that do not fit -------------------------------------------------------------------------------------
+
+
+def test_a_diverging_rate_in_half_precision_writes_the_old_weights(dense, tmp_path):
+    folder = dense.folder("opt", dtype=torch.float16)
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    report = recovered(pruned, folder, tmp_path / "out", training_data("opt"), lr=1e6)
+    assert all(layer["diverged"] and not layer["recovered"] for layer in report["layers"])
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
+
+
+def test_a_weight_beyond_half_precision_is_not_written(dense, tmp_path):
+    """The one column of an MLP that is left is shut by ReLU: a weight of -inf does no harm to any error measured."""
+    folder = shutil.copytree(dense.folder("opt-no-bias", dtype=torch.float16), tmp_path / "dense")
+    tensors = load_file(folder / "model.safetensors")
+    fc1, fc2, norm = (f"model.decoder.layers.0.{name}" for name in ("fc1.weight", "fc2.weight", "final_layer_norm."))
+    # A column that sees the same in all tokens.
+    tensors[f"{norm}weight"][0], tensors[f"{norm}bias"][0] = 0, 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    pruned = shutil.copytree(folder, tmp_path / "pruned")
+    for name, value in ((fc1, 1.0), (fc2, 1000.0)):
+        tensors[name].zero_()
+        tensors[name][0, 0] = value
+    save_file(tensors, pruned / "model.safetensors", {"format": "pt"})
+    # One step takes both down by as much: the one below the least number of float16, the other not.
+    step = {"lr": 66000.0, "epochs": 1, "batch": SAMPLES, "only": "mlp", "layers": ":1"}
+    report = recovered(pruned, folder, tmp_path / "out", training_data("opt-no-bias"), **step)
+    assert_recovered(tmp_path / "out", pruned, report)
+    assert report["layers"][0]["diverged"]

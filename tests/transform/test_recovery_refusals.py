@@ -1,0 +1,230 @@
+"""What recovery refuses: two models that do not belong together, damaged files, too little data."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.transform.recover import check_same_reader, recover
+from tests import encoders, families
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.families import contents, windows
+from tests.images import write_processor
+
+from .recovering import (
+    pruned_by,
+    recovery_job,
+    training_data,
+)
+from .stored import Sources
+from .test_rotations import random_rotations, rotating
+from .whole import make_wide, sources_of_all, wanted
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def masked_llama(dense, tmp_path_factory) -> Path:
+    return pruned_by(dense.folder("llama"), tmp_path_factory.mktemp("masked") / "llama", wanted("magnitude"), None)
+
+
+def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None, **changes: Any) -> str:
+    """The message, one line; nothing is left on disk."""
+    before = sorted(out.parent.iterdir())
+    job = recovery_job(pruned, dense, training_data("llama") if samples is None else samples, **changes)
+    with pytest.raises(UserError) as error:
+        recover(job, out)
+    assert sorted(out.parent.iterdir()) == before
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "depth": ({"num_hidden_layers": 2}, "has 3 blocks and {dense} has 2"),
+    "hidden size": ({"hidden_size": 32}, "has 16 hidden dimensions and {dense} has 32"),
+    "vocabulary": ({"vocab_size": 41}, "have vocabularies of 40 and 41 tokens"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_model(masked_llama, tmp_path, what):
+    config, reason = OTHERS[what]
+    other = make_wide(tmp_path / "other", "llama", **config)
+    assert reason.format(dense=other) in refusal(masked_llama, other, tmp_path / "out")
+
+
+def test_another_family(dense, masked_llama, tmp_path):
+    other = dense.folder("opt")
+    text = refusal(masked_llama, other, tmp_path / "out")
+    assert f"{masked_llama} is of type llama and {other} of type opt" in text
+    # What a llama may be stored as is none; what is stored as another type is known by its stand-ins, not the reverse.
+    assert "is of type llama and" in refusal(masked_llama, dense.folder("mistral"), tmp_path / "out")
+
+
+def test_a_stand_in_of_another_depth(dense, tmp_path):
+    recipe = families.recipe("none", "magnitude", heads=0.25)
+    pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", recipe, None)
+    other = make_wide(tmp_path / "other", "llama", num_hidden_layers=2)
+    assert "has 3 blocks" in refusal(pruned, other, tmp_path / "out")
+
+
+def scrambled(folder: Path, out: Path) -> Path:
+    """The same model with other weights."""
+    model = copy.deepcopy(families.stock(folder))
+    encoders.randomise(model, 99)
+    model.save_pretrained(out)
+    return out
+
+
+def test_unrelated_weights(dense, masked_llama, tmp_path):
+    other = scrambled(dense.folder("llama"), tmp_path / "other")
+    text = refusal(masked_llama, other, tmp_path / "out")
+    assert "before their first block" in text
+    assert "the pruned one was not made from this dense one" in text
+
+
+@pytest.fixture
+def shared(dense, tmp_path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        random_rotations(patch)
+        return pruned_by(dense.folder("llama"), tmp_path / "pruned", rotating("shared", ratio=0.5), None)
+
+
+def test_rotations_that_are_missing_or_damaged(dense, shared, tmp_path):
+    path, folder, out = shared / ROTATIONS, dense.folder("llama"), tmp_path / "out"
+    whole_file = load_file(path)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+    assert f"{path} cannot be read" in refusal(shared, folder, out)
+    path.unlink()
+    assert f"{path} cannot be read" in refusal(shared, folder, out)
+    for name in ("residual", "blocks.2.heads"):
+        save_file({k: v for k, v in whole_file.items() if k != name}, path)
+        assert f"has no {name} of shape" in refusal(shared, folder, out)
+        save_file(whole_file | {name: whole_file[name][..., :-1].clone()}, path)
+        assert f"has no {name} of shape" in refusal(shared, folder, out)
+
+
+def test_rotations_of_another_run(dense, shared, tmp_path):
+    found = load_file(shared / ROTATIONS)
+    save_file(found | {"residual": found["residual"].flip(0).contiguous()}, shared / ROTATIONS)
+    text = refusal(shared, dense.folder("llama"), tmp_path / "out")
+    assert "before their first block" in text
+
+
+def test_a_report_that_names_no_known_rotation(dense, shared, tmp_path):
+    report = json.loads((shared / REPORT).read_text())
+    report["rotation"]["kind"] = "sideways"
+    (shared / REPORT).write_text(json.dumps(report))
+    assert "names an unknown rotation 'sideways'" in refusal(shared, dense.folder("llama"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"recipe": {}}', '{"linears": 5}', '{"container": null}'])
+def test_a_damaged_report(dense, masked_llama, tmp_path, text):
+    """Before anything is trained: what it says is carried into the output's report and model card."""
+    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
+    (pruned / REPORT).write_text(text)
+    assert str(pruned / REPORT) in refusal(pruned, dense.folder("llama"), tmp_path / "out")
+
+
+def test_outputs_that_would_overlap_an_input(dense, masked_llama, tmp_path):
+    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
+    model = shutil.copytree(dense.folder("llama"), tmp_path / "model")
+    before = contents(tmp_path)
+    for folder in (pruned, model):
+        for out in (folder, folder / "out"):
+            job = recovery_job(pruned, model, training_data("llama"))
+            with pytest.raises(UserError):
+                recover(job, out, overwrite=True)
+            assert contents(tmp_path) == before
+
+
+def test_one_sample(dense, masked_llama, tmp_path):
+    text = refusal(masked_llama, dense.folder("llama"), tmp_path / "out", TokenWindows(windows(1)))
+    assert text == "recovery needs samples to train on and others to hold out: give at least 2, not 1"
+
+
+def test_blocks_that_are_not_there(dense, masked_llama, tmp_path):
+    for layers in ("3:", "2:4", "2:2"):
+        text = refusal(masked_llama, dense.folder("llama"), tmp_path / "out", layers=layers)
+        assert text == f"layers {layers}: the model has blocks 0 to 2, say 0:3 for all"
+
+
+@pytest.mark.parametrize("which", ["pruned", "dense"])
+def test_weights_that_are_not_finite(dense, masked_llama, tmp_path, which):
+    folders = {"pruned": masked_llama, "dense": dense.folder("llama")}
+    bad = folders[which] = shutil.copytree(folders[which], tmp_path / "bad")
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, bad / "model.safetensors", {"format": "pt"})
+    text = refusal(folders["pruned"], folders["dense"], tmp_path / "out")
+    assert "model.layers.1.mlp.up_proj.weight" in text
+
+
+# ---- the same readers --------------------------------------------------------------------------------------------
+
+
+def reader_refusal(pruned: Path, dense: Path, text: str = "a word or two") -> str | None:
+    ours, theirs = Checkpoint.open(pruned), Checkpoint.open(dense)
+    try:
+        check_same_reader(ours, theirs, fitting_family(theirs), text)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_tokenizers(dense, masked_llama, tmp_path):
+    folder = dense.folder("llama")
+    assert reader_refusal(masked_llama, folder) is None
+    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
+    tokenizer = pruned / "tokenizer.json"
+    values = json.loads(tokenizer.read_text())
+    # Saved by another version: another layout of the file, and a setting that no text shows.
+    tokenizer.write_text(json.dumps(values | {"truncation": None}, indent=7))
+    config = json.loads((pruned / "tokenizer_config.json").read_text())
+    (pruned / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": 17}))
+    assert reader_refusal(pruned, folder) is None
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    tokenizer.write_text(json.dumps(values))
+    expected = f"{pruned} and {folder} have different tokenizers: they read the text differently"
+    assert reader_refusal(pruned, folder) == expected
+    # What is not in the text is read differently, to no effect.
+    assert reader_refusal(pruned, folder, "no such letters here".replace("a", "").replace("b", "")) is None
+
+
+def test_a_model_without_a_tokenizer_is_read_as_the_dense_one(dense, masked_llama, tmp_path):
+    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
+    for path in pruned.glob("tokenizer*"):
+        path.unlink()
+    assert reader_refusal(pruned, dense.folder("llama")) is None
+
+
+def test_tokens_that_the_tokenizer_adds(dense, masked_llama, tmp_path):
+    pruned = shutil.copytree(masked_llama, tmp_path / "pruned")
+    tiny_tokenizer("<s> $A </s>").save_pretrained(pruned)
+    assert "have different tokenizers" in str(reader_refusal(pruned, dense.folder("llama")))
+
+
+def test_image_processors(dense, tmp_path):
+    folder = dense.folder("vit")
+    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    path = pruned / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
+    assert reader_refusal(pruned, folder) is None
+    write_processor(pruned, size={"height": 10, "width": 10})
+    assert reader_refusal(pruned, folder) == f"{pruned} and {folder} have different image processors"

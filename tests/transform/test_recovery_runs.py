@@ -1,0 +1,383 @@
+"""Recovery on the fly, interrupted, with states on disk."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.states import StateMemory
+from ckpt_prune.checkpoint.filenames import REPORT
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.recovery import recoverer
+from ckpt_prune.transform.job import RecoverySamples
+from ckpt_prune.transform.prepare import measured
+from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.recover import RecoveryJob, recover
+from tests import encoders, families
+from tests.families import BLOCKS, contents, windows
+from tests.oracles import masked_model
+
+from .recovering import (
+    QUICK,
+    assert_described,
+    assert_recovered,
+    block_of,
+    is_linear,
+    pruned_by,
+    recovered,
+    recovery_job,
+    training_data,
+)
+from .stored import Sources
+from .test_rotations import random_rotations, rotating
+from .whole import data_of, sources_of_all, stock, tensors_of, wanted, whole
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def masked_llama(dense, tmp_path_factory) -> Path:
+    return pruned_by(dense.folder("llama"), tmp_path_factory.mktemp("masked") / "llama", wanted("magnitude"), None)
+
+
+def with_recovery(recipe: Recipe, **changes: Any) -> Recipe:
+    values = recipe.model_dump(mode="json", by_alias=True)
+    return Recipe.model_validate(values | {"recovery": QUICK | changes})
+
+
+def on_the_fly(
+    folder: Path,
+    out: Path,
+    recipe: Recipe,
+    variant: str,
+    *,
+    resume: bool = False,
+    training: dict[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Prune with a step of recovery; `training` are arguments of its samples, `changes` settings."""
+    samples = RecoverySamples(training_data(variant), torch.float32, **(training or {}))
+    live = data_of(variant)
+    job = encoders.job_on(folder, with_recovery(recipe, **changes), None, live, training=samples)
+    with measured(job, out.parent, seed=0) as ready:
+        return prune(ready, out, resume=resume)
+
+
+# ---- on the fly --------------------------------------------------------------------------------------------------
+
+NARROW = {"score": "magnitude", "ratio": 0.5, "compensation": {"method": "none"}}
+NARROW_BERT = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": NARROW, "mlp": NARROW}}
+BLIND: dict[str, tuple[str, Recipe]] = {
+    "masked llama": ("llama", wanted("magnitude")),
+    "masked opt": ("opt", wanted("magnitude")),
+    "masked vit": ("vit", wanted("magnitude")),
+    "wanda of the dense model": ("qwen3", wanted("wanda")),
+    "narrower, as mistral": ("llama", families.recipe("none", "magnitude", heads=0.25, mlp=0.5)),
+    "narrower mistral": ("mistral", families.recipe("none", "magnitude", heads=0.5, mlp=0.5)),
+    "narrower bert, remote": ("bert-mlm", Recipe.model_validate(NARROW_BERT)),
+    "opened slots": ("llama", families.recipe("bias", heads=0.25)),
+    "per layer": ("llama-gqa-tied", load_recipe("flap-global", ratio=0.4)),
+    **{
+        f"rotated {variant}, {kind}": (variant, rotating(kind, ratio=0.5))
+        for variant, kind in (
+            *(("qwen3", kind) for kind in ("shared", "per-layer")),
+            *(("opt-no-bias", kind) for kind in ("shared", "per-layer")),
+        )
+    },
+}
+"""Prunings that do not look at what comes before the block."""
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch):
+    """Of prunings that do not look at what comes before the block: every byte of the checkpoint, and every error."""
+    variant, recipe = BLIND[name]
+    folder = dense.folder(variant)
+    with monkeypatch.context() as patch:
+        random_rotations(patch)
+        pruned_by(folder, tmp_path / "pruned", recipe, data_of(variant))
+    after = recovered(tmp_path / "pruned", folder, tmp_path / "after", training_data(variant), after=frozenset({1}))
+    with monkeypatch.context() as patch:
+        random_rotations(patch)
+        fly = on_the_fly(folder, tmp_path / "fly", recipe, variant, training={"after": frozenset({1})})
+    ours, theirs = contents(tmp_path / "fly"), contents(tmp_path / "after")
+    assert ours.keys() == theirs.keys()
+    assert {file for file in ours if ours[file] != theirs[file]} == {REPORT, "README.md"}
+    assert any(layer["recovered"] for layer in fly["layers"])
+    assert fly["layers"] == after["layers"]
+    assert fly["files"] == after["files"]
+    assert fly["recovery"] == after["recovery"] | {"on_the_fly": True}
+    assert_recovered(tmp_path / "fly", tmp_path / "pruned", fly)
+
+
+def test_rotated_values_on_the_fly(dense, tmp_path, monkeypatch):
+    """The target is the rotated dense block's, afterwards the dense one's: the same but for rounding."""
+    reports = []
+    for name in ("pruned", "fly"):
+        with monkeypatch.context() as patch:
+            random_rotations(patch)
+            recipe, out = rotating("values", ratio=0.5), tmp_path / name
+            if name == "fly":
+                reports.append(on_the_fly(dense.folder("qwen3"), out, recipe, "qwen3"))
+            else:
+                pruned_by(dense.folder("qwen3"), out, recipe, None)
+                reports.append(recovered(out, dense.folder("qwen3"), tmp_path / "after", training_data("qwen3")))
+    after, fly = (report["layers"] for report in reports)
+    assert any(layer["recovered"] for layer in fly)
+    for ours, theirs in zip(fly, after, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    found, expected = tensors_of(tmp_path / "fly"), tensors_of(tmp_path / "after")
+    for name, tensor in found.items():
+        assert torch.equal(tensor == 0, expected[name] == 0)
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-3, msg=name)
+
+
+def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
+    """The mask of each block is that of a whole model whose earlier blocks are the recovered ones."""
+    variant, folder = "llama", dense.folder("llama")
+    recipe, data = wanted("wanda", "by block"), data_of("llama")
+    plain = tensors_of(pruned_by(folder, tmp_path / "plain", recipe, data))
+    report = on_the_fly(folder, tmp_path / "out", recipe, variant)
+    assert_described(tmp_path / "out", tmp_path / "plain", report)
+    found = tensors_of(tmp_path / "out")
+    weights = [name for name in found if is_linear(name, found) and name.endswith(".weight")]
+    moved = {block_of(name) for name in weights if not torch.equal(found[name] == 0, plain[name] == 0)}
+    assert moved
+    assert 0 not in moved
+    for block in range(BLOCKS):
+        model = stock(folder, variant)
+        before = {name: tensor for name, tensor in found.items() if "layers." in name and block_of(name) < block}
+        model.load_state_dict(before, strict=False)
+        # Half of what is recovered is zero already: masking it again takes nothing more.
+        expected = whole(model, variant).mask(data, masked_model.wanda, "by block")
+        for name in weights:
+            if block_of(name) <= block:
+                assert torch.equal(found[name] == 0, expected[name] == 0), name
+
+
+def test_structured_pruning_sees_recovered_blocks(dense, tmp_path):
+    folder = dense.folder("llama")
+    recipe = families.recipe("ridge", heads=0.25, mlp=0.5, lam=0.1, target="sequential")
+    pruned_by(folder, tmp_path / "pruned", recipe, data_of("llama"))
+    fly = on_the_fly(folder, tmp_path / "fly", recipe, "llama")
+    after = recovered(tmp_path / "pruned", folder, tmp_path / "after", training_data("llama"))
+    assert fly["layers"][0] == after["layers"][0]
+    assert fly["layers"][1]["mse_start"] != after["layers"][1]["mse_start"]
+    assert_described(tmp_path / "fly", tmp_path / "pruned", fly)
+
+
+def test_a_recipe_without_recovery_says_nothing_of_it(dense, tmp_path):
+    pruned_by(dense.folder("llama"), tmp_path / "out", wanted("magnitude"), None)
+    assert not {"recovery", "layers"} & json.loads((tmp_path / "out" / REPORT).read_text()).keys()
+
+
+def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
+    folder, recipe = dense.folder("llama"), with_recovery(wanted("magnitude"))
+    with pytest.raises(UserError, match=r"^recipe test recovers every block on samples, .*: give --text$"):
+        prune(encoders.job_on(folder, recipe), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    one = RecoverySamples(TokenWindows(windows(1)), torch.float32)
+    with pytest.raises(UserError, match="give at least 2, not 1"):
+        encoders.job_on(folder, recipe, training=one)
+    two = RecoverySamples(TokenWindows(windows(2)), torch.float32)
+    with pytest.raises(UserError, match="the model has blocks 0 to 2"):
+        encoders.job_on(folder, with_recovery(wanted("magnitude"), layers="1:4"), training=two)
+
+
+# ---- interrupted -------------------------------------------------------------------------------------------------
+
+
+def stop_training_at(patch: pytest.MonkeyPatch, block: int) -> None:
+    """Ctrl-C when a block's training begins."""
+    original = recoverer.train_block
+
+    def dying(stream: Any, index: int, *args: Any, **options: Any) -> Any:
+        if index == block:
+            raise KeyboardInterrupt
+        return original(stream, index, *args, **options)
+
+    patch.setattr(recoverer, "train_block", dying)
+
+
+def trained_blocks(patch: pytest.MonkeyPatch) -> list[int]:
+    original, seen = recoverer.train_block, []
+
+    def watching(stream: Any, index: int, *args: Any, **options: Any) -> Any:
+        seen.append(index)
+        return original(stream, index, *args, **options)
+
+    patch.setattr(recoverer, "train_block", watching)
+    return seen
+
+
+FLY: dict[str, tuple[str, Recipe]] = {
+    "masked": ("llama", wanted("magnitude")),
+    "wanda by input": ("opt", wanted("wanda", "by input")),
+    "structured": ("llama", families.recipe("ridge", heads=0.25, lam=0.1, target="sequential")),
+    "rotated": ("qwen3", rotating("per-layer", {"method": "wanda"}, ratio=0.5)),
+    "images": ("vit", wanted("sparsegpt", "by block")),
+}
+SEVERAL = {"after": frozenset({1, 2})}
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("name", FLY)
+def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, name, block, monkeypatch):
+    variant, recipe = FLY[name]
+    arguments = (dense.folder(variant), tmp_path / "out", recipe, variant)
+    on_the_fly(*arguments, training=SEVERAL)
+    through = contents(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        stop_training_at(patch, block)
+        with pytest.raises(KeyboardInterrupt):
+            on_the_fly(*arguments, training=SEVERAL)
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        seen = trained_blocks(patch)
+        on_the_fly(*arguments, training=SEVERAL, resume=True)
+    assert seen == list(range(block, BLOCKS))
+    assert contents(tmp_path / "out") == through
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.fixture(scope="module")
+def prunings(dense, masked_llama, tmp_path_factory) -> dict[str, tuple[str, Path]]:
+    """Variant and folder of pruned models of several kinds."""
+    root = tmp_path_factory.mktemp("prunings")
+    with pytest.MonkeyPatch.context() as patch:
+        random_rotations(patch)
+        turned = pruned_by(dense.folder("opt"), root / "turned", rotating("per-layer", ratio=0.5), None)
+    recipe = load_recipe("flap-global", ratio=0.4)
+    uneven = pruned_by(dense.folder("seed_oss"), root / "uneven", recipe, data_of("seed_oss"))
+    vit = pruned_by(dense.folder("vit"), root / "vit", wanted("magnitude"), None)
+    return {
+        "masked": ("llama", masked_llama),
+        "turned": ("opt", turned),
+        "uneven": ("seed_oss", uneven),
+        "vit": ("vit", vit),
+    }
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("name", ["masked", "turned", "uneven", "vit"])
+def test_a_resumed_recovery_is_byte_identical(dense, prunings, tmp_path, name, block, monkeypatch):
+    variant, pruned = prunings[name]
+    job = recovery_job(pruned, dense.folder(variant), training_data(variant), **SEVERAL)
+    recover(job, tmp_path / "through")
+    with monkeypatch.context() as patch:
+        stop_training_at(patch, block)
+        with pytest.raises(KeyboardInterrupt):
+            recover(job, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        seen = trained_blocks(patch)
+        recover(job, tmp_path / "out", resume=True)
+    assert seen == list(range(block, BLOCKS))
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("written", [4, 15, 28])
+def test_a_recovery_killed_between_two_tensors_is_resumed(dense, masked_llama, tmp_path, written, monkeypatch):
+    """In the first block, in the second, and among the tensors outside the blocks."""
+    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
+    recover(job, tmp_path / "through")
+    with monkeypatch.context() as patch:
+        original, calls = CheckpointWriter.write, []
+
+        def dying(self, name, tensor):
+            if len(calls) == written:
+                raise KeyboardInterrupt
+            calls.append(name)
+            original(self, name, tensor)
+
+        patch.setattr(CheckpointWriter, "write", dying)
+        with pytest.raises(KeyboardInterrupt):
+            recover(job, tmp_path / "out")
+    recover(job, tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+CHANGED: dict[str, Any] = {
+    **{"epochs": 3, "lr": 0.002, "batch": 3, "accumulate": 2, "schedule": "constant", "only": "mlp", "layers": "0:2"},
+    **{"held_out": 0.5, "patience": 1, "seed": 1, "after": frozenset({1})},
+    **{"compute_dtype": torch.bfloat16, "samples": TokenWindows(windows(6, 24, seed=12))},
+}
+
+
+def changed(job: RecoveryJob, key: str) -> RecoveryJob:
+    if key in type(job.settings).model_fields:
+        return replace(job, settings=job.settings.model_copy(update={key: CHANGED[key]}))
+    return replace(job, **{key: CHANGED[key]})
+
+
+def test_a_job_is_known_by_everything_its_output_depends_on(dense, masked_llama, tmp_path):
+    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
+    assert set(type(job.settings).model_fields) <= CHANGED.keys()
+    others = [changed(job, key) for key in CHANGED]
+    other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", wanted("magnitude", ratio=0.4), None)
+    others.append(replace(job, pruned=Checkpoint.open(other_pruned)))
+    others.append(replace(job, dense=Checkpoint.open(other_pruned)))
+    assert len({each.digest for each in [job, *others]}) == 1 + len(others)
+    # Where states are kept makes no difference.
+    assert replace(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
+
+
+@pytest.mark.parametrize("key", ["lr", "seed", "samples"])
+def test_another_job_does_not_resume(dense, masked_llama, tmp_path, key, monkeypatch):
+    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
+    with monkeypatch.context() as patch:
+        stop_training_at(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            recover(job, tmp_path / "out")
+    left = contents(tmp_path)
+    with pytest.raises(UserError, match="was begun by a different job"):
+        recover(changed(job, key), tmp_path / "out", resume=True)
+    assert contents(tmp_path) == left
+
+
+def test_another_recipe_does_not_resume_on_the_fly(dense, tmp_path, monkeypatch):
+    arguments = (dense.folder("llama"), tmp_path / "out", wanted("magnitude"), "llama")
+    with monkeypatch.context() as patch:
+        stop_training_at(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            on_the_fly(*arguments)
+    for options in ({"lr": 0.002}, {"seed": 1}, {"training": SEVERAL}):
+        with pytest.raises(UserError, match="was begun by a different job"):
+            on_the_fly(*arguments, resume=True, **options)
+    on_the_fly(*arguments, resume=True)
+
+
+# ---- states on disk ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 10_000])
+def test_states_on_disk_change_no_byte(dense, masked_llama, tmp_path, limit):
+    """All of them, and some: those of one model take 6 x 24 x 16 float32."""
+    memory = StateMemory(limit, tmp_path)
+    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
+    recover(job, tmp_path / "plain")
+    recover(replace(job, allocate=memory), tmp_path / "mapped")
+    assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]
+
+
+def test_states_on_disk_on_the_fly_change_no_byte(dense, tmp_path):
+    arguments = (wanted("wanda", "by input"), "llama")
+    on_the_fly(dense.folder("llama"), tmp_path / "plain", *arguments)
+    training = {"allocate": StateMemory(0, tmp_path)}
+    on_the_fly(dense.folder("llama"), tmp_path / "mapped", *arguments, training=training)
+    assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]
