@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": "Measure activation statistics once, to reuse with any recipe.",
     "plan": "Decide what stays and predict the cost; write only the plan.",
     "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",
+    "recover": "Train what a pruned checkpoint has left, one block at a time (LaCo).",
     "verify": "Prove that an output is whole and loads.",
     "report": "Show what pruning cost, block by block, as one HTML page.",
     "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",

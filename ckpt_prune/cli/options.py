@@ -16,10 +16,10 @@ from ckpt_prune.errors import UserError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class CalibrationOptions(BaseModel):
-    """Which windows of which text, or how many images, to calibrate on."""
+class SampleOptions(BaseModel):
+    """Which windows of which text, or how many images, to run a model on."""
 
-    text: tuple[Path, ...] = Field((), description="Text file to calibrate on (.txt or .jsonl); may be repeated.")
+    text: tuple[Path, ...] = Field((), description="Text file to run the model on (.txt or .jsonl); may be repeated.")
     samples: int | None = Field(
         None, ge=1, description="Number of windows, or of images. [default: 128 windows; all images, at most 4000]"
     )
@@ -35,14 +35,27 @@ class CalibrationOptions(BaseModel):
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
     )
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Type the model runs in while it is measured or recovered."
+    )
+
+
+class CalibrationOptions(SampleOptions):
+    """What to calibrate on."""
+
     folds: int | None = Field(
         None,
         ge=1,
         description="Keep moments apart for this many runs of samples, for recipes that choose lambda by folds and for "
         "held-out errors. [default: 1, or 4 where the recipe needs folds]",
     )
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type the model runs in while it is measured."
+
+
+class TrainingOptions(SampleOptions):
+    """What to recover on."""
+
+    samples: int | None = Field(
+        None, ge=2, description="Number of windows, or of images. [default: 2048, or all there are]"
     )
 
 
@@ -51,7 +64,7 @@ class ImageOptions(BaseModel):
 
     images: Path | None = Field(
         None,
-        description="Folder of images to calibrate on, in place of --text: plain, with labels.csv, or with a "
+        description="Folder of images to run the model on, in place of --text: plain, with labels.csv, or with a "
         "sub-folder per class.",
     )
     labels: Path | None = Field(
@@ -96,6 +109,9 @@ def options_of(model: type[BaseModel]) -> Callable[[F], F]:
     return decorate
 
 
+_LIMITS = ("ge", "gt", "le", "lt")
+
+
 def _click_arguments(field: Any) -> dict[str, Any]:
     annotation, origin = field.annotation, get_origin(field.annotation)
     if origin in (Union, types.UnionType):
@@ -103,8 +119,9 @@ def _click_arguments(field: Any) -> dict[str, Any]:
         origin = get_origin(annotation)
     default = None if field.default is PydanticUndefined else field.default
     arguments: dict[str, Any] = {"default": default, "show_default": default not in (None, ())}
-    minimum = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
-    maximum = next((m.le for m in field.metadata if hasattr(m, "le")), None)
+    limits = {name: next((getattr(m, name) for m in field.metadata if hasattr(m, name)), None) for name in _LIMITS}
+    minimum = limits["ge"] if limits["gt"] is None else limits["gt"]
+    maximum = limits["le"] if limits["lt"] is None else limits["lt"]
     if origin is tuple:
         return arguments | {"type": _click_type(get_args(annotation)[0]), "multiple": True}
     if origin is Literal:
@@ -112,7 +129,8 @@ def _click_arguments(field: Any) -> dict[str, Any]:
     if annotation is int and minimum is not None:
         return arguments | {"type": click.IntRange(min=minimum, max=maximum)}
     if annotation is float and minimum is not None:
-        return arguments | {"type": _Number(min=minimum, max=maximum)}
+        opened = {"min_open": limits["gt"] is not None, "max_open": limits["lt"] is not None}
+        return arguments | {"type": _Number(min=minimum, max=maximum, **opened)}
     return arguments | {"type": _click_type(annotation)}
 
 
@@ -121,16 +139,35 @@ def _click_type(annotation: Any) -> Any:
 
 
 class _Number(click.FloatRange):
-    """A float within limits, and nan is not: every comparison with it being false, click lets it through."""
+    """A finite float within limits. Every comparison with nan being false, click lets it through."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse."""
         number = super().convert(value, param, ctx)
         if math.isnan(number):
             self.fail(f"{value!r} is not a number.", param, ctx)
+        if math.isinf(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
 
 
+state_memory_option = click.option(
+    "--state-memory",
+    type=_Number(min=0),
+    default=8.0,
+    show_default=True,
+    metavar="GIB",
+    help="Hidden states that recovery keeps in memory, in GiB; what is more is memory-mapped in files beside OUT, "
+    "which changes no result. Dense and pruned take samples x tokens x hidden x 4 bytes each (2 with --compute-dtype "
+    "bfloat16).",
+)
+after_option = click.option(
+    "--perplexity-after",
+    "after",
+    metavar="K,K,...|all",
+    help="Also measure the perplexity on held-out windows with only the first K blocks recovered (causal language "
+    "models; with none and with all is measured anyway).",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 device_option = click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where the work is done."

@@ -8,6 +8,7 @@ import click
 from ckpt_prune.cli.options import (
     CalibrationOptions,
     ImageOptions,
+    after_option,
     container_option,
     device_option,
     echo_json,
@@ -17,6 +18,7 @@ from ckpt_prune.cli.options import (
     ratio_option,
     recipe_option,
     set_option,
+    state_memory_option,
     table,
     trust_option,
 )
@@ -51,6 +53,8 @@ from ckpt_prune.cli.options import (
     help="Also record floors, rho2, spectra and, with folds, held-out errors of every site: one or two more "
     "factorisations each.",
 )
+@state_memory_option
+@after_option
 @overwrite_option
 @trust_option
 @device_option
@@ -68,6 +72,8 @@ def command(
     dry_run: bool,
     resume: bool,
     diagnostics: bool,
+    state_memory: float,
+    after: str | None,
     overwrite: bool,
     trust: bool,
     device: str,
@@ -82,7 +88,8 @@ def command(
     Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
     measures the unpruned model first. A recipe without scores or compensation that look at activations (magnitude)
-    needs neither.
+    needs neither. Where a recipe has `recovery` (any does with --set recovery.epochs=10), what stays of each block is
+    trained right after it is pruned, as `ckpt-prune recover` does it afterwards.
 
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
@@ -93,10 +100,15 @@ def command(
       ckpt-prune prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
+    from dataclasses import replace
+
     from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.architectures.skeleton import parse_config
+    from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.checkpoint.compressed import refuse_compressed
     from ckpt_prune.checkpoint.writing import check_room
     from ckpt_prune.cli.setup import (
+        asked_after,
         build_job,
         cost_rows,
         has_data,
@@ -104,14 +116,17 @@ def command(
         live_samples,
         mask_lines,
         open_source,
+        recovery_lines,
         resolve_device,
+        resumable,
+        training_samples,
         warning_lines,
         with_container,
     )
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import load_recipe
-    from ckpt_prune.transform.checks import check_spaces
+    from ckpt_prune.transform.checks import check_spaces, check_trained
     from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured, measures_first
     from ckpt_prune.transform.prune import check_output, prune
@@ -120,18 +135,23 @@ def command(
     data = has_data(calibration, images)
     if (recipe is None) == (plan_file is None):
         raise UserError("prune needs exactly one of --recipe and --plan")
-    if data and statistics is not None:
-        raise UserError(f"give --statistics or {'--text' if calibration.text else '--images'}, not both")
-    if plan_file is not None and (data or ratio is not None or overrides or container):
-        raise UserError(
-            "a plan has settled ratio, recipe and statistics: --text, --images, --ratio, --set and --container do not "
-            "go with it"
-        )
+    if plan_file is not None and (ratio is not None or overrides or container):
+        raise UserError("a plan has settled ratio and recipe: --ratio, --set and --container do not go with it")
     if form == "compressed":
         refuse_compressed()
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
     loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio)
+    recovers = loaded.recovery is not None
+    if data and not recovers and (statistics is not None or plan is not None):
+        given = "--text" if calibration.text else "--images"
+        raise UserError(
+            f"a plan has settled its statistics: {given} does not go with it"
+            if plan is not None
+            else f"give --statistics or {given}, not both"
+        )
+    if after is not None and not recovers:
+        raise UserError(f"--perplexity-after is for recipes with recovery, which {loaded.name} has not")
     checkpoint = open_source(model, trust=trust)
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
     if plan is not None and plan.statistics is not None:
@@ -142,12 +162,25 @@ def command(
     family = fitting_family(checkpoint)
     check_source(checkpoint, family)
     check_spaces(family, loaded)
-    live = None
-    if data and loaded.needs_moments:
+    live = training = None
+    if data and loaded.needs_moments and statistics is None and plan is None:
         live = live_samples(checkpoint, family, loaded, calibration, images, trust=trust)
+    if data and recovers:
+        training = training_samples(checkpoint, family, loaded, calibration, images, live, trust=trust)
+        blocks = family.dimension(parse_config(checkpoint.config), "layers")
+        allocate = StateMemory(int(state_memory * 2**30), out.absolute().parent)
+        training = replace(training, allocate=allocate, after=asked_after(after, family, blocks))
     job = build_job(
-        checkpoint, loaded, statistics=statistics, live=live, device=target, plan=plan, diagnostics=diagnostics
+        checkpoint,
+        loaded,
+        statistics=statistics,
+        live=live,
+        device=target,
+        plan=plan,
+        diagnostics=diagnostics,
+        training=training,
     )
+    check_trained(job)
     if dry_run and live is not None and loaded.allocation != "uniform":
         raise UserError(
             f"allocation {loaded.allocation} has no widths before the model is measured: "
@@ -167,15 +200,8 @@ def command(
         else:
             _print_dry(job)
         return
-    try:
-        with measured(job, out.absolute().parent, seed=calibration.seed) as ready:
-            report = prune(ready, out, resume=resume, overwrite=overwrite)
-    except KeyboardInterrupt:
-        if out.with_name(f"{out.name}.partial").exists():
-            click.echo(
-                f"{out}.partial keeps the blocks that are done: the same command with --resume continues", err=True
-            )
-        raise
+    with resumable(out), measured(job, out.absolute().parent, seed=calibration.seed) as ready:
+        report = prune(ready, out, resume=resume, overwrite=overwrite)
     if as_json:
         echo_json(report)
         return
@@ -188,6 +214,8 @@ def command(
     for line in mask_lines(report):
         click.echo(line)
     for line in warning_lines(report["sites"]):
+        click.echo(line)
+    for line in recovery_lines(report):
         click.echo(line)
     if report["lambda_search"]:
         click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
@@ -245,6 +273,9 @@ def _print_dry(job: Any) -> None:
                 f"to be rotated first, {rotation.kind}: {rotation.steps} steps of {job.recipe.importance} importance"
             )
         click.echo(f"to be masked by {how}: {job.recipe.ratio:.1%} of every linear weight in every block")
+    recovery = job.recipe.recovery
+    if recovery is not None:
+        click.echo(f"to be recovered block by block: {recovery.epochs} epochs on {len(job.training.samples)} samples")
     click.echo("everything checked, nothing written")
 
 

@@ -1,5 +1,7 @@
 """What commands share between their options and the library: devices, windows and jobs."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import click
 import torch
+from pydantic import ValidationError
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.remote import remote_class
@@ -26,12 +29,14 @@ from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import human_bytes, human_count
-from ckpt_prune.cli.options import CalibrationOptions, ImageOptions
+from ckpt_prune.cli.options import CalibrationOptions, ImageOptions, SampleOptions
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
+from ckpt_prune.recovery.recoverer import blocks_after
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
-from ckpt_prune.transform.job import Job, LiveSamples
+from ckpt_prune.transform.job import Job, LiveSamples, RecoverySamples
 
 SOLVED = 1e-6
 """Relative residual below which a logit solve is as good as the float32 moments it was made from."""
@@ -83,7 +88,7 @@ def open_source(model: str, *, trust: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def has_data(calibration: CalibrationOptions, images: ImageOptions) -> bool:
+def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
     """Whether there is something to calibrate on.
 
     Raises:
@@ -99,24 +104,34 @@ def has_data(calibration: CalibrationOptions, images: ImageOptions) -> bool:
 def chosen_samples(
     checkpoint: Checkpoint,
     family: Family,
-    calibration: CalibrationOptions,
+    calibration: SampleOptions,
     images: ImageOptions,
     *,
     trust: bool = False,
+    most: int | None = None,
 ) -> Samples:
     """The calibration samples that options ask for; says on stderr what could not be read.
+
+    Args:
+        checkpoint: whose tokenizer or image processor reads them.
+        family: its description.
+        calibration: which windows, or how many images.
+        images: which images.
+        trust: run the image processor's own code.
+        most: samples where none are asked for: so many, or all there are if these are fewer. By default 128 windows,
+            and at most 4000 images.
 
     Raises:
         UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
     """
     if family.modality == "image":
         if images.images is None:
-            raise UserError(f"{checkpoint.path} reads images: calibrate it with --images DIR")
+            raise UserError(f"{checkpoint.path} reads images: give --images DIR")
         if calibration.window is not None or calibration.bos != "auto":
             raise UserError("--window and --bos are for text: they do not go with --images")
-        return _images(checkpoint, family, calibration, images, trust)
+        return _images(checkpoint, family, calibration, images, trust, most or MOST_IMAGES)
     if images.images is not None:
-        raise UserError(f"{checkpoint.path} reads text: calibrate it with --text FILE")
+        raise UserError(f"{checkpoint.path} reads text: give --text FILE")
     window = calibration.window or family.tokens(parse_config(checkpoint.config))
     limit = checkpoint.config.get("max_position_embeddings")
     if limit is not None and window > limit:
@@ -127,9 +142,10 @@ def chosen_samples(
         raise UserError("--bos is for causal language models: an encoder reads each window between its own tokens")
     frame = 0 if family.causal else frame_length(tokenizer)
     stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
+    available = len(stream) // (window - frame) if window > frame else 0
     windows = calibration_windows(
         stream,
-        samples=calibration.samples or DEFAULT_WINDOWS,
+        samples=calibration.samples or (DEFAULT_WINDOWS if most is None else max(1, min(most, available))),
         window=window - frame,
         seed=calibration.seed,
         choose=calibration.choose,
@@ -138,12 +154,12 @@ def chosen_samples(
 
 
 def _images(
-    checkpoint: Checkpoint, family: Family, calibration: CalibrationOptions, options: ImageOptions, trust: bool
+    checkpoint: Checkpoint, family: Family, calibration: SampleOptions, options: ImageOptions, trust: bool, most: int
 ) -> Samples:
     assert options.images is not None
     processor = load_processor(checkpoint.path, trust_remote_code=trust)
     found = find_images(options.images, labels=options.labels, split="calib")
-    count = calibration.samples or min(len(found.paths), MOST_IMAGES)
+    count = calibration.samples or min(len(found.paths), most)
     chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
     tokens = partial(family.image_tokens, parse_config(checkpoint.config))
     samples = ImageSamples(chosen, processor, tokens=tokens, max_corrupt=options.max_corrupt)
@@ -170,6 +186,80 @@ def live_samples(
     return LiveSamples(samples, folds, getattr(torch, calibration.compute_dtype))
 
 
+def training_samples(
+    checkpoint: Checkpoint,
+    family: Family,
+    recipe: Recipe,
+    calibration: CalibrationOptions,
+    images: ImageOptions,
+    live: LiveSamples | None,
+    *,
+    trust: bool = False,
+) -> RecoverySamples:
+    """What the blocks of a recipe with recovery are trained on: as many samples as it says, else the calibration's.
+
+    Raises:
+        UserError: as `chosen_samples`, or a type that cannot be trained in.
+    """
+    assert recipe.recovery is not None
+    own = recipe.recovery.samples
+    samples = live.samples if live is not None else None
+    if samples is None or own is not None:
+        wanted = calibration if own is None else calibration.model_copy(update={"samples": own})
+        samples = chosen_samples(checkpoint, family, wanted, images, trust=trust)
+    return RecoverySamples(samples, training_dtype(calibration))
+
+
+def training_dtype(calibration: SampleOptions) -> torch.dtype:
+    """The type that blocks in training run in.
+
+    Raises:
+        UserError: float16, whose gradients underflow.
+    """
+    if calibration.compute_dtype == "float16":
+        raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
+    dtype: torch.dtype = getattr(torch, calibration.compute_dtype)
+    return dtype
+
+
+def recovery_settings(options: Mapping[str, Any]) -> RecoverySettings:
+    """How blocks are trained, from the options of a command.
+
+    Raises:
+        UserError: a value that means nothing.
+    """
+    try:
+        return RecoverySettings(**{name: options[name] for name in RecoverySettings.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise UserError(f"--{option} {first['input']}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def asked_after(after: str | None, family: Family, blocks: int) -> frozenset[int]:
+    """Numbers of blocks that `--perplexity-after` names.
+
+    Raises:
+        UserError: as `blocks_after`, or the model has no perplexity.
+    """
+    if after is not None and not family.causal:
+        raise UserError(f"--perplexity-after is for causal language models, which a {family.model_type} is not")
+    return blocks_after(after, blocks)
+
+
+@contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """Say on Ctrl-C that the work so far is kept, where it is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if out.with_name(f"{out.name}.partial").exists():
+            click.echo(
+                f"{out}.partial keeps the blocks that are done: the same command with --resume continues", err=True
+            )
+        raise
+
+
 def build_job(
     checkpoint: Checkpoint,
     recipe: Recipe,
@@ -179,10 +269,11 @@ def build_job(
     device: torch.device,
     plan: Plan | None = None,
     diagnostics: bool = False,
+    training: RecoverySamples | None = None,
 ) -> Job:
     """A checked job."""
     opened = Statistics(statistics) if statistics else None
-    job = Job(checkpoint, recipe, opened, live, device, plan, diagnostics)
+    job = Job(checkpoint, recipe, opened, live, device, plan, diagnostics, training=training)
     job.check()
     return job
 
@@ -240,6 +331,44 @@ def mask_lines(report: dict[str, Any]) -> list[str]:
                 f"{max(e['damp'] for e in damped):g}: use more samples ({named})"
             )
     return lines
+
+
+def recovery_lines(report: dict[str, Any]) -> list[str]:
+    """What recovery did, as far as one line each can say."""
+    recovery, layers = report.get("recovery"), report.get("layers") or []
+    if not recovery or not layers:
+        return []
+
+    def mean(key: str) -> float:
+        return sum(float(layer[key]) for layer in layers) / len(layers)
+
+    done = sum(layer["recovered"] for layer in layers)
+    lines = [
+        f"recovered {done} of {len(layers)} blocks; means over blocks on "
+        f"{_counted(recovery['data']['held_out'], 'held-out sample')}: squared error {mean('mse_before'):.4g} -> "
+        f"{mean('mse_after'):.4g}, CKA {mean('cka_before'):.4f} -> {mean('cka_after'):.4f}"
+    ]
+    lost = [str(layer["block"]) for layer in layers if layer["diverged"]]
+    if lost:
+        lines.append(
+            f"training diverged in {_counted(len(lost), 'block')} ({', '.join(lost)}), which went back to the best "
+            f"weights they had: use a smaller lr than {recovery['settings']['lr']:.3g}"
+        )
+    asked = recovery["perplexity_after"]
+    if asked:
+        curve = ", ".join(f"{_perplexity(entry['perplexity'])} with {entry['blocks']}" for entry in asked)
+        lines.append(
+            f"perplexity on the held-out windows of {recovery['data']['window']} tokens: {curve} blocks recovered"
+        )
+    return lines
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _perplexity(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.3f}"
 
 
 def mask_name(method: str, pattern: str) -> str:

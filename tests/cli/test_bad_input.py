@@ -17,6 +17,7 @@ COMMANDS = {
     "prune": ["prune", "--recipe", "magnitude"],
     "prune --text": ["prune", "--recipe", "rcpu", *TEXT],
     "prune --dry-run": ["prune", "--recipe", "magnitude", "--dry-run"],
+    "recover": ["recover", "--dense", "dense", *TEXT],
 }
 every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 
@@ -248,9 +249,11 @@ MEASURING = {
     "dry run": ["prune", "--recipe", "flap", "--dry-run"],
 }
 measuring = pytest.mark.parametrize("command", MEASURING.values(), ids=MEASURING)
+READING = MEASURING | {"recover": ["recover", "--dense", "dense"]}
+reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
 
 
-@measuring
+@reading
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -279,7 +282,7 @@ def test_texts_that_are_none(place, command, name, content, message):
     assert refusal([*command, "--text", name, "--window", "16"], "dense") == message
 
 
-@measuring
+@reading
 def test_a_folder_is_no_text(place, command):
     assert refusal([*command, "--text", "dense"], "dense") == "dense: no such text file"
 
@@ -302,7 +305,7 @@ def test_windows_samples_and_folds(place, command):
             )
 
 
-@measuring
+@reading
 def test_a_model_without_a_tokenizer(place, command):
     for path in Path("dense").glob("tokenizer*"):
         path.unlink()

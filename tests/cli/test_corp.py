@@ -243,11 +243,11 @@ def test_what_a_family_cannot_collect(here):
 
 
 def test_data_of_the_wrong_kind(here):
-    said = "vit reads images: calibrate it with --images DIR"
+    said = "vit reads images: give --images DIR"
     assert refused("calibrate", "vit", *TEXT, "-o", "out") == said
     assert refused("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == said
     for model in ("opt", "llama"):
-        said = f"{model} reads text: calibrate it with --text FILE"
+        said = f"{model} reads text: give --text FILE"
         assert refused("calibrate", model, *IMAGES, "-o", "out") == said
         assert refused("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == said
     assert refused("calibrate", "vit", *TEXT, "--images", "images", "-o", "out") == "give --text or --images, not both"

@@ -20,6 +20,13 @@ TAKES = {
         *["MODEL", "--recipe", "--statistics", "--text", "--samples", "--window", "--seed", "--plan", "--ratio"],
         *["--set KEY=VALUE", "--output", "--dry-run", "--resume", "--overwrite", "--device", "--json"],
         *["--images", "--labels", "--max-corrupt", "--trust-remote-code", "--no-diagnostics"],
+        *["--perplexity-after", "--state-memory"],
+    ],
+    "recover": [
+        *["PRUNED", "--dense MODEL", "--text", "--images", "--samples", "--window", "--seed", "--choose", "--bos"],
+        *["--epochs", "--lr", "--batch", "--accumulate", "--schedule", "--only", "--layers", "--held-out"],
+        *["--patience", "--perplexity-after", "--state-memory", "--resume", "--overwrite", "--device", "--json"],
+        *["--compute-dtype", "--labels", "--max-corrupt", "--output"],
     ],
     "verify": ["OUT", "--against MODEL", "--json"],
     "report": ["OUT", "--output", "--overwrite"],

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
@@ -363,3 +365,264 @@ def test_statistics_of_a_plan_that_are_gone(place):
         f"the plan's statistics are no longer at {gone}: say where with --statistics"
     )
     ok("prune", "dense", "--plan", "plan.json", "--statistics", "moved", "-o", "out")
+
+
+# ---- recovery in a recipe --------------------------------------------------------------------------------------
+
+MANY = ("--text", "calib.txt", "--samples", "64", "--window", "16")
+TWO = ("--set", "recovery.epochs=2")
+RECOVERING = ("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, *TWO)
+LACO = ["laco-wanda-50", "laco-sparsegpt-2-4", "laco-flap"]
+
+
+def recovered_lines(out: str, blocks: int) -> list[str]:
+    """What is said of recovery, from the report."""
+    report = read_json(f"{out}/ckpt_prune.json")
+    layers, recovery = report["layers"], report["recovery"]
+    means = {key: math.fsum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
+    told = ", ".join(f"{e['perplexity']:.3f} with {e['blocks']}" for e in recovery["perplexity_after"])
+    return [
+        f"recovered {blocks} of 2 blocks; means over blocks on {recovery['data']['held_out']} held-out samples: "
+        f"squared error {means['mse_before']:.4g} -> {means['mse_after']:.4g}, CKA {means['cka_before']:.4f} -> "
+        f"{means['cka_after']:.4f}",
+        f"perplexity on the held-out windows of 16 tokens: {told} blocks recovered",
+    ]
+
+
+def linear_weights(out: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in load_file(f"{out}/model.safetensors").items() if "_proj" in name}
+
+
+def test_recovery_is_said_after_the_pruning(place):
+    before = listing()
+    said = ok(*RECOVERING, "-o", "out")
+    assert {Path(name).parts[0] for name in set(listing()) - set(before)} == {"out"}
+    assert said.startswith(COSTS + "heads: mean error of the outputs on the calibration samples 0.")
+    assert said.removeprefix(COSTS).splitlines()[2:] == [*recovered_lines("out", 2), "written to out"]
+    report = read_json("out/ckpt_prune.json")
+    assert report["recipe"]["recovery"]["epochs"] == report["recovery"]["settings"]["epochs"] == 2
+    assert report["recovery"]["on_the_fly"] is True
+    assert report["recovery"]["dense"] == report["source"]
+    assert report["recovery"]["data"]["data"] == report["calibration"]["data"]
+    assert all(layer["recovered"] and layer["mse_after"] < layer["mse_start"] for layer in report["layers"])
+    assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
+    assert ok("report", "out") == "report written to out.report.html\n"
+
+
+def test_an_output_without_recovery_does_not_speak_of_it(place):
+    assert "recovered" not in ok(*SEQUENTIAL, "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert (report.get("recovery"), report.get("layers", [])) == (None, [])
+
+
+@pytest.mark.parametrize(("samples", "told"), [((), "64"), (("--set", "recovery.samples=20"), "20")])
+def test_dry_run_with_recovery(place, samples, told):
+    before = listing()
+    said = ok(*RECOVERING, *samples, "-o", "out", "--dry-run")
+    assert said == COSTS + (
+        f"to be recovered block by block: 2 epochs on {told} samples\neverything checked, nothing written\n"
+    )
+    assert json.loads(ok(*RECOVERING, "-o", "out", "--dry-run", "--json"))["recipe"]["recovery"]["epochs"] == 2
+    assert listing() == before
+
+
+def test_statistics_for_the_pruning_and_text_for_the_recovery(place):
+    args = ("--recipe", "rcpu", *HALF, "--statistics", "stats", *MANY, *TWO, "--set", "recovery.layers=:1")
+    said = ok("prune", "dense", *args, "-o", "out")
+    assert said.startswith("recipe rcpu is sequential; with --statistics its dense-cache variant is used\n" + COSTS)
+    assert said.splitlines()[-3:-1] == recovered_lines("out", 1)
+    report, plain = read_json("out/ckpt_prune.json"), read_json("pruned/ckpt_prune.json")
+    assert (report["calibration"], report["sites"]) == (plain["calibration"], plain["sites"])
+    assert (report["calibration"]["samples"], report["recovery"]["data"]["samples"]) == (8, 64)
+    ours, theirs = linear_weights("out"), linear_weights("pruned")
+    same = {name for name in ours if torch.equal(ours[name], theirs[name])}
+    assert same == {name for name in ours if name.startswith("model.layers.1.")}
+
+
+def test_a_plan_and_text_for_the_recovery(place):
+    recipe = ("--recipe", "rcpu", *HALF, *TWO, "--statistics", "stats")
+    ok("plan", "dense", *recipe, "-o", "plan.json")
+    apply = ("prune", "dense", "--plan", "plan.json", "-o", "out")
+    assert refused(*apply) == "recipe rcpu recovers every block on samples, beside any statistics: give --text"
+    assert ok(*apply, *MANY).splitlines()[-3:] == [*recovered_lines("out", 2), "written to out"]
+    ok("prune", "dense", *recipe, *MANY, "-o", "direct")
+    assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
+
+
+def test_a_plan_names_blocks_that_are_there(place):
+    args = ("--recipe", "rcpu", "--statistics", "stats", "--set", "recovery.layers=9:12")
+    assert refused("plan", "dense", *args) == "layers 9:12: the model has blocks 0 to 1, say 0:2 for all"
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"], ["--statistics", "stats"]])
+@pytest.mark.parametrize("recipe", ["magnitude", "rcpu", "magnitude-50"])
+def test_recovery_needs_data(place, recipe, option):
+    said = refused("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
+    if recipe == "rcpu" and "stats" not in option:
+        assert said == "recipe rcpu needs statistics: give --statistics, or --text to measure them"
+    else:
+        assert said == f"recipe {recipe} recovers every block on samples, beside any statistics: give --text"
+
+
+def test_statistics_and_text_without_recovery_exclude_each_other(place):
+    args = ("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out")
+    assert refused(*args, *TEXT) == "give --statistics or --text, not both"
+    assert refused(*args, "--images", ".") == "give --statistics or --images, not both"
+    assert refused(*args, "--perplexity-after", "all") == (
+        "--perplexity-after is for recipes with recovery, which rcpu has not"
+    )
+
+
+def test_samples_of_its_own(place):
+    args = ("--recipe", "magnitude", *HALF, *TEXT, *TWO, "--set", "recovery.samples=20")
+    ok("prune", "dense", *args, "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert (report["calibration"], report["recovery"]["data"]["samples"]) == ({"target": "none"}, 20)
+    ok("prune", "dense", "--recipe", "rcpu", *args[2:], "-o", "measured")
+    report = read_json("measured/ckpt_prune.json")
+    assert (report["calibration"]["samples"], report["recovery"]["data"]["samples"]) == (8, 20)
+    assert refused(*RECOVERING, "--set", "recovery.samples=4000", "-o", "other") == (
+        "the text holds 98 windows of 16 tokens, 4000 are asked for; give more text, or at most 98 samples"
+    )
+
+
+@pytest.mark.parametrize(("recipe", "zeros"), [("magnitude", False), ("magnitude-50", True)])
+def test_recovering_on_the_way_and_afterwards_are_the_same_where_nothing_is_measured(place, recipe, zeros):
+    args = ("prune", "dense", "--recipe", recipe, *HALF)
+    ok(*args, *MANY, *TWO, "-o", "once")
+    ok(*args, "-o", "first")
+    ok("recover", "first", "--dense", "dense", *MANY, "--epochs", "2", "-o", "then")
+    once, then = read_json("once/ckpt_prune.json"), read_json("then/ckpt_prune.json")
+    assert Path("once/model.safetensors").read_bytes() == Path("then/model.safetensors").read_bytes()
+    assert once["layers"] == then["layers"]
+    assert [once["recovery"].pop("on_the_fly"), then["recovery"].pop("on_the_fly")] == [True, False]
+    assert once["recovery"] == then["recovery"]
+    gone = sum(int((weight == 0).sum()) for weight in linear_weights("once").values())
+    assert gone == (1920 if zeros else 0)
+
+
+def test_states_on_disk_change_no_pruning(place):
+    ok(*RECOVERING, "-o", "whole")
+    before = set(listing())
+    ok(*RECOVERING, "--state-memory", "0", "-o", "out")
+    assert {Path(name).parts[0] for name in set(listing()) - before} == {"out"}
+    assert same_files("out", "whole")
+
+
+@pytest.mark.parametrize(("after", "blocks"), [("all", [0, 1, 2]), ("1", [0, 1, 2]), ("0,2", [0, 2])])
+def test_perplexity_after_blocks_that_were_recovered_on_the_way(place, after, blocks):
+    said = ok(*RECOVERING, "--perplexity-after", after, "-o", "out")
+    found = read_json("out/ckpt_prune.json")["recovery"]["perplexity_after"]
+    assert [entry["blocks"] for entry in found] == blocks
+    assert recovered_lines("out", 2)[1] in said.splitlines()
+
+
+def test_a_learning_rate_that_gets_lost(place):
+    said = ok(*RECOVERING, "--set", "recovery.lr=1000", "-o", "out")
+    first, curve = recovered_lines("out", 0)
+    assert said.splitlines()[-4:] == [
+        first,
+        "training diverged in 2 blocks (0, 1), which went back to the best weights they had: use a smaller lr than "
+        "1e+03",
+        curve,
+        "written to out",
+    ]
+    ok("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, "-o", "plain")
+    assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("recipe", ["rcpu", "flap", "laco-sparsegpt-2-4"])
+@pytest.mark.parametrize("commit", [1, 2, 3])
+def test_ctrl_c_and_resume_with_recovery(place, recipe, commit):
+    job = ["prune", "dense", "--recipe", recipe, *([] if "2-4" in recipe else HALF), *MANY, *TWO]
+    job += ["--perplexity-after", "all"]
+    ok(*job, "-o", "whole")
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", commit)
+        result = run(*job, "-o", "out")
+    assert (result.exit_code, result.stderr) == (
+        130,
+        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+    )
+    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
+    different = f"{Path('out.partial').absolute()} was begun by a different job; "
+    for other in (["--set", "recovery.lr=1"], ["--set", "recovery.seed=1"], ["--set", "recovery.samples=9"]):
+        assert refused(*job, *other, "-o", "out", "--resume").startswith(different)
+    ok(*job, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+    assert not Path("out.partial").exists()
+
+
+@pytest.mark.parametrize("recipe", LACO)
+def test_the_shipped_recipes_with_recovery(place, recipe):
+    """What stays zero does, and it is better than the recipe without recovery, block by block."""
+    ok("prune", "dense", "--recipe", recipe, *MANY, "--set", "recovery.epochs=3", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert report["recipe"]["name"] == recipe
+    assert report["recovery"]["settings"]["lr"] == 5e-5 * 4096 / 16
+    assert any(layer["recovered"] for layer in report["layers"])
+    assert all(layer["mse_after"] <= layer["mse_start"] for layer in report["layers"])
+    weights = linear_weights("out")
+    gone = sum(int((weight == 0).sum()) for name, weight in weights.items() if name.endswith("weight"))
+    assert gone == (0 if recipe == "laco-flap" else 1920)
+    assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
+
+
+@pytest.mark.parametrize("recipe", ["ridge-folds", "flap-global", "vbp", "denoise-rotator-wanda-50"])
+def test_json_alone_is_on_standard_output_with_recovery(place, recipe):
+    few = ("--set", "rotation.steps=2") if "rotator" in recipe else ()
+    result = run("prune", "dense", "--recipe", recipe, *few, *MANY, "--set", "recovery.epochs=1", "-o", "out", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = json.loads(result.stdout)
+    assert said == read_json("out/ckpt_prune.json")
+    assert [layer["block"] for layer in said["layers"]] == [0, 1]
+    ok("verify", "out", "--against", "dense")
+
+
+RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out, patience, samples, seed"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("epoch=2", f"unknown key recovery.epoch: did you mean 'epochs'? allowed here: {RECOVERY_KEYS}"),
+        ("heldout=0.1", f"unknown key recovery.heldout: did you mean 'held_out'? allowed here: {RECOVERY_KEYS}"),
+        ("xyz=1", f"unknown key recovery.xyz: allowed here: {RECOVERY_KEYS}"),
+        (
+            "ratio=0.5",
+            f"unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: {RECOVERY_KEYS}",
+        ),
+        ("epochs=0", "recovery.epochs: input should be greater than or equal to 1, got 0"),
+        ("samples=1", "recovery.samples: input should be greater than or equal to 2, got 1"),
+        ("lr=0", "recovery.lr: input should be greater than 0, got 0"),
+        ("lr=.inf", "recovery.lr: input should be a finite number, got inf"),
+        ("held_out=1", "recovery.held_out: input should be less than 1, got 1"),
+        ("only=heads", "recovery.only: input should be 'mlp' or 'attention', got 'heads'"),
+        ("layers=a", "recovery.layers: 'a' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+    ],
+)
+def test_keys_and_values_of_recovery_that_mean_nothing(place, override, message):
+    for command in (["prune", "dense", *MANY, "-o", "out"], ["plan", "dense", "--statistics", "stats"]):
+        said = refused(*command, "--recipe", "rcpu", "--set", f"recovery.{override}")
+        assert said == f"--set: {message}"
+
+
+def test_recovery_that_a_model_or_its_data_does_not_allow(place):
+    rest = [*RECOVERING, "-o", "out"]
+    for option in ([], ["--dry-run"]):
+        assert refused(*rest, *option, "--set", "recovery.layers=9:12") == (
+            "layers 9:12: the model has blocks 0 to 1, say 0:2 for all"
+        )
+        assert refused(*rest, *option, "--samples", "1") == (
+            "recovery needs samples to train on and others to hold out: give at least 2, not 1"
+        )
+        assert refused(*rest, *option, "--compute-dtype", "float16") == (
+            "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
+        )
+        assert refused(*rest, *option, "--perplexity-after", "7") == (
+            "--perplexity-after 7: expected numbers of blocks from 0 to 2 with commas between, or all"
+        )
+    assert refused(*rest, "--set", "recovery=true") == (
+        f"--set: recovery: keys are expected ({RECOVERY_KEYS}), got True"
+    )

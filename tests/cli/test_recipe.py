@@ -10,7 +10,7 @@ from tests.cli.running import misused, ok, refused
 
 TOP = (
     "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
-    "rotation"
+    "rotation, recovery"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 SHIPPED = ", ".join(shipped_recipes())
@@ -71,6 +71,13 @@ def test_schema():
     assert schema["additionalProperties"] is False
     assert "rotation" in schema["$defs"]["Compensation"]["properties"]["method"]["enum"]
     assert "lambda" in schema["$defs"]["Compensation"]["properties"]
+    recovery = schema["$defs"]["RecoveryRecipe"]
+    assert list(recovery["properties"]) == [
+        *["epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "held_out", "patience", "samples"],
+        "seed",
+    ]
+    assert recovery["additionalProperties"] is False
+    assert all(field["description"] for field in recovery["properties"].values())
 
 
 # ---- files that are no recipes ---------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""`ckpt-prune recover`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_prune.cli.options import (
+    ImageOptions,
+    TrainingOptions,
+    after_option,
+    device_option,
+    echo_json,
+    json_option,
+    options_of,
+    overwrite_option,
+    state_memory_option,
+    table,
+    trust_option,
+)
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
+
+MOST_SAMPLES = 2048
+"""Samples where none are asked for, as in the paper, or all there are."""
+
+
+@click.command("recover")
+@click.argument("pruned")
+@click.option("--dense", required=True, metavar="MODEL", help="The dense model that PRUNED was made from.")
+@options_of(TrainingOptions)
+@options_of(ImageOptions)
+@options_of(RecoverySettings)
+@state_memory_option
+@after_option
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
+@overwrite_option
+@trust_option
+@device_option
+@json_option
+def command(
+    pruned: str,
+    dense: str,
+    state_memory: float,
+    after: str | None,
+    out: Path,
+    resume: bool,
+    overwrite: bool,
+    trust: bool,
+    device: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train what PRUNED has left until each of its blocks does what the dense MODEL's does, and write it as OUT.
+
+    PRUNED is a folder or a Hub id: an output of this tool of any kind, or a model that another tool pruned, of the
+    same depth and hidden size as MODEL. Shapes and dtypes stay, zeros stay zeros, everything but the linear modules of
+    the blocks stays as it is. No labels are used, and one dense and one pruned block are in memory at a time (LaCo:
+    Layer-wise Compensation for Pruned Large Language Models).
+
+    Of the samples (--samples, by default 2048 or all there are) a share is not trained on. It decides, block by block,
+    which epoch's weights are kept: the old ones where none is better.
+
+    The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
+
+    \b
+      ckpt-prune recover PRUNED --dense MODEL --text train.txt -o OUT
+      ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
+      ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
+    """
+    from dataclasses import replace
+
+    from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.calibration.states import StateMemory
+    from ckpt_prune.calibration.text import read_text
+    from ckpt_prune.checkpoint.staging import refuse_overlap
+    from ckpt_prune.cli.setup import (
+        asked_after,
+        chosen_samples,
+        has_data,
+        open_source,
+        recovery_lines,
+        recovery_settings,
+        resolve_device,
+        resumable,
+        training_dtype,
+    )
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.transform.prune import check_output
+    from ckpt_prune.transform.recover import RecoveryJob, check_models, check_same_reader, recover
+
+    training, images = TrainingOptions(**options), ImageOptions(**options)
+    if not has_data(training, images):
+        raise UserError("recover needs --text FILE, or --images DIR for a vision model")
+    settings = recovery_settings(options)
+    target, dtype = resolve_device(device), training_dtype(training)
+    ours, theirs = open_source(pruned, trust=trust), open_source(dense, trust=trust)
+    refuse_overlap(theirs.path, out)
+    check_output(ours.path, out, resume=resume, overwrite=overwrite)
+    check_models(ours, theirs)
+    family = fitting_family(theirs)
+    samples = chosen_samples(theirs, family, training, images, trust=trust, most=MOST_SAMPLES)
+    check_same_reader(ours, theirs, family, read_text(training.text) if training.text else "", trust=trust)
+    job = RecoveryJob(
+        ours,
+        theirs,
+        settings,
+        samples,
+        seed=training.seed,
+        compute_dtype=dtype,
+        device=target,
+        allocate=StateMemory(int(state_memory * 2**30), out.absolute().parent),
+    )
+    job = replace(job, after=asked_after(after, job.family, job.blocks))
+    with resumable(out):
+        report = recover(job, out, resume=resume, overwrite=overwrite)
+    if as_json:
+        echo_json(report)
+        return
+    click.echo(_layers(report["layers"]))
+    for line in recovery_lines(report):
+        click.echo(line)
+    click.echo(f"written to {out}")
+
+
+def _layers(layers: list[dict[str, Any]]) -> str:
+    headers = ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
+    rows = [
+        [
+            str(layer["block"]),
+            *(f"{layer[f'mse_{when}']:.4g}" for when in ("before", "start", "after")),
+            *(f"{layer[f'cka_{when}']:.4f}" for when in ("before", "after")),
+            str(layer["epochs"]),
+            f"epoch {layer['best_epoch']}" if layer["recovered"] else "old",
+        ]
+        for layer in layers
+    ]
+    return table(headers, rows)

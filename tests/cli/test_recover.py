@@ -1,0 +1,743 @@
+"""`recover`: exact output, every option, what other commands make of an output, and what is refused."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.cli import recover_command
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests import encoders, families
+from tests.cli.running import (
+    TEXT,
+    edit_weights,
+    listing,
+    misused,
+    ok,
+    poison,
+    read_json,
+    refused,
+    run,
+    same_files,
+    set_config,
+)
+from tests.cli.test_prune import interrupt_at
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.images import write_images, write_vit
+
+BARE = ("recover", "pruned", "--dense", "dense")
+RECOVER = (*BARE, *TEXT, "--samples", "64", "--epochs", "2")
+"""Of a model of two blocks of hidden size 16, half of which is gone; 64 windows of 16, six of them held out."""
+STATES = 64 * 16 * 16
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+RATE = 5e-5 * 4096 / 16
+
+
+def tensors(folder: str) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(Path(folder).glob("model*.safetensors")) for name, t in load_file(path).items()}
+
+
+def changed(folder: str, before: str = "pruned") -> set[str]:
+    """Names of the tensors that are not bit for bit as they were; shapes and dtypes are."""
+    ours, theirs = tensors(folder), tensors(before)
+    assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+    return {name for name in ours if not torch.equal(ours[name], theirs[name])}
+
+
+def linears(*blocks: int, only: tuple[str, ...] = (*ATTENTION, *MLP)) -> set[str]:
+    homes = {"self_attn": ATTENTION, "mlp": MLP}
+    return {
+        f"model.layers.{block}.{home}.{name}.weight"
+        for block in blocks
+        for home, names in homes.items()
+        for name in names
+        if name in only
+    }
+
+
+def report_of(out: str) -> dict[str, Any]:
+    return read_json(f"{out}/ckpt_prune.json")
+
+
+def cells(line: str) -> list[str]:
+    return re.split("  +", line.strip())
+
+
+def mean(layers: list[dict[str, Any]], key: str) -> float:
+    return math.fsum(layer[key] for layer in layers) / len(layers)
+
+
+def summary(layers: list[dict[str, Any]], recovered: int) -> str:
+    return (
+        f"recovered {recovered} of {len(layers)} blocks; means over blocks on 6 held-out samples: squared error "
+        f"{mean(layers, 'mse_before'):.4g} -> {mean(layers, 'mse_after'):.4g}, CKA "
+        f"{mean(layers, 'cka_before'):.4f} -> {mean(layers, 'cka_after'):.4f}"
+    )
+
+
+def curve(out: str, window: int = 16) -> str:
+    found = report_of(out)["recovery"]["perplexity_after"]
+    told = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in found)
+    return f"perplexity on the held-out windows of {window} tokens: {told} blocks recovered"
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------
+
+
+def test_text(place):
+    before = listing()
+    lines = ok(*RECOVER, "-o", "out").splitlines()
+    assert {Path(name).parts[0] for name in set(listing()) - set(before)} == {"out"}
+    layers = report_of("out")["layers"]
+    assert cells(lines[0]) == ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
+    assert len({len(line) for line in lines[:3]}) == 1
+    for block, (line, layer) in enumerate(zip(lines[1:3], layers, strict=True)):
+        figures = [f"{layer[key]:.4g}" for key in ("mse_before", "mse_start", "mse_after")]
+        figures += [f"{layer[key]:.4f}" for key in ("cka_before", "cka_after")]
+        assert cells(line) == [str(block), *figures, "2", f"epoch {layer['best_epoch']}"]
+        assert layer["mse_after"] < layer["mse_start"]
+        assert layer["best_epoch"] in (1, 2)
+    assert lines[3:] == [summary(layers, 2), curve("out"), "written to out"]
+    assert changed("out") == linears(0, 1)
+
+
+def test_json_alone_is_on_standard_output(place):
+    result = run(*RECOVER, "-o", "out", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = json.loads(result.stdout)
+    assert said == report_of("out")
+    before = report_of("pruned")
+    assert set(said) == {*before, "recovery", "layers"}
+    kept = [key for key in before if key != "files"]
+    assert [said[key] for key in kept] == [before[key] for key in kept]
+    recovery = said["recovery"]
+    assert list(recovery) == ["dense", "on_the_fly", "settings", "data", "perplexity_after"]
+    assert recovery["dense"] == before["source"]
+    assert recovery["on_the_fly"] is False
+    assert recovery["settings"] == {
+        **{"epochs": 2, "lr": RATE, "batch": 4, "accumulate": 1, "schedule": "cosine", "only": None, "layers": None},
+        **{"held_out": 0.1, "patience": 3, "seed": 0},
+    }
+    data = recovery["data"]
+    assert data | {"data": ""} == {
+        **{"modality": "text", "data": "", "samples": 64, "held_out": 6, "window": 16, "tokens": 1024}
+    }
+    ok("calibrate", "dense", *TEXT, "--samples", "64", "-o", "same")
+    assert [data["data"]] == read_json("same/statistics.json")["data"]
+    assert [entry["blocks"] for entry in recovery["perplexity_after"]] == [0, 2]
+    assert [list(layer) for layer in said["layers"]] == [
+        [
+            *["block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"],
+            *["epochs", "best_epoch", "diverged", "recovered"],
+        ]
+    ] * 2
+    assert all(0 <= layer[key] <= 1 for layer in said["layers"] for key in ("cka_before", "cka_after"))
+
+
+def test_by_default_all_windows_of_the_context_are_taken(place):
+    ok(*BARE, "--text", "calib.txt", "--epochs", "1", "-o", "out")
+    tokens = len(Path("calib.txt").read_text()) + 1  # one a character, and one at the start
+    data = report_of("out")["recovery"]["data"]
+    assert (data["samples"], data["window"], data["held_out"]) == (tokens // 32, 32, round(tokens // 32 / 10))
+
+
+def test_by_default_no_more_samples_than_the_paper_has(place, monkeypatch):
+    assert recover_command.MOST_SAMPLES == 2048
+    monkeypatch.setattr(recover_command, "MOST_SAMPLES", 5)
+    text = ("--text", "calib.txt", "--window", "16", "--epochs", "1")
+    ok(*BARE, *text, "-o", "out")
+    assert report_of("out")["recovery"]["data"]["samples"] == 5
+    ok(*BARE, *text, "--samples", "7", "-o", "more")
+    assert report_of("more")["recovery"]["data"]["samples"] == 7
+
+
+def test_settings_are_those_of_the_command_line(place):
+    options = {"lr": 0.001, "batch": 3, "accumulate": 2, "schedule": "constant", "held-out": 0.4, "patience": 1}
+    args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    ok(*RECOVER, *args, "--seed", "5", "-o", "out")
+    recovery = report_of("out")["recovery"]
+    told = {name.replace("-", "_"): value for name, value in options.items()}
+    assert recovery["settings"] == told | {"epochs": 2, "only": None, "layers": None, "seed": 5}
+    assert recovery["data"]["held_out"] == 26
+
+
+# ---- which weights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("only", "modules"), [("mlp", MLP), ("attention", ATTENTION)])
+def test_only_the_mlp_or_the_attention(place, only, modules):
+    ok(*RECOVER, "--only", only, "-o", "out")
+    assert changed("out") == linears(0, 1, only=modules)
+    assert report_of("out")["recovery"]["settings"]["only"] == only
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks"), [("0:1", [0]), ("1:", [1]), (":1", [0]), ("1:2", [1]), ("0:2", [0, 1]), (":", [0, 1])]
+)
+def test_layers(place, layers, blocks):
+    lines = ok(*RECOVER, "--layers", layers, "-o", "out").splitlines()
+    found = report_of("out")["layers"]
+    assert [layer["block"] for layer in found if layer["recovered"]] == blocks
+    assert [layer["epochs"] for layer in found] == [2 * (block in blocks) for block in (0, 1)]
+    assert changed("out") == linears(*blocks)
+    kept = [f"epoch {layer['best_epoch']}" if layer["recovered"] else "old" for layer in found]
+    assert [cells(line)[-1] for line in lines[1:3]] == kept
+    assert lines[3] == summary(found, len(blocks))
+    assert report_of("out")["recovery"]["settings"]["layers"] == layers
+
+
+def test_layers_and_only(place):
+    ok(*RECOVER, "--layers", "1:", "--only", "attention", "-o", "out")
+    assert changed("out") == linears(1, only=ATTENTION)
+
+
+@pytest.mark.parametrize("layers", ["a:b", "5", "", "0:1:2", "-1:1", "0:1.5", "0-1", "²:3"])
+def test_layers_that_are_no_range(place, layers):
+    assert refused(*RECOVER, "--layers", layers, "-o", "out") == (
+        f"--layers {layers}: {layers!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4"
+    )
+
+
+@pytest.mark.parametrize("layers", ["3:1", "1:1", "0:99", "2:", ":0", "9:12", f"0:{10**30}"])
+def test_layers_that_are_not_there(place, layers):
+    message = f"layers {layers}: the model has blocks 0 to 1, say 0:2 for all"
+    assert refused(*RECOVER, "--layers", layers, "-o", "out") == message
+    assert refused("prune", "dense", "--recipe", "rcpu", *TEXT, "--set", f"recovery.layers={layers!r}", "-o", "o") == (
+        message
+    )
+
+
+def test_zeros_stay_zeros(place):
+    ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "masked")
+    args = ("--lr", "0.02", "-o", "out")
+    ok("recover", "masked", *RECOVER[2:], *args)
+    assert changed("out", "masked") == linears(0, 1)
+    ours, theirs = tensors("out"), tensors("masked")
+    assert all(torch.equal(ours[name] == 0, theirs[name] == 0) for name in ours)
+    pruned, recovered = (ok("inspect", name, "--sparsity").replace(name, "-") for name in ("masked", "out"))
+    assert recovered == pruned
+    assert "all                    14    3.84K  50.0%  50.0%  50.0%      2:4\n" in recovered
+    assert "sparsity: 14 masked weights: 50.0 % zeros, 2:4 holds in every group\n" in ok("verify", "out")
+
+
+def test_nothing_to_recover(place):
+    """The dense model itself."""
+    lines = ok("recover", "dense", "--dense", "dense", *TEXT, "-o", "out").splitlines()
+    assert [cells(line) for line in lines[1:3]] == [
+        [str(block), "0", "0", "0", "1.0000", "1.0000", "0", "old"] for block in (0, 1)
+    ]
+    assert lines[3].startswith("recovered 0 of 2 blocks; ")
+    assert Path("out/model.safetensors").read_bytes() == Path("dense/model.safetensors").read_bytes()
+    report = report_of("out")
+    assert report["recipe"] == {"name": "pruned elsewhere"}
+    first, last = report["recovery"]["perplexity_after"]
+    assert first["perplexity"] == last["perplexity"]
+
+
+def test_a_learning_rate_that_gets_lost(place):
+    result = run(*RECOVER, "--lr", "1000", "-o", "out")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    layers = report_of("out")["layers"]
+    assert [cells(line)[-2:] for line in lines[1:3]] == [["1", "old"]] * 2
+    assert lines[3:] == [
+        summary(layers, 0),
+        "training diverged in 2 blocks (0, 1), which went back to the best weights they had: use a smaller lr than "
+        "1e+03",
+        curve("out"),
+        "written to out",
+    ]
+    assert all(layer["diverged"] and layer["mse_after"] == layer["mse_start"] for layer in layers)
+    assert changed("out") == set()
+
+
+# ---- perplexity on the way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "blocks"), [("all", [0, 1, 2]), ("0,1", [0, 1, 2]), ("2", [0, 2]), (" 1 , 2", [0, 1, 2]), ("0", [0, 2])]
+)
+def test_perplexity_after(place, after, blocks):
+    said = ok(*RECOVER, "--perplexity-after", after, "-o", "out")
+    assert [entry["blocks"] for entry in report_of("out")["recovery"]["perplexity_after"]] == blocks
+    assert curve("out") in said.splitlines()
+    ok(*RECOVER, "-o", "plain")
+    assert changed("out", "plain") == set()
+
+
+def test_perplexity_after_is_that_of_the_model_recovered_so_far(place):
+    """With the first block recovered and the second as pruned."""
+    ok(*RECOVER, "--perplexity-after", "all", "-o", "out")
+    ok(*RECOVER, "--layers", ":1", "-o", "half")
+    found, half = (report_of(out)["recovery"]["perplexity_after"] for out in ("out", "half"))
+    assert half[0] == found[0]
+    assert half[-1]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-6)
+    assert len({entry["perplexity"] for entry in found}) == 3
+
+
+@pytest.mark.parametrize("after", ["x", "3", "", "0,,1", "-1", "1.0", "0,99", "all,1", "²"])
+def test_perplexity_after_what_is_not_there(place, after):
+    assert refused(*RECOVER, "--perplexity-after", after, "-o", "out") == (
+        f"--perplexity-after {after}: expected numbers of blocks from 0 to 2 with commas between, or all"
+    )
+
+
+# ---- memory, repetition and interruption -----------------------------------------------------------------------
+
+
+def test_states_on_disk_change_nothing_and_are_not_left(place, monkeypatch):
+    ok(*RECOVER, "-o", "whole")
+    from_file, mapped = torch.from_file, []
+    monkeypatch.setattr(torch, "from_file", lambda *args, **kw: mapped.append(kw["size"]) or from_file(*args, **kw))
+    ok(*RECOVER, "--state-memory", "8", "-o", "more")
+    assert mapped == []
+    before = set(listing())
+    ok(*RECOVER, "--state-memory", "0", "-o", "out")
+    assert mapped[:2] == [STATES] * 2
+    assert {Path(name).parts[0] for name in set(listing()) - before} == {"out"}
+    assert same_files("out", "whole")
+    # The dense model's fit, the pruned one's do not.
+    mapped.clear()
+    ok(*RECOVER, "--state-memory", str(STATES * 4 / 2**30), "-o", "half")
+    assert mapped.count(STATES) == 1
+    assert same_files("half", "whole")
+
+
+def test_the_same_twice_and_other_seeds(place):
+    ok(*RECOVER, "-o", "a")
+    ok(*RECOVER, "-o", "b")
+    assert same_files("a", "b")
+    ok(*RECOVER, "--seed", "1", "--choose", "first", "-o", "c")
+    ok(*RECOVER, "--seed", "2", "--choose", "first", "-o", "d")
+    data = [report_of(out)["recovery"]["data"]["data"] for out in "cd"]
+    assert data[0] == data[1]
+    assert changed("c", "d") == linears(0, 1)
+
+
+def test_recovering_what_was_recovered(place):
+    """It goes on from where the first ended, and the report is of the second run."""
+    ok(*RECOVER, "-o", "once")
+    ok("recover", "once", *RECOVER[2:], "--epochs", "3", "--lr", "0.002", "-o", "twice")
+    first, second = (report_of(out) for out in ("once", "twice"))
+    assert [layer["mse_before"] for layer in second["layers"]] == pytest.approx(
+        [layer["mse_after"] for layer in first["layers"]], rel=1e-5
+    )
+    assert second["recovery"]["perplexity_after"][0]["perplexity"] == pytest.approx(
+        first["recovery"]["perplexity_after"][-1]["perplexity"], rel=1e-5
+    )
+    assert (second["recovery"]["settings"]["epochs"], second["recovery"]["settings"]["lr"]) == (3, 0.002)
+    assert list(second) == list(first)
+    assert second["recipe"] == first["recipe"]
+    assert json.loads(ok("verify", "twice", "--against", "dense", "--json"))["passed"]
+
+
+@pytest.mark.parametrize("commit", [1, 2, 3])
+def test_ctrl_c_and_resume(place, commit):
+    ok(*RECOVER, "--perplexity-after", "all", "-o", "whole")
+    job = (*RECOVER, "--perplexity-after", "all", "-o", "out")
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", commit)
+        result = run(*job)
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        130,
+        "",
+        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+    )
+    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
+    left = Path("out.partial").absolute()
+    assert refused(*job) == f"{left} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
+    for other in (["--lr", "0.5"], ["--epochs", "3"], ["--seed", "1"], ["--only", "mlp"], ["--samples", "6"]):
+        assert refused(*job, *other, "--resume") == (
+            f"{left} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
+        )
+    assert refused(*job, "--resume", "--overwrite") == "--resume and --overwrite exclude each other; give one"
+    ok(*job, "--resume")
+    assert same_files("out", "whole")
+    assert not left.exists()
+
+
+def test_states_are_kept_elsewhere_when_resumed(place):
+    """Where hidden states are is no part of the job."""
+    ok(*RECOVER, "-o", "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        assert run(*RECOVER, "-o", "out").exit_code == 130
+    ok(*RECOVER, "-o", "out", "--state-memory", "0", "--resume")
+    assert same_files("out", "whole")
+
+
+def test_overwrite(place):
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        assert run(*RECOVER, "-o", "out").exit_code == 130
+    ok(*RECOVER, "--only", "mlp", "-o", "out", "--overwrite")
+    assert not Path("out.partial").exists()
+    message = f"{Path('out').absolute()} exists; --overwrite replaces it"
+    assert refused(*RECOVER, "-o", "out") == message
+    assert refused(*RECOVER, "-o", "out", "--resume") == message
+    ok(*RECOVER, "-o", "out", "--overwrite")
+    assert changed("out") == linears(0, 1)
+
+
+def test_resume_without_anything_to_resume_just_starts(place):
+    ok(*RECOVER, "-o", "out", "--resume")
+    ok(*RECOVER, "-o", "whole")
+    assert same_files("out", "whole")
+
+
+# ---- models of every kind --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recover")
+    with quiet_transformers():
+        write_vit(folder / "vit")
+        encoders.make(folder / "bert", "bert-mlm")
+        encoders.make(folder / "opt", "opt")
+        families.make(folder / "tied", "llama-gqa-tied")
+    write_images(folder / "images", [f"{i:02}.png" for i in range(12)])
+    for name in ("dense", "sharded", "stats", "pruned"):
+        shutil.copytree(made / name, folder / name)
+    shutil.copy(made / "calib.txt", folder)
+    return folder
+
+
+@pytest.fixture
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with models of several families, `calib.txt`, `stats` and `images` of its own."""
+    own = tmp_path / "here"
+    shutil.copytree(models, own)
+    monkeypatch.chdir(own)
+    return own
+
+
+SHORT = ("--text", "calib.txt", "--samples", "32", "--window", "12")
+IMAGES = ("--images", "images", "--samples", "12")
+GLOBAL = ("--recipe", "flap-global", "--statistics", "stats", "--set", "spaces.heads.ratio=0.5")
+TURNED = ("--recipe", "denoise-rotator-wanda-50", "--set", "rotation.steps=3", *TEXT)
+MANY = (*TEXT, "--samples", "64")
+KINDS = {
+    "shards": ("sharded", ("--recipe", "rcpu", "--ratio", "0.5", *TEXT), MANY),
+    "blocks of different widths": ("dense", GLOBAL, MANY),
+    "rotated": ("dense", TURNED, MANY),
+    "opened biases": ("dense", ("--recipe", "flap", "--ratio", "0.5", "--container", "seed_oss", *TEXT), MANY),
+    "a tied head": ("tied", ("--recipe", "magnitude-50"), MANY),
+    "opt": ("opt", ("--recipe", "wanda-50", *SHORT), SHORT),
+    "bert": ("bert", ("--recipe", "magnitude-50"), SHORT),
+    "vit": ("vit", ("--recipe", "magnitude", "--ratio", "0.5"), IMAGES),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models(here, kind):
+    """The same names, shapes and zeros; less error; and every other command takes the output."""
+    model, how, data = KINDS[kind]
+    ok("prune", model, *how, "-o", "p")
+    said = ok("recover", "p", "--dense", model, *data, "--epochs", "2", "-o", "out")
+    report, before = report_of("out"), report_of("p")
+    assert said.startswith("block  MSE before")
+    assert said.endswith("written to out\n")
+    assert {path.name for path in Path("out").iterdir()} == {path.name for path in Path("p").iterdir()}
+    assert report["container"] == before["container"]
+    assert all(layer["mse_after"] <= layer["mse_start"] for layer in report["layers"])
+    assert any(layer["recovered"] for layer in report["layers"])
+    assert changed("out", "p") != set()
+    ours, theirs = tensors("out"), tensors("p")
+    assert all(torch.equal(ours[n] == 0, theirs[n] == 0) for n in ours if n.endswith("weight"))
+    causal = model not in ("bert", "vit")
+    assert (report["recovery"]["perplexity_after"] is not None) == causal
+    assert ("perplexity on the held-out windows" in said) == causal
+    # What other commands make of it.
+    checks = json.loads(ok("verify", "out", "--against", model, "--json"))
+    assert checks["passed"]
+    kept = [check["detail"] for check in checks["checks"] if check["name"] == "kept units"]
+    assert kept == ["the weights were recovered: they are not compared with the dense model's"]
+    assert f"made from   {model} by recipe {before['recipe']['name']}" in ok("inspect", "out").splitlines()
+    assert ok("inspect", "out", "--sparsity").splitlines()[-1].startswith("all ")
+    assert ok("report", "out") == "report written to out.report.html\n"
+    assert "LaCo" in Path("out/README.md").read_text()
+    if causal:
+        args = ("--against", model, "--text", "calib.txt", "--window", "12", "--limit", "2")
+        assert json.loads(ok("evaluate", "out", *args, "--json"))["perplexity"] > 1
+    if model == "vit":
+        assert "top-1" in ok("evaluate", "out", "--against", "vit", "--images", "images")
+    ckpt_prune.load("out")
+
+
+def test_a_recovered_output_with_remote_code_is_recovered_again(here):
+    ok("prune", "dense", *GLOBAL, "-o", "uneven")
+    ok("recover", "uneven", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "once")
+    ok("recover", "once", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "twice")
+    ok("verify", "twice", "--against", "dense")
+    assert refused("recover", "dense", "--dense", "once", *TEXT, "-o", "out") == (
+        "once was pruned into a shape that no stock class has (remote code): it cannot be pruned or measured again; "
+        "start from the dense model"
+    )
+
+
+def test_pruned_elsewhere(here):
+    """Half of every weight at zero, and no report beside it."""
+
+    def halve(found: dict[str, torch.Tensor]) -> None:
+        for name in linears(0, 1):
+            found[name][:, ::2] = 0
+
+    shutil.copytree("dense", "theirs")
+    edit_weights("theirs", halve)
+    ok("recover", "theirs", *RECOVER[2:], "-o", "out")
+    assert changed("out", "theirs") == linears(0, 1)
+    report = report_of("out")
+    assert report["recipe"] == {"name": "pruned elsewhere"}
+    assert report["source"]["name"] == report["recovery"]["dense"]["name"] == "dense"
+    assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
+    assert ok("inspect", "out", "--sparsity").splitlines()[-1].split()[3:] == ["50.0%", "50.0%", "50.0%", "2:4"]
+    assert ok("report", "out") == "report written to out.report.html\n"
+    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--limit", "2")
+    ok("recover", "out", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "again")
+    assert report_of("again")["recipe"] == {"name": "pruned elsewhere"}
+
+
+def test_narrowed_elsewhere(here):
+    """Twelve of 24 columns of every MLP, and a config that says so."""
+
+    def narrow(found: dict[str, torch.Tensor]) -> None:
+        for block in (0, 1):
+            for name in MLP:
+                key = f"model.layers.{block}.mlp.{name}.weight"
+                found[key] = (found[key][:, :12] if name == "down_proj" else found[key][:12]).contiguous()
+
+    shutil.copytree("dense", "theirs")
+    edit_weights("theirs", narrow)
+    set_config("theirs", intermediate_size=12)
+    ok("recover", "theirs", *RECOVER[2:], "-o", "out")
+    assert changed("out", "theirs") == linears(0, 1)
+    report = report_of("out")
+    assert report["before"]["parameters"] - report["after"]["parameters"] == 2 * 3 * 12 * 16
+    assert json.loads(ok("verify", "out", "--json"))["passed"]
+    ok("report", "out")
+
+
+def test_bfloat16_computes_and_float32_is_stored(place):
+    ok(*RECOVER, "--compute-dtype", "bfloat16", "-o", "out")
+    ok(*RECOVER, "-o", "whole")
+    assert changed("out", "whole") == linears(0, 1)
+    layers = report_of("out")["layers"]
+    assert all(layer["recovered"] and layer["mse_after"] < layer["mse_start"] for layer in layers)
+
+
+def test_a_pruned_model_without_a_tokenizer_is_read_by_the_dense_one(place):
+    for path in Path("pruned").glob("tokenizer*"):
+        path.unlink()
+    ok(*RECOVER, "-o", "out")
+    assert changed("out") == linears(0, 1)
+
+
+# ---- options that mean nothing ---------------------------------------------------------------------------------
+
+NONE_OF_IT = [
+    ("--lr", "0", "0.0 is not in the range x>0."),
+    ("--lr", "-1", "-1.0 is not in the range x>0."),
+    ("--lr", "nan", "'nan' is not a number."),
+    ("--lr", "inf", "'inf' is not a finite number."),
+    ("--lr", "fast", "'fast' is not a valid float range."),
+    ("--held-out", "0", "0.0 is not in the range 0<x<1."),
+    ("--held-out", "1", "1.0 is not in the range 0<x<1."),
+    ("--held-out", "nan", "'nan' is not a number."),
+    ("--samples", "1", "1 is not in the range x>=2."),
+    ("--epochs", "0", "0 is not in the range x>=1."),
+    ("--batch", "0", "0 is not in the range x>=1."),
+    ("--accumulate", "0", "0 is not in the range x>=1."),
+    ("--patience", "0", "0 is not in the range x>=1."),
+    ("--state-memory", "-1", "-1.0 is not in the range x>=0."),
+    ("--state-memory", "nan", "'nan' is not a number."),
+    ("--state-memory", "inf", "'inf' is not a finite number."),
+    ("--only", "heads", "'heads' is not one of 'mlp', 'attention'."),
+    ("--schedule", "linear", "'linear' is not one of 'cosine', 'constant'."),
+    ("--seed", "-1", f"-1 is not in the range 0<=x<={2**63 - 1}."),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "message"), NONE_OF_IT)
+def test_values_that_mean_nothing(place, option, value, message):
+    assert misused(*RECOVER, option, value, "-o", "out") == f"Invalid value for '{option}': {message}"
+
+
+def test_what_recover_needs(place):
+    assert misused("recover", "pruned", *TEXT, "-o", "out") == "Missing option '--dense'."
+    assert misused(*RECOVER) == "Missing option '-o' / '--output'."
+    assert misused("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
+    assert refused(*BARE, "-o", "out") == "recover needs --text FILE, or --images DIR for a vision model"
+    assert refused(*RECOVER, "--images", ".", "-o", "out") == "give --text or --images, not both"
+    assert refused(*RECOVER, "--compute-dtype", "float16", "-o", "out") == (
+        "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
+    )
+
+
+def test_too_little_text(place):
+    Path("one.txt").write_text("the cat sat on a mat")
+    for more in ((), ("--perplexity-after", "all")):
+        assert refused(*BARE, "--text", "one.txt", "--window", "16", *more, "-o", "out") == (
+            "recovery needs samples to train on and others to hold out: give at least 2, not 1"
+        )
+    Path("two.txt").write_text("the cat sat on a mat and then the dog ran")
+    ok(*BARE, "--text", "two.txt", "--window", "16", "--epochs", "1", "-o", "out")
+    data = report_of("out")["recovery"]["data"]
+    assert (data["samples"], data["held_out"]) == (2, 1)
+
+
+def test_data_of_the_other_kind(here):
+    ok("prune", "vit", "--recipe", "magnitude", "-o", "small-vit")
+    vit = ("recover", "small-vit", "--dense", "vit", "-o", "out")
+    assert refused(*BARE, "--images", "images", "-o", "out") == "dense reads text: give --text FILE"
+    assert refused(*vit, *TEXT) == "vit reads images: give --images DIR"
+    for option in (["--window", "8"], ["--bos", "never"]):
+        assert refused(*vit, "--images", "images", *option) == (
+            "--window and --bos are for text: they do not go with --images"
+        )
+    assert refused(*vit, "--images", "images", "--perplexity-after", "all") == (
+        "--perplexity-after is for causal language models, which a vit is not"
+    )
+    assert refused(*vit, "--images", "images", "--samples", "13") == (
+        "there are 12 images, 13 are asked for; give more images, or at most 12 samples"
+    )
+
+
+# ---- models that do not belong together ------------------------------------------------------------------------
+
+
+def other(**changes: Any) -> None:
+    """A dense model `other` that differs in this."""
+    with quiet_transformers():
+        tiny_llama(**{"max_position_embeddings": 32, **changes}).save_pretrained("other")
+    tiny_tokenizer("<s> $A").save_pretrained("other")
+
+
+BELONGS = "a model is recovered against the dense one it was made from"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, f"pruned has 2 blocks and other has 3: {BELONGS}, block by block"),
+        ({"hidden_size": 32}, f"pruned has 16 hidden dimensions and other has 32: {BELONGS}, block by block"),
+        ({"vocab": 41}, "pruned and other have vocabularies of 40 and 41 tokens"),
+    ],
+)
+def test_a_dense_model_of_another_shape(place, changes, message):
+    other(**changes)
+    assert refused("recover", "pruned", "--dense", "other", *TEXT, "-o", "out") == message
+
+
+def test_a_dense_model_of_other_weights(place):
+    other(seed=1)
+    said = refused("recover", "pruned", "--dense", "other", *TEXT, "-o", "out")
+    assert re.fullmatch(
+        r"the two models make different hidden states of the same samples before their first block \(relative "
+        r"difference \d\.\d\d\): the pruned one was not made from this dense one, or was rotated since",
+        said,
+    )
+
+
+@pytest.mark.parametrize("model", ["opt", "bert", "vit"])
+def test_a_dense_model_of_another_family(here, model):
+    data = IMAGES if model == "vit" else SHORT
+    assert refused("recover", "pruned", "--dense", model, *data, "-o", "out") == (
+        f"pruned is of type llama and {model} of type {model}: {BELONGS}"
+    )
+
+
+def test_a_dense_model_of_another_tokenizer(place):
+    path = Path("dense/tokenizer.json")
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    assert refused(*RECOVER, "-o", "out") == (
+        "pruned and dense have different tokenizers: they read the text differently"
+    )
+
+
+def test_a_tokenizer_in_another_layout_reads_the_same(place):
+    path = Path("dense/tokenizer.json")
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1, sort_keys=True))
+    ok(*RECOVER, "-o", "out")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("model", ["pruned", "dense"])
+def test_weights_that_are_not_finite(place, model, value):
+    name = "model.layers.1.mlp.up_proj.weight"
+    elements = tensors(model)[name].numel()
+    edit_weights(model, poison(name, value))
+    assert refused(*RECOVER, "-o", "out") == (
+        f"{model}/model.safetensors: tensor '{name}' has 1 NaN or Inf among {elements} elements; "
+        "download it again or repair it"
+    )
+
+
+@pytest.mark.parametrize("model", ["pruned", "dense"])
+def test_shapes_that_the_config_does_not_say(place, model):
+    width = tensors(model)["model.layers.0.mlp.down_proj.weight"].shape[1]
+    set_config(model, intermediate_size=40)
+    assert refused(*RECOVER, "-o", "out") == (
+        f"{model}: model.layers.0.mlp.down_proj.weight has shape [16, {width}], config.json says [16, 40]"
+    )
+
+
+def test_what_is_no_checkpoint(place):
+    for pruned, dense in (("stats", "dense"), ("pruned", "stats")):
+        assert refused("recover", pruned, "--dense", dense, *TEXT, "-o", "out") == (
+            "stats has no config.json; give a checkpoint folder as published on the Hub"
+        )
+    assert refused("recover", "calib.txt", "--dense", "dense", *TEXT, "-o", "out") == (
+        "calib.txt is a file; give the folder that holds config.json"
+    )
+    assert refused("recover", "pruned", "--dense", "no/where/at/all", *TEXT, "-o", "out") == (
+        "no/where/at/all does not exist; give an existing folder or a Hub id such as org/name"
+    )
+
+
+@pytest.mark.parametrize("model", ["pruned", "dense"])
+def test_code_of_others_is_not_run(place, model):
+    set_config(model, auto_map={"AutoModelForCausalLM": "theirs.Model"})
+    assert refused(*RECOVER, "-o", "out").startswith(
+        f"{model} asks for remote code that is not this tool's (auto_map in config.json): it is not run"
+    )
+
+
+# ---- places ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]])
+@pytest.mark.parametrize("out", ["{}", "{}/out", ".", "/", "{}/../{}"])
+@pytest.mark.parametrize("model", ["pruned", "dense"])
+def test_the_models_are_no_place_for_the_output(place, model, out, option):
+    said = refused(*RECOVER, "-o", out.format(model, model), *option)
+    path = Path(out.format(model, model))
+    both = [f"output {path} overlaps the source {each}: choose a place outside it" for each in ("dense", "pruned")]
+    assert said in (both if out in (".", "/") else both[model == "pruned" :][:1])
+
+
+@pytest.mark.parametrize("option", [[], ["--overwrite"]])
+@pytest.mark.parametrize("out", ["stats", "calib.txt"])
+def test_what_is_never_replaced(place, out, option):
+    assert refused(*RECOVER, "-o", out, *option) == (
+        f"{Path(out).absolute()} exists and is not a checkpoint folder, so it is never replaced; choose another name"
+    )
+
+
+def test_missing_parent(place):
+    message = f"the folder {Path('no').absolute()} does not exist; create it first"
+    assert refused(*RECOVER, "-o", "no/out") == message
+    assert refused(*RECOVER, "-o", "no/out", "--resume") == message
