@@ -41,16 +41,16 @@ class Style:
 
 @dataclass(frozen=True)
 class Point:
-    """One value at one block.
+    """One value at one place.
 
     Attributes:
-        block: where.
+        place: a block, or a number of blocks.
         value: what is drawn.
         low, high: the ends of the spread it stands for; the value itself where there is none.
         text: the value in words, for the tooltip.
     """
 
-    block: int
+    place: int
     value: float
     low: float
     high: float
@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its points with ascending blocks. Blocks that lack one are gaps."""
+    """One line: its points with ascending places."""
 
     label: str
     style: Style
@@ -80,9 +80,16 @@ class Chart:
 
 
 def draw(
-    series: Sequence[Series], *, description: str, unit: str, full: tuple[float, float] | None = None, log: bool = True
+    series: Sequence[Series],
+    *,
+    description: str,
+    unit: str,
+    full: tuple[float, float] | None = None,
+    log: bool = True,
+    across: str = "block",
+    joined: bool = False,
 ) -> Chart:
-    """Plot series over blocks.
+    """Plot series over blocks, or over numbers of blocks.
 
     Args:
         series: at least one, with at least one point between them; drawn in this order.
@@ -90,21 +97,23 @@ def draw(
         unit: of the values, written above their axis.
         full: values the axis covers in any case.
         log: whether a log scale may be taken (`value_axis`).
+        across: what the places are, written below their axis and, before the number, in tooltips.
+        joined: whether lines go on over places without a point; they are gaps otherwise.
     """
     points = [point for line in series for point in line.points]
     bounds = [bound for point in points for bound in (point.low, point.value, point.high)]
-    blocks = sorted({point.block for point in points})
+    places = sorted({point.place for point in points})
     y = value_axis(bounds, HEIGHT - _BOTTOM, _TOP, full=full, log=log)
     left = 10 + DIGIT * max(len(label) for label in y.labels)
-    x = block_axis(blocks[0], blocks[-1], left, WIDTH - _RIGHT, digit=DIGIT)
+    x = block_axis(places[0], places[-1], left, WIDTH - _RIGHT, digit=DIGIT)
     size = _mark_size(x)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(description)}">',
-        *_frame(x, y, unit),
-        *(_band(line, x, y) for line in series),
-        *(_line(line, x, y) for line in series),
+        *_frame(x, y, unit, across),
+        *(_band(_runs(line, joined=joined), line.style, x, y) for line in series),
+        *(_line(_runs(line, joined=joined), line.style, x, y) for line in series),
         *(_marks(line, x, y, size) for line in series),
-        *_columns(series, blocks, x, y),
+        *_columns(series, places, across, x, y),
         "</svg>",
     ]
     return Chart("\n".join(part for part in parts if part), any(not y.shows(point.value) for point in points))
@@ -119,7 +128,7 @@ def swatch(style: Style) -> str:
     )
 
 
-def _frame(x: Axis, y: Axis, unit: str) -> Iterable[str]:
+def _frame(x: Axis, y: Axis, unit: str, across: str) -> Iterable[str]:
     """Grid lines, tick labels and what the axes count."""
     right = number(x.end)
     scale = ", log scale" if y.log else ""
@@ -142,36 +151,36 @@ def _frame(x: Axis, y: Axis, unit: str) -> Iterable[str]:
             f'<text class="x" x="{number(x.at(tick))}" y="{number(y.start + 17)}" text-anchor="middle">{label}</text>'
         )
     yield "</g>"
-    yield f'<text class="unit" x="{right}" y="{HEIGHT - 5}" text-anchor="end">block</text>'
+    yield f'<text class="unit" x="{right}" y="{HEIGHT - 5}" text-anchor="end">{text(across)}</text>'
 
 
-def _runs(line: Series) -> list[list[Point]]:
-    """A line's points, parted where a block is missing."""
+def _runs(line: Series, *, joined: bool) -> list[list[Point]]:
+    """A line's points, parted where a place is missing; where it is joined, all in one."""
     runs: list[list[Point]] = []
     for point in line.points:
-        if runs and point.block == runs[-1][-1].block + 1:
+        if runs and (joined or point.place == runs[-1][-1].place + 1):
             runs[-1].append(point)
         else:
             runs.append([point])
     return runs
 
 
-def _band(line: Series, x: Axis, y: Axis) -> str:
-    """From the low to the high ends; a block with no neighbours has a bar of its own."""
+def _band(runs: Sequence[Sequence[Point]], style: Style, x: Axis, y: Axis) -> str:
+    """From the low to the high ends; a place with no neighbours has a bar of its own."""
     path = ""
-    for run in _runs(line):
+    for run in runs:
         if all(point.low == point.high for point in run):
             continue
         offsets = (-_BAR, _BAR) if len(run) == 1 else (0,)
-        above = [(x.at(point.block) + offset, y.at(point.high)) for point in run for offset in offsets]
-        beneath = [(x.at(point.block) + offset, y.at(point.low)) for point in run for offset in offsets]
+        above = [(x.at(point.place) + offset, y.at(point.high)) for point in run for offset in offsets]
+        beneath = [(x.at(point.place) + offset, y.at(point.low)) for point in run for offset in offsets]
         path += _path(above + beneath[::-1]) + "Z"
-    return f'<path class="band {line.style.name}" d="{path}"/>' if path else ""
+    return f'<path class="band {style.name}" d="{path}"/>' if path else ""
 
 
-def _line(line: Series, x: Axis, y: Axis) -> str:
+def _line(runs: Sequence[Sequence[Point]], style: Style, x: Axis, y: Axis) -> str:
     path = ""
-    for run in _runs(line):
+    for run in runs:
         # A line into the foot of a log axis would claim a value there.
         shown: list[list[Point]] = [[]]
         for point in run:
@@ -179,36 +188,36 @@ def _line(line: Series, x: Axis, y: Axis) -> str:
                 shown[-1].append(point)
             else:
                 shown.append([])
-        path += "".join(_path([(x.at(p.block), y.at(p.value)) for p in part]) for part in shown if len(part) > 1)
-    return f'<path class="line {line.style.name}"{_dashes(line.style)} d="{path}"/>' if path else ""
+        path += "".join(_path([(x.at(p.place), y.at(p.value)) for p in part]) for part in shown if len(part) > 1)
+    return f'<path class="line {style.name}"{_dashes(style)} d="{path}"/>' if path else ""
 
 
 def _marks(line: Series, x: Axis, y: Axis, size: float) -> str:
     shrink = "" if size == 1 else f" scale({number(size)})"
     marks = []
     for point in line.points:
-        place = f"translate({number(x.at(point.block))} {number(y.at(point.value))})"
+        place = f"translate({number(x.at(point.place))} {number(y.at(point.value))})"
         kind = "mark" if y.shows(point.value) else "off"
         marks.append(f'<path class="{kind}" transform="{place}{shrink}" d="{_MARKS[line.style.mark]}"/>')
     return f'<g class="{line.style.name}">{"".join(marks)}</g>' if marks else ""
 
 
-def _columns(series: Sequence[Series], blocks: Sequence[int], x: Axis, y: Axis) -> Iterable[str]:
-    """Over each block an area that shows nothing but, pointed at, every value there."""
+def _columns(series: Sequence[Series], places: Sequence[int], across: str, x: Axis, y: Axis) -> Iterable[str]:
+    """Over each place an area that shows nothing but, pointed at, every value there."""
     pitch = x.at(x.low + 1) - x.start
     yield '<g class="over">'
-    for block in blocks:
-        lines = [f"block {block}"]
-        lines += [f"{line.label}: {point.text}" for line in series for point in line.points if point.block == block]
+    for place in places:
+        lines = [f"{across} {place}"]
+        lines += [f"{line.label}: {point.text}" for line in series for point in line.points if point.place == place]
         yield (
-            f'<rect x="{number(x.at(block) - pitch / 2)}" y="{number(y.end)}" width="{number(pitch)}" '
+            f'<rect x="{number(x.at(place) - pitch / 2)}" y="{number(y.end)}" width="{number(pitch)}" '
             f'height="{number(y.start - y.end)}"><title>{text(chr(10).join(lines))}</title></rect>'
         )
     yield "</g>"
 
 
 def _mark_size(x: Axis) -> float:
-    """Smaller marks where blocks are so near that full ones would touch."""
+    """Smaller marks where places are so near that full ones would touch."""
     pitch = (x.end - x.start) / (x.high - x.low)
     return 1 if pitch >= 9 else 0.7 if pitch >= 5 else 0.45
 

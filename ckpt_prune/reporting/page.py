@@ -7,8 +7,8 @@ from importlib import resources
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.escaping import text
-from ckpt_prune.reporting.plots import Figure, figures, shown, steps_taken, words
-from ckpt_prune.reporting.reading import Document, Learned, Linear, Record, Rotation, Site
+from ckpt_prune.reporting.plots import Figure, figures, outcome, shown, steps_taken, words
+from ckpt_prune.reporting.reading import Document, Layer, Learned, Linear, Perplexity, Record, Rotation, Site
 
 MARKER = '<meta name="generator" content="ckpt-prune report">'
 """By which a page of this tool is known."""
@@ -21,7 +21,7 @@ def page(document: Document) -> str:
     """The HTML of a report, the same for the same input."""
     style = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
     learned = _learned(document)
-    plots = figures(document.sites, document.layers, document.linears, learned)
+    plots = figures(document.sites, document.layers, document.linears, learned, document.perplexities)
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -32,10 +32,12 @@ def page(document: Document) -> str:
         *_header(document),
         '<h2>Over depth</h2>\n<div class="plots">' if plots else "",
         *(_figure(plot) for plot in plots),
-        "</div>" if plots else "" if document.linears else _nothing(),
+        "</div>" if plots else _nothing(document),
         *_site_tables(document.sites),
         *_linear_table(document.linears),
         *_rotation_table(learned),
+        *_layer_table(document.layers),
+        *_perplexity_table(document.perplexities),
         "</body>\n</html>\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -45,7 +47,10 @@ def _header(document: Document) -> Iterable[str]:
     yield f"<header>\n<h1>{text(document.title)}</h1>"
     if document.recipe.summary:
         yield f'<p class="soft">{text(document.recipe.summary)}</p>'
-    sentences = [*_verdict(document.sites), *_masked(document), *_rotated(document.rotation)]
+    sentences = [
+        *(*_verdict(document.sites), *_masked(document), *_rotated(document.rotation)),
+        *(*_recovered(document), *_perplexities(document)),
+    ]
     yield from (f"<p>{text(sentence)}</p>" for sentence in sentences)
     facts = "\n".join(f"<dt>{text(label)}</dt><dd>{text(fact)}</dd>" for label, fact in document.facts)
     yield f'<div class="top">\n<div class="scroll costs">{_costs(document)}</div>'
@@ -168,8 +173,64 @@ def _steps(rotation: Rotation) -> str:
     return f", in {span}{'' if entries[0].block is None else ' per block'}"
 
 
+def _recovered(document: Document) -> Iterable[str]:
+    """How many blocks have new weights, where training diverged, and how near the dense model that brought them."""
+    recovery, layers = document.recovery, document.layers
+    if recovery is None:
+        return
+    if layers:
+        kept = len(layers) - sum(layer.recovered for layer in layers)
+        sentence = f"LaCo recovered {len(layers) - kept} of {len(layers)} blocks against {recovery.dense.name}"
+        yield f"{sentence}; the others kept their old weights." if kept else f"{sentence}."
+    diverged = [f"block {layer.block}" for layer in layers if layer.diverged]
+    if diverged:
+        yield f"Training diverged and was rolled back at {_listed(diverged)}."
+    for key, name in (("mse", "Mean squared error"), ("cka", "Linear CKA")):
+        pairs = [(layer.figure(f"{key}_before"), layer.figure(f"{key}_after")) for layer in layers]
+        known = [(b, a) for b, a in pairs if b is not None and a is not None]
+        if not known:
+            continue
+        before, after = (math.fsum(values) / len(known) for values in zip(*known, strict=True))
+        change = f" ({after / before - 1:+.1%})" if key == "mse" and before > 0 else ""
+        count = "1 block" if len(known) == 1 else f"{len(known)} blocks"
+        yield (
+            f"{name} of the hidden states against the dense model, held-out samples, mean of {count}: "
+            f"{shown(before)} before recovery, {shown(after)} after{change}."
+        )
+    if document.sites or document.linears:
+        yield f"Errors of single {'sites' if document.sites else 'linears'}, where measured, are from before recovery."
+
+
+def _perplexities(document: Document) -> Iterable[str]:
+    """The first and the last perplexity; never without its window."""
+    known = [(p.blocks, value) for p in document.perplexities if (value := p.figure("perplexity")) is not None]
+    if not known or document.recovery is None:
+        return
+    window = document.recovery.data.figure("window")
+    of = "" if window is None else f" of {window:,.0f} tokens"
+    ends = known[:1] + known[1:][-1:]
+    told = ", ".join(f"{shown(value)} {_so_far(blocks, len(document.layers))}" for blocks, value in ends)
+    yield f"Perplexity on held-out windows{of}: {told}."
+
+
+def _so_far(blocks: int, of: int) -> str:
+    if blocks == 0:
+        return "as pruned"
+    if blocks == of:
+        return "with all blocks recovered"
+    return f"with the first {'block' if blocks == 1 else f'{blocks} blocks'} recovered"
+
+
 def _figure(plot: Figure) -> str:
-    chart = draw(plot.series, description=f"{plot.title}. {plot.note}", unit=plot.unit, full=plot.full, log=plot.log)
+    chart = draw(
+        plot.series,
+        description=f"{plot.title}. {plot.note}",
+        unit=plot.unit,
+        full=plot.full,
+        log=plot.log,
+        across=plot.across,
+        joined=plot.joined,
+    )
     legend = "".join(f"<li>{swatch(line.style)}{text(line.label)}</li>" for line in plot.series)
     below = " Hollow marks at the foot: zero, or too small for this scale." if chart.below else ""
     return (
@@ -178,7 +239,10 @@ def _figure(plot: Figure) -> str:
     )
 
 
-def _nothing() -> str:
+def _nothing(document: Document) -> str:
+    """What would have to be measured; nothing can be where only sites have none and no site is."""
+    if document.linears or document.layers or not document.sites:
+        return ""
     return (
         "<p>Nothing was measured per layer: errors and diagnostics need statistics with Grams "
         "(<code>ckpt-prune calibrate --collect moments,gram</code>).</p>"
@@ -270,6 +334,23 @@ def _rotation_table(learned: Sequence[Learned]) -> Iterable[str]:
     if rows:
         headers = ("blocks", "entropy before (nats)", "entropy after (nats)", "change", "steps")
         yield _details("Every rotation", headers, rows, left=1)
+
+
+def _layer_table(layers: Sequence[Layer]) -> Iterable[str]:
+    keys = ("mse_before", "mse_start", "mse_after", "cka_before", "cka_after")
+    rows = [
+        (str(layer.block), outcome(layer), f"{layer.epochs:,}", *(_cell(layer.figure(key)) for key in keys))
+        for layer in layers
+    ]
+    if rows:
+        names = ("MSE before", "MSE at the start", "MSE after", "CKA before", "CKA after")
+        yield _details("Every block", ("block", "outcome", "epochs run", *names), rows, left=2)
+
+
+def _perplexity_table(perplexities: Sequence[Perplexity]) -> Iterable[str]:
+    rows = [(f"{entry.blocks:,}", _cell(entry.figure("perplexity"))) for entry in perplexities]
+    if rows:
+        yield _details("Every perplexity", ("blocks recovered", "perplexity"), rows, left=1)
 
 
 def _of(head: Record, column: str) -> float | None:

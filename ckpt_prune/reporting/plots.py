@@ -1,6 +1,6 @@
 """What is plotted: one entry of `PLOTS` per quantity.
 
-A new quantity of a site, a linear or a rotation needs an entry here and nothing else.
+A new quantity of a site, a block, a linear or a rotation needs an entry here and nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt_prune.reporting.charts import Point, Series, Style
-from ckpt_prune.reporting.reading import Layer, Learned, Linear, Record, Site
+from ckpt_prune.reporting.reading import Layer, Learned, Linear, Perplexity, Record, Site
 
 Pick = Callable[[Any], Sequence[tuple[str, float]]]
 """The named values of a site (or of another record): none where it was not measured, one, or one per head, which are
@@ -60,7 +60,7 @@ class Plot:
         full: range its axis covers in any case.
         log: whether its axis may be logarithmic.
         varying: shown only where some line is not constant.
-        of: which records of the report.
+        of: which records of the report; those of "perplexities" lie not at a block but at a number of blocks.
     """
 
     title: str
@@ -70,12 +70,16 @@ class Plot:
     full: tuple[float, float] | None = None
     log: bool = True
     varying: bool = False
-    of: Literal["sites", "layers", "linears", "learned"] = "sites"
+    of: Literal["sites", "layers", "linears", "learned", "perplexities"] = "sites"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot filled with the values of a report."""
+    """A plot filled with the values of a report.
+
+    Attributes:
+        across, joined: what the places of its points are, and whether those that lack one are no gaps (`charts.draw`).
+    """
 
     title: str
     note: str
@@ -83,6 +87,8 @@ class Figure:
     series: tuple[Series, ...]
     full: tuple[float, float] | None
     log: bool
+    across: str
+    joined: bool
 
 
 SPACES = {
@@ -100,6 +106,7 @@ KINDS = {
 """The kinds of linears (`reading.Linear.kind`)."""
 _BEFORE, _AFTER = Style("before", "circle"), Style("after", "square")
 _HELD_OUT, _FLOOR = Style("held-out", "diamond", "5 3"), Style("floor", "triangle", "1.5 3")
+_START = Style("other", "diamond", "5 3")
 
 
 def figure(key: str) -> Pick:
@@ -135,6 +142,17 @@ def steps_taken(learned: Learned) -> str:
     """How many steps a rotation was trained; empty where that is not known."""
     steps = learned.figure("steps")
     return "" if steps is None else f"{steps:,.0f} step{'' if steps == 1 else 's'}"
+
+
+def outcome(layer: Layer) -> str:
+    """Which weights a block ended with."""
+    kept = f"weights of epoch {layer.best_epoch:,}" if layer.recovered else "old weights kept"
+    return f"training diverged, {kept}" if layer.diverged else kept
+
+
+def _unless_recovered(layer: Layer) -> str:
+    """Its outcome where that is not what recovery is for."""
+    return "" if layer.recovered and not layer.diverged else outcome(layer)
 
 
 PLOTS = (
@@ -215,6 +233,37 @@ PLOTS = (
         log=False,
         of="learned",
     ),
+    Plot(
+        "Error of the hidden states",
+        "Lower is better: against the dense model, on held-out samples. Start: the block with its old weights, behind "
+        "recovered blocks.",
+        "mean squared error",
+        (
+            Line("before recovery", _BEFORE, figure("mse_before")),
+            Line("start", _START, figure("mse_start")),
+            Line("after recovery", _AFTER, figure("mse_after"), _unless_recovered),
+        ),
+        of="layers",
+    ),
+    Plot(
+        "Linear CKA of the hidden states",
+        "Higher is better: 1 where they are those of the dense model but for rotation and scale. Held-out samples.",
+        "linear CKA",
+        (
+            Line("before recovery", _BEFORE, figure("cka_before")),
+            Line("after recovery", _AFTER, figure("cka_after"), _unless_recovered),
+        ),
+        full=(0, 1),
+        of="layers",
+    ),
+    Plot(
+        "Perplexity over recovered blocks",
+        "Lower is better: on held-out windows, with only so many of the first blocks recovered and the others as "
+        "pruned.",
+        "perplexity",
+        (Line("perplexity", _AFTER, figure("perplexity")),),
+        of="perplexities",
+    ),
 )
 
 
@@ -223,6 +272,7 @@ def figures(
     layers: Sequence[Layer] = (),
     linears: Sequence[Linear] = (),
     learned: Sequence[Learned] = (),
+    perplexities: Sequence[Perplexity] = (),
     plots: Sequence[Plot] = PLOTS,
 ) -> list[Figure]:
     """Every plot that has something to show, in the order of `plots`, then of the spaces.
@@ -232,6 +282,8 @@ def figures(
         layers: ascending blocks.
         linears: ascending blocks.
         learned: rotations, ascending blocks; one that all blocks share has no place over depth.
+        perplexities: ascending numbers of recovered blocks. Between them are no gaps: they are chosen by whoever
+            recovers.
         plots: what to show.
     """
     parts: dict[str, list[tuple[Space, Sequence[Record]]]] = {
@@ -239,6 +291,7 @@ def figures(
         "layers": [(words(""), layers)],
         "linears": _apart(KINDS, [(linear.kind, linear) for linear in linears]),
         "learned": [(words(""), [entry for entry in learned if entry.block is not None])],
+        "perplexities": [(words(""), perplexities)],
     }
     return [figure for plot in plots for figure in _filled(plot, parts[plot.of])]
 
@@ -272,13 +325,15 @@ def _filled(plot: Plot, parts: Sequence[tuple[Space, Sequence[Any]]]) -> list[Fi
             (space, [_series(line, own, label=line.label, style=line.style) for line in plot.lines])
             for space, own in parts
         ]
+    joined = plot.of == "perplexities"
+    across = "blocks recovered" if joined else "block"
     found = []
     for space, lines in groups:
         series = tuple(line for line in lines if line.points)
         varies = any(len({point.value for point in line.points}) > 1 for line in series)
         if series and (varies or not plot.varying):
             title, unit = (text.format(space=space.label, target=space.target) for text in (plot.title, plot.unit))
-            found.append(Figure(title, plot.note, unit, series, plot.full, plot.log))
+            found.append(Figure(title, plot.note, unit, series, plot.full, plot.log, across, joined))
     return found
 
 
@@ -296,8 +351,9 @@ def _series(line: Line, records: Sequence[Any], *, label: str, style: Style) -> 
             text = f"mean {text}, from {shown(low)} ({least}) to {shown(high)} ({most})"
         remark = line.remark(record) if line.remark is not None else ""
         text += f", {remark}" if remark else ""
+        place = record.blocks if isinstance(record, Perplexity) else record.block
         # A mean of equal numbers may lie a rounding outside them.
-        points.append(Point(record.block, min(max(mean, low), high), low, high, text))
+        points.append(Point(place, min(max(mean, low), high), low, high, text))
     return Series(label, style, tuple(points))
 
 

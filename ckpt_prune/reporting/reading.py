@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recovery_recipe import ELSEWHERE
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Block = Annotated[int, Field(ge=0, le=10**6)]
@@ -44,9 +45,13 @@ class Record(BaseModel):
 
 
 class Layer(Record):
-    """One block as a whole."""
+    """One block as a whole, and what became of it in recovery; errors and CKA are figures."""
 
     block: Block
+    epochs: Count
+    best_epoch: Count
+    diverged: bool
+    recovered: bool
 
 
 class Head(Record):
@@ -120,6 +125,12 @@ class Learned(Record):
     block: Block | None
 
 
+class Perplexity(Record):
+    """The perplexity, a figure, of a model of which only the first blocks are recovered (LaCo, Figure 3)."""
+
+    blocks: Block
+
+
 class Mask(BaseModel):
     """Which weights were zeroed: by whose score, in which pattern."""
 
@@ -156,6 +167,16 @@ class _Source(BaseModel):
     fingerprint: str
 
 
+class Recovery(BaseModel):
+    """How blocks were recovered after they were pruned: towards which model, with which settings, on which data."""
+
+    dense: _Source
+    on_the_fly: bool
+    settings: Record
+    data: Record
+    perplexity_after: list[Perplexity] | None = None
+
+
 class _Container(BaseModel):
     model_type: str
     remote_code: bool = False
@@ -172,6 +193,7 @@ class _Common(BaseModel):
     mask: Mask | None = None
     rotation: Rotation | None = None
     linears: list[Linear] = []
+    recovery: Recovery | None = None
 
 
 class _Output(_Common):
@@ -210,6 +232,8 @@ class Document(BaseModel):
         asked_damp: damping of Hessians that the recipe asked for, as a share of their mean diagonal.
         rotation: what was turned before the mask.
         linears: what the mask did, by block, then in the order of the report.
+        recovery: how blocks were recovered; None where they were not.
+        perplexities: with only some blocks recovered, ascending.
     """
 
     title: str
@@ -223,6 +247,8 @@ class Document(BaseModel):
     asked_damp: float | None
     rotation: Rotation | None
     linears: list[Linear]
+    recovery: Recovery | None
+    perplexities: list[Perplexity]
 
 
 def read_document(path: Path) -> Document:
@@ -274,11 +300,14 @@ def _of_output(report: _Output) -> Document:
         ("Source", report.source.name),
         ("Fingerprint", report.source.fingerprint),
         *_recipe_facts(report),
-        ("Calibration", _calibration(report.calibration)),
+        ("Calibration", _in_words(report.calibration)),
+        *_recovery_facts(report),
         ("Stored as", _with_note(stored, container.note)),
         ("Written by", f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"),
     ]
-    return _document(f"{report.source.name}, pruned by {report.recipe.name}", facts, report)
+    name = report.recipe.name
+    title = f"{report.source.name}, {name if name == ELSEWHERE else f'pruned by {name}'}"
+    return _document(f"{title} and recovered" if report.recovery else title, facts, report)
 
 
 def _of_plan(plan: _Plan) -> Document:
@@ -295,6 +324,7 @@ def _of_plan(plan: _Plan) -> Document:
 
 
 def _document(title: str, facts: list[tuple[str, str]], found: _Common) -> Document:
+    perplexities = (found.recovery.perplexity_after or []) if found.recovery else []
     return Document(
         title=title,
         recipe=found.recipe,
@@ -307,6 +337,8 @@ def _document(title: str, facts: list[tuple[str, str]], found: _Common) -> Docum
         asked_damp=None if found.recipe.mask is None else found.recipe.mask.figure("damp"),
         rotation=found.rotation,
         linears=sorted(found.linears, key=lambda linear: linear.block),
+        recovery=found.recovery,
+        perplexities=sorted(perplexities, key=lambda perplexity: perplexity.blocks),
     )
 
 
@@ -320,13 +352,27 @@ def _recipe_facts(found: _Common) -> list[tuple[str, str]]:
     ]
 
 
+def _recovery_facts(found: _Common) -> list[tuple[str, str]]:
+    recovery, layers = found.recovery, found.layers
+    if recovery is None:
+        return []
+    count = f", {sum(layer.recovered for layer in layers)} of {len(layers)} blocks" if layers else ""
+    when = "each block right after it was pruned" if recovery.on_the_fly else "after pruning"
+    return [
+        ("Recovery", f"LaCo{count}, {when}"),
+        ("Recovered against", f"{recovery.dense.name}, fingerprint {recovery.dense.fingerprint}"),
+        ("Recovery data", _in_words(recovery.data.model_extra or {})),
+        ("Recovery settings", _in_words(recovery.settings.model_extra or {})),
+    ]
+
+
 def _with_note(container: str, note: str | None) -> str:
     return f"{container}: {note}" if note else container
 
 
-def _calibration(provenance: dict[str, Any]) -> str:
+def _in_words(provenance: dict[str, Any]) -> str:
     """Every entry in words, whatever the modality has: `target dense, 128 samples, window 2048, ...`."""
-    counted = {"samples", "tokens", "folds"}
+    counted = {"samples", "tokens", "folds", "epochs"}
     parts = []
     for key, value in provenance.items():
         if value is None or isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):

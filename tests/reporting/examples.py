@@ -115,6 +115,46 @@ def masked(
     )
 
 
+def layer(block: int, **changes: Any) -> Json:
+    """What recovery did to one block."""
+    return {
+        "block": block,
+        "mse_before": 0.5,
+        "mse_start": 0.4,
+        "mse_after": 0.25,
+        "cka_before": 0.75,
+        "cka_after": 0.875,
+        "epochs": 10,
+        "best_epoch": 9,
+        "diverged": False,
+        "recovered": True,
+    } | changes
+
+
+def kept(block: int, **changes: Any) -> Json:
+    """A block that recovery left as it was."""
+    return layer(block, best_epoch=0, recovered=False, **changes)
+
+
+def recovery(**changes: Any) -> Json:
+    settings = {"epochs": 10, "lr": 0.001, "batch": 8, "accumulate": 1, "schedule": "cosine", "only": None}
+    settings |= {"layers": None, "held_out": 0.1, "patience": 3, "seed": 0}
+    data = {"modality": "text", "data": "da7a", "samples": 128, "held_out": 13, "window": 256, "tokens": 32768}
+    return {
+        "dense": {"name": "dense", "fingerprint": "fade"},
+        "on_the_fly": False,
+        "settings": settings,
+        "data": data,
+        "perplexity_after": None,
+    } | changes
+
+
+def elsewhere(layers: list[Json], **changes: Any) -> Json:
+    """The report of a recovered model that another tool pruned; its cost is known only as it is."""
+    made = report([], recipe={"name": "pruned elsewhere", "summary": "By another tool."}, linears=[], calibration={})
+    return made | {"before": made["after"], "layers": layers, "recovery": recovery()} | changes
+
+
 def plan(sites: list[Json], **changes: Any) -> Json:
     """As `plan` writes it."""
     made = report(sites)

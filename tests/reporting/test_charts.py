@@ -98,6 +98,25 @@ def test_a_missing_value_parts_the_line():
     assert plot.path("line", "before") == [marks[:2], marks[3:]]
 
 
+def test_a_joined_line_goes_on_over_places_nobody_asked_for():
+    points = {0: 3.0, 2: 2.0, 8: 1.0}
+    series = Series("a", A, tuple(Point(place, v, v, v, f"{v:g}") for place, v in points.items()))
+    plot = drawn(series, across="blocks recovered", joined=True)
+    assert plot.path("line", "before") == [[mark[:2] for mark in plot.marks("before")]]
+    assert drawn(series).path("line", "before") == []
+    for place, (x, _, _) in zip(points, plot.marks("before"), strict=True):
+        assert x == pytest.approx(interpolated(plot.x, place), abs=0.02)
+    assert plot.tooltips() == [f"blocks recovered {place}\na: {v:g}" for place, v in points.items()]
+
+
+def test_the_axis_says_what_it_counts():
+    last = [
+        [text.text for text in plot.svg.iter("text") if text.get("class") == "unit"][-1]
+        for plot in (drawn(line([1.0])), drawn(line([1.0]), across="blocks recovered"))
+    ]
+    assert last == ["block", "blocks recovered"]
+
+
 def test_one_block_has_a_mark_and_no_line():
     plot = drawn(line([0.3]))
     assert len(plot.marks("before")) == 1

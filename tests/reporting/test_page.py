@@ -12,7 +12,24 @@ from ckpt_prune.reporting.plots import KINDS, PLOTS, SPACES
 from ckpt_prune.reporting.plots import words as space_words
 from ckpt_prune.reporting.reading import read_document
 
-from .examples import Drawn, Json, bare, learned, linear, masked, parse, plan, report, site, words, write
+from .examples import (
+    Drawn,
+    Json,
+    bare,
+    elsewhere,
+    kept,
+    layer,
+    learned,
+    linear,
+    masked,
+    parse,
+    plan,
+    recovery,
+    report,
+    site,
+    words,
+    write,
+)
 
 STYLE = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
 
@@ -302,6 +319,174 @@ def test_nothing_from_a_masks_report_is_markup(rendered):
     assert f"({seen}, {seen})" in said(html)[0]
     assert f"{seen} of block 0 (1)" in said(html)[2]
     assert f"Entropy of the {seen} importance" in said(html)[3]
+
+
+# ---- recovery --------------------------------------------------------------------------------------------------
+
+
+def test_a_recovered_output(rendered):
+    layers = [layer(0), layer(1, mse_after=0.05, cka_after=0.9375), kept(2, mse_after=0.5, cka_after=0.75, epochs=4)]
+    html = rendered(masked([linear(0)], recovery=recovery(), layers=layers))
+    assert words(parse(html).find(".//h1")) == "tiny, pruned by sparse and recovered"
+    assert said(html)[2:] == [
+        "LaCo recovered 2 of 3 blocks against dense; the others kept their old weights.",
+        "Mean squared error of the hidden states against the dense model, held-out samples, mean of 3 blocks: 0.500 "
+        "before recovery, 0.267 after (-46.7%).",
+        "Linear CKA of the hidden states against the dense model, held-out samples, mean of 3 blocks: 0.750 before "
+        "recovery, 0.854 after.",
+        "Errors of single linears, where measured, are from before recovery.",
+    ]
+    found = facts(html)
+    assert {label: found[label] for label in found if label.startswith("Recover")} == {
+        "Recovery": "LaCo, 2 of 3 blocks, after pruning",
+        "Recovered against": "dense, fingerprint fade",
+        "Recovery data": "modality text, data da7a, 128 samples, held out 13, window 256, 32,768 tokens",
+        "Recovery settings": "10 epochs, lr 0.001, batch 8, accumulate 1, schedule cosine, held out 0.1, patience 3, "
+        "seed 0",
+    }
+    drawn = plots(html)
+    assert list(drawn) == [
+        "Output error of the linears",
+        "Error of the hidden states",
+        "Linear CKA of the hidden states",
+    ]
+    assert drawn["Error of the hidden states"].tooltips()[1:] == [
+        "block 1\nbefore recovery: 0.500\nstart: 0.400\nafter recovery: 0.0500",
+        "block 2\nbefore recovery: 0.500\nstart: 0.400\nafter recovery: 0.500, old weights kept",
+    ]
+    cka = drawn["Linear CKA of the hidden states"]
+    assert (cka.labels[1][0], cka.labels[1][-1]) == ("0", "1.0")
+    assert summaries(html) == ["Every linear", "Every block"]
+    assert table(html, 2) == [
+        [
+            *["block", "outcome", "epochs run", "MSE before", "MSE at the start", "MSE after"],
+            *["CKA before", "CKA after"],
+        ],
+        ["0", "weights of epoch 9", "10", "0.500", "0.400", "0.250", "0.750", "0.875"],
+        ["1", "weights of epoch 9", "10", "0.500", "0.400", "0.0500", "0.750", "0.938"],
+        ["2", "old weights kept", "4", "0.500", "0.400", "0.500", "0.750", "0.750"],
+    ]
+
+
+def test_recovery_in_a_recipe(rendered):
+    """Each block right after it was pruned, of some blocks and modules only."""
+    made = recovery(on_the_fly=True)
+    made["settings"] |= {"only": "mlp", "layers": "0:2", "epochs": 1}
+    html = rendered(report([site(0), site(1)], recovery=made, layers=[layer(0), layer(1)]))
+    assert facts(html)["Recovery"] == "LaCo, 2 of 2 blocks, each block right after it was pruned"
+    assert facts(html)["Recovery settings"].startswith("1 epoch, lr 0.001, ")
+    assert "only mlp, layers 0:2," in facts(html)["Recovery settings"]
+    assert said(html)[2] == "LaCo recovered 2 of 2 blocks against dense."
+    assert said(html)[-1] == "Errors of single sites, where measured, are from before recovery."
+    assert summaries(html) == ["Every site", "Every block"]
+
+
+def test_where_training_diverged(rendered):
+    layers = [layer(b, diverged=b != 3, mse_after=None) for b in range(12)]
+    html = rendered(elsewhere(layers))
+    assert said(html)[1] == (
+        "Training diverged and was rolled back at "
+        + ", ".join(f"block {b}" for b in (0, 1, 2, 4, 5, 6, 7, 8))
+        + " and 3 more."
+    )
+    assert len(said(html)) == 3
+    assert said(html)[2].startswith("Linear CKA")
+
+
+def test_means_are_of_the_blocks_with_both_figures(rendered):
+    layers = [layer(0, cka_before=None), layer(1, mse_before=0.0, mse_after=0.0), layer(2, mse_after=None)]
+    layers[0] |= {"mse_before": float("nan")}
+    assert said(rendered(elsewhere(layers)))[1:] == [
+        "Mean squared error of the hidden states against the dense model, held-out samples, mean of 1 block: 0 before "
+        "recovery, 0 after.",
+        "Linear CKA of the hidden states against the dense model, held-out samples, mean of 2 blocks: 0.750 before "
+        "recovery, 0.875 after.",
+    ]
+
+
+def test_perplexity_over_recovered_blocks(rendered):
+    curve = [{"blocks": b, "perplexity": p} for b, p in ((4, 10.0), (0, 50.0), (1, None), (2, 20.5))]
+    html = rendered(elsewhere([layer(b) for b in range(4)], recovery=recovery(perplexity_after=curve)))
+    assert said(html)[-1] == (
+        "Perplexity on held-out windows of 256 tokens: 50 as pruned, 10 with all blocks recovered."
+    )
+    plot = plots(html)["Perplexity over recovered blocks"]
+    assert plot.unit == "perplexity"
+    assert plot.tooltips() == [
+        "blocks recovered 0\nperplexity: 50",
+        "blocks recovered 2\nperplexity: 20.5",
+        "blocks recovered 4\nperplexity: 10",
+    ]
+    assert plot.path("line", "after") == [[mark[:2] for mark in plot.marks("after")]]
+    assert [t.text for t in plot.svg.iter("text") if t.get("class") == "unit"][-1] == "blocks recovered"
+    assert summaries(html) == ["Every block", "Every perplexity"]
+    assert table(html, 2) == [
+        ["blocks recovered", "perplexity"],
+        *(["0", "50"], ["1", "–"], ["2", "20.5"], ["4", "10"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("curve", "told"),
+    [
+        ([(0, 50.0)], "50 as pruned"),
+        ([(1, 40.0), (2, 30.0), (3, 20.0)], "40 with the first block recovered, 20 with the first 3 blocks recovered"),
+        ([(0, None), (2, 30.0)], "30 with the first 2 blocks recovered"),
+    ],
+)
+def test_the_ends_of_the_curve_are_told(rendered, curve, told):
+    made = recovery(perplexity_after=[{"blocks": b, "perplexity": p} for b, p in curve])
+    del made["data"]["window"]
+    sentences = said(rendered(elsewhere([layer(b) for b in range(4)], recovery=made)))
+    assert sentences[-1] == f"Perplexity on held-out windows: {told}."
+
+
+def test_a_model_that_was_pruned_elsewhere(rendered):
+    html = rendered(elsewhere([layer(0), layer(1)]))
+    assert words(parse(html).find(".//h1")) == "tiny, pruned elsewhere and recovered"
+    assert table(html, 0)[1] == ["Parameters", "1.50M", "1.50M", "100.0%"]
+    assert not {"Method", "Mask", "Rotation", "Calibration"} & set(facts(html))
+    assert list(plots(html)) == ["Error of the hidden states", "Linear CKA of the hidden states"]
+    assert "Nothing was measured" not in html
+    assert "from before recovery" not in html
+    assert summaries(html) == ["Every block"]
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan")])
+def test_layers_without_figures(rendered, nothing):
+    """There is nothing to plot, and no advice that is about sites."""
+    empty = dict.fromkeys(("mse_before", "mse_start", "mse_after", "cka_before", "cka_after"), nothing)
+    html = rendered(elsewhere([kept(0, **empty)]))
+    assert plots(html) == {}
+    assert "Over depth" not in html
+    assert "Nothing was measured" not in html
+    assert said(html) == ["LaCo recovered 0 of 1 blocks against dense; the others kept their old weights."]
+    assert table(html, 1)[1] == ["0", "old weights kept", "10", *["–"] * 5]
+    html = rendered(elsewhere([]))
+    assert "Nothing was measured" not in html
+    assert facts(html)["Recovery"] == "LaCo, after pruning"
+    assert "Nothing was measured" not in rendered(report([bare(0)], recovery=recovery(), layers=[kept(0, **empty)]))
+
+
+def test_an_older_report_has_nothing_of_recovery(rendered):
+    made = report(rich())
+    assert not {"recovery", "layers"} & set(made)
+    assert rendered(made) == rendered(made | {"recovery": None, "layers": []})
+
+
+def test_the_order_of_layers_does_not_matter(rendered):
+    layers = [layer(b, mse_after=0.1 * (b + 1)) for b in range(4)]
+    assert rendered(elsewhere(layers[::-1])) == rendered(elsewhere(layers))
+
+
+def test_nothing_from_recovery_is_markup(rendered):
+    made = recovery(dense={"name": EVIL, "fingerprint": EVIL}, settings={EVIL: EVIL}, data={EVIL: EVIL})
+    html = rendered(elsewhere([layer(0)], recovery=made))
+    seen = EVIL.replace("\x07", "\ufffd")
+    assert "script" not in {element.tag for element in parse(html).iter()}
+    assert facts(html)["Recovered against"] == f"{seen}, fingerprint {seen}"
+    assert facts(html)["Recovery settings"] == facts(html)["Recovery data"] == f"{seen} {seen}"
+    assert said(html)[0] == f"LaCo recovered 1 of 1 blocks against {seen}."
 
 
 # ---- the plots in it -------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 import pytest
 
 from ckpt_prune.architectures.family import known_families, load_family, variants_of
-from ckpt_prune.reporting.plots import KINDS, PLOTS, Figure, Line, Plot, Style, figure, figures, shown
-from ckpt_prune.reporting.reading import Layer, Learned, Linear, Site
+from ckpt_prune.reporting.plots import KINDS, PLOTS, Figure, Line, Plot, Style, figure, figures, outcome, shown
+from ckpt_prune.reporting.reading import Layer, Learned, Linear, Perplexity, Site
 
-from .examples import Json, bare, learned, linear, site
+from .examples import Json, bare, kept, layer, learned, linear, site
 
 
 def figures_of(*sites: Json) -> dict[str, Figure]:
@@ -16,7 +16,7 @@ def figures_of(*sites: Json) -> dict[str, Figure]:
 
 
 def values(plot: Figure) -> dict[str, dict[int, float]]:
-    return {line.label: {point.block: point.value for point in line.points} for line in plot.series}
+    return {line.label: {point.place: point.value for point in line.points} for line in plot.series}
 
 
 def heads(*errors: tuple[float, float], rho2: float | None = None) -> list[Json]:
@@ -88,7 +88,7 @@ def test_one_plot_of_rho2_with_a_line_per_space():
 def test_heads_are_a_mean_and_a_spread():
     found = figures_of(site(2, "qk", heads=heads((0.5, 0.1), (0.2, 0.3), (0.8, 0.2))))["Q/K: logit error per head"]
     before, after = (line.points[0] for line in found.series)
-    assert (before.block, before.low, before.high) == (2, 0.2, 0.8)
+    assert (before.place, before.low, before.high) == (2, 0.2, 0.8)
     assert (before.value, after.value) == (pytest.approx(0.5), pytest.approx(0.2))
     assert before.text == "mean 0.500, from 0.200 (head 1) to 0.800 (head 2)"
     assert after.text == "mean 0.200, from 0.100 (head 0) to 0.300 (head 1)"
@@ -130,14 +130,13 @@ def test_a_space_of_a_later_version_is_shown_by_its_name():
 
 
 def test_a_plot_is_one_entry():
-    """As recovery will add: figures of a layer as a whole."""
     style = Style("after", "square")
-    cka = Plot("CKA", "Higher is better.", "similarity", (Line("after", style, figure("cka")),), (0, 1), of="layers")
+    new = Plot("Norm", "Higher is better.", "norm", (Line("after", style, figure("norm")),), (0, 1), of="layers")
     own = Plot("{space}: spread", "", "", (Line("a", style, figure("new")), Line("b", style, figure("k95"))))
-    layers = [Layer.model_validate({"block": b, "cka": v}) for b, v in enumerate((0.9, None, 0.8))]
-    found = figures([Site.model_validate(site(0, new=3))], layers, plots=(cka, own))
+    layers = [Layer.model_validate(layer(b, norm=v)) for b, v in enumerate((0.9, None, 0.8))]
+    found = figures([Site.model_validate(site(0, new=3))], layers, plots=(new, own))
     assert [(f.title, values(f)) for f in found] == [
-        ("CKA", {"after": {0: 0.9, 2: 0.8}}),
+        ("Norm", {"after": {0: 0.9, 2: 0.8}}),
         ("MLP: spread", {"a": {0: 3.0}, "b": {0: 4.0}}),
     ]
 
@@ -229,6 +228,70 @@ def test_unknown_steps_are_not_spoken_of():
 
 def test_a_shared_rotation_has_no_place_over_depth():
     assert masked([], [learned(None)]) == {}
+
+
+def recovered(*layers: Json, perplexities: list[Json] | None = None) -> dict[str, Figure]:
+    found = figures(
+        [],
+        [Layer.model_validate(entry) for entry in layers],
+        perplexities=[Perplexity.model_validate(entry) for entry in perplexities or []],
+    )
+    return {f.title: f for f in found}
+
+
+def test_hidden_states_before_and_after_recovery():
+    found = recovered(layer(0), layer(1, mse_before=2.0, mse_start=1.0, mse_after=0.1, cka_before=0.5, cka_after=0.9))
+    error, cka = found.values()
+    assert (error.title, error.unit, error.full, error.log) == (
+        "Error of the hidden states",
+        "mean squared error",
+        None,
+        True,
+    )
+    assert values(error) == {
+        "before recovery": {0: 0.5, 1: 2.0},
+        "start": {0: 0.4, 1: 1.0},
+        "after recovery": {0: 0.25, 1: 0.1},
+    }
+    assert (cka.title, cka.unit, cka.full) == ("Linear CKA of the hidden states", "linear CKA", (0, 1))
+    assert values(cka) == {"before recovery": {0: 0.75, 1: 0.5}, "after recovery": {0: 0.875, 1: 0.9}}
+    assert [(plot.across, plot.joined) for plot in (error, cka)] == [("block", False)] * 2
+
+
+def test_blocks_without_a_figure_are_gaps():
+    found = recovered(layer(0), layer(1, mse_after=None, cka_before=float("nan")), layer(2))
+    assert values(found["Error of the hidden states"])["after recovery"] == {0: 0.25, 2: 0.25}
+    assert values(found["Error of the hidden states"])["start"] == {0: 0.4, 1: 0.4, 2: 0.4}
+    assert values(found["Linear CKA of the hidden states"])["before recovery"] == {0: 0.75, 2: 0.75}
+    assert recovered({k: v for k, v in layer(0).items() if "mse" not in k and "cka" not in k}) == {}
+
+
+OUTCOMES = [
+    (layer(0), "weights of epoch 9", ""),
+    (kept(0), "old weights kept", ", old weights kept"),
+    (
+        layer(0, diverged=True),
+        "training diverged, weights of epoch 9",
+        ", training diverged, weights of epoch 9",
+    ),
+    (kept(0, diverged=True), "training diverged, old weights kept", ", training diverged, old weights kept"),
+]
+
+
+@pytest.mark.parametrize(("entry", "became", "remark"), OUTCOMES)
+def test_what_became_of_a_block(entry, became, remark):
+    """In words; beside its value only where it is not what recovery is for."""
+    assert outcome(Layer.model_validate(entry)) == became
+    told = [[line.points[0].text for line in plot.series] for plot in recovered(entry).values()]
+    assert told == [["0.500", "0.400", f"0.250{remark}"], ["0.750", f"0.875{remark}"]]
+
+
+def test_perplexity_is_over_how_many_blocks_were_recovered():
+    entries = [{"blocks": b, "perplexity": p} for b, p in ((0, 12.5), (2, None), (4, 11.0))]
+    (plot,) = recovered(perplexities=entries).values()
+    assert plot.title == "Perplexity over recovered blocks"
+    assert values(plot) == {"perplexity": {0: 12.5, 4: 11.0}}
+    assert (plot.unit, plot.across, plot.joined) == ("perplexity", "blocks recovered", True)
 
 
 def test_every_plot_says_what_better_is():
