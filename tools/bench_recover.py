@@ -6,7 +6,7 @@
 
 Every step is a process of its own, so that its time and peak resident memory are its own; imports are in both. LoRA
 (`tools/lora.py`, needs the extra "bench") trains on the same samples for as many seconds as the whole command of
-`recover` took, or of its recovering all of every block: its own imports and loading are not counted against it.
+`recover` (of kind laco) took: its own imports and loading are not counted against it.
 Each line of the output is one measurement; a run goes on where the last one stopped, and ends by printing the tables.
 """
 

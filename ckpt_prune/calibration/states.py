@@ -44,7 +44,8 @@ class StateMemory:
         if size <= self._left:
             self._left -= size
             return in_memory(shape, dtype)
-        check_room(self._folder, size)
+        remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
+        check_room(self._folder, size, "hidden states beyond --state-memory need", remedy)
         with disk_failures(self._folder):
             descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=self._folder)
             try:

@@ -8,3 +8,5 @@ ROTATIONS = "rotations.st"
 
 Not under that format's usual suffix: loaders take every file that has it for weights.
 """
+ELSEWHERE = "pruned elsewhere"
+"""Stands for the recipe's name in the report of what another tool pruned and this one recovered."""

@@ -29,8 +29,8 @@ class CheckpointWriter:
 
     Tensors are written in any order, in units (a block, say) that are committed. After a kill or Ctrl-C the staging
     folder stays, and the same job with `resume=True` goes on after the last committed unit: the files come out byte for
-    byte as from one run. Any other exception, and leaving without `finish()`, removes it. OUT is untouched until
-    `finish()`.
+    byte as from one run. So it does after a crash, where a unit was committed. A UserError, and leaving without
+    `finish()`, removes it. OUT is untouched until `finish()`.
 
         with CheckpointWriter(out, layout, job=digest, sharded=True) as writer:
             for unit in units:
@@ -116,8 +116,11 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Ctrl-C and exit requests are no fault of the data: what is done stays, for --resume.
-        if kind is None or issubclass(kind, Exception):
+        # Bad input leaves nothing. Ctrl-C, exit requests and crashes (memory that ran out after hours) are no fault of
+        # what is done already: it stays, for --resume.
+        no_fault = kind is not None and not issubclass(kind, UserError)
+        worth_keeping = self._staging.units or not (kind and issubclass(kind, Exception))
+        if not (no_fault and worth_keeping):
             self.abort()
         self._staging.release()
 
@@ -267,8 +270,14 @@ class CheckpointWriter:
             claim(handle.fileno(), size)
 
 
-def check_room(folder: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int, what: str = "the output needs", remedy: str = "") -> None:
     """Refuse to begin where `needed` bytes and a margin for the small files do not fit.
+
+    Args:
+        folder: where.
+        needed: bytes.
+        what: they are for, with a verb.
+        remedy: what else can be done than to make room.
 
     Raises:
         UserError: with both figures.
@@ -277,8 +286,8 @@ def check_room(folder: Path, needed: int) -> None:
     needed += _MARGIN_BYTES
     if needed > free:
         raise UserError(
-            f"{folder} has {human_bytes(free)} free and the output needs {human_bytes(needed)}; "
-            "free space or choose another place"
+            f"{folder} has {human_bytes(free)} free and {what} {human_bytes(needed)}; "
+            f"free space or choose another place{remedy}"
         )
 
 

@@ -69,11 +69,12 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ckpt-prune")
 def main() -> None:
-    """Make a transformer smaller today, offline, without training.
+    """Make a transformer smaller today, offline.
 
     Reads a Hugging Face checkpoint (a folder or a Hub id) of a language or a vision model, drops attention heads, MLP
     columns or dimensions of q and k, folds a closed-form compensation into the tensors that stay, and writes a
-    checkpoint that stock transformers loads.
+    checkpoint that stock transformers loads. Or it zeroes single weights. What is lost can be trained back, one block
+    at a time, against the dense model (recover).
 
     \b
       ckpt-prune demo

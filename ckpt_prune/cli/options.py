@@ -157,16 +157,17 @@ state_memory_option = click.option(
     default=8.0,
     show_default=True,
     metavar="GIB",
-    help="Hidden states that recovery keeps in memory, in GiB; what is more is memory-mapped in files beside OUT, "
-    "which changes no result. Dense and pruned take samples x tokens x hidden x 4 bytes each (2 with --compute-dtype "
-    "bfloat16).",
+    help="Hidden states that are kept in memory, in GiB; what is more is memory-mapped in files beside OUT, which "
+    "changes no result. They take samples x tokens x hidden x 4 bytes (2 with --compute-dtype bfloat16): of the model "
+    "that is measured, and of both, dense and pruned, in recovery.",
 )
 after_option = click.option(
     "--perplexity-after",
     "after",
     metavar="K,K,...|all",
     help="Also measure the perplexity on held-out windows with only the first K blocks recovered (causal language "
-    "models; with none and with all is measured anyway).",
+    "models; with none and with all is measured anyway). Each K keeps the hidden states of the held-out samples once "
+    "more.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 device_option = click.option(

@@ -163,12 +163,13 @@ def command(
     check_source(checkpoint, family)
     check_spaces(family, loaded)
     live = training = None
+    allocate = StateMemory(int(state_memory * 2**30), out.absolute().parent)
     if data and loaded.needs_moments and statistics is None and plan is None:
         live = live_samples(checkpoint, family, loaded, calibration, images, trust=trust)
+        live = replace(live, allocate=allocate)
     if data and recovers:
         training = training_samples(checkpoint, family, loaded, calibration, images, live, trust=trust)
         blocks = family.dimension(parse_config(checkpoint.config), "layers")
-        allocate = StateMemory(int(state_memory * 2**30), out.absolute().parent)
         training = replace(training, allocate=allocate, after=asked_after(after, family, blocks))
     job = build_job(
         checkpoint,

@@ -112,6 +112,8 @@ def command(
         allocate=StateMemory(int(state_memory * 2**30), out.absolute().parent),
     )
     job = replace(job, after=asked_after(after, job.family, job.blocks))
+    if job.doubt is not None:
+        click.echo(job.doubt, err=True)
     with resumable(out):
         report = recover(job, out, resume=resume, overwrite=overwrite)
     if as_json:
@@ -128,11 +130,15 @@ def _layers(layers: list[dict[str, Any]]) -> str:
     rows = [
         [
             str(layer["block"]),
-            *(f"{layer[f'mse_{when}']:.4g}" for when in ("before", "start", "after")),
-            *(f"{layer[f'cka_{when}']:.4f}" for when in ("before", "after")),
+            *(_figure(layer[f"mse_{when}"], "g") for when in ("before", "start", "after")),
+            *(_figure(layer[f"cka_{when}"], "f") for when in ("before", "after")),
             str(layer["epochs"]),
             f"epoch {layer['best_epoch']}" if layer["recovered"] else "old",
         ]
         for layer in layers
     ]
     return table(headers, rows)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, f".4{form}")

@@ -1,5 +1,6 @@
 """What commands share between their options and the library: devices, windows and jobs."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +35,6 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
-from ckpt_prune.recovery.recoverer import blocks_after
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 from ckpt_prune.transform.job import Job, LiveSamples, RecoverySamples
 
@@ -237,23 +237,32 @@ def recovery_settings(options: Mapping[str, Any]) -> RecoverySettings:
 
 
 def asked_after(after: str | None, family: Family, blocks: int) -> frozenset[int]:
-    """Numbers of blocks that `--perplexity-after` names.
+    """Numbers of blocks that `--perplexity-after` names: with commas between, or all.
 
     Raises:
-        UserError: as `blocks_after`, or the model has no perplexity.
+        UserError: not numbers, more than there are, or the model has no perplexity.
     """
-    if after is not None and not family.causal:
+    if after is None:
+        return frozenset()
+    if not family.causal:
         raise UserError(f"--perplexity-after is for causal language models, which a {family.model_type} is not")
-    return blocks_after(after, blocks)
+    if after.strip() == "all":
+        return frozenset(range(blocks + 1))
+    parts = [part.strip() for part in after.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 9 and int(part) <= blocks for part in parts):
+        raise UserError(
+            f"--perplexity-after {after}: expected numbers of blocks from 0 to {blocks} with commas between, or all"
+        )
+    return frozenset(map(int, parts))
 
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """Say on Ctrl-C that the work so far is kept, where it is."""
+    """Say on Ctrl-C, or after a crash, that the work so far is kept, where it is."""
     try:
         yield
-    except KeyboardInterrupt:
-        if out.with_name(f"{out.name}.partial").exists():
+    except (KeyboardInterrupt, Exception) as error:
+        if not isinstance(error, UserError) and out.with_name(f"{out.name}.partial").exists():
             click.echo(
                 f"{out}.partial keeps the blocks that are done: the same command with --resume continues", err=True
             )
@@ -339,15 +348,25 @@ def recovery_lines(report: dict[str, Any]) -> list[str]:
     if not recovery or not layers:
         return []
 
-    def mean(key: str) -> float:
-        return sum(float(layer[key]) for layer in layers) / len(layers)
+    def mean(key: str) -> str:
+        known = [layer[key] for layer in layers if layer[key] is not None]
+        return f"{math.fsum(known) / len(known):.4g}" if len(known) == len(layers) else "not finite"
 
     done = sum(layer["recovered"] for layer in layers)
     lines = [
         f"recovered {done} of {len(layers)} blocks; means over blocks on "
-        f"{_counted(recovery['data']['held_out'], 'held-out sample')}: squared error {mean('mse_before'):.4g} -> "
-        f"{mean('mse_after'):.4g}, CKA {mean('cka_before'):.4f} -> {mean('cka_after'):.4f}"
+        f"{_counted(recovery['data']['held_out'], 'held-out sample')}: squared error {mean('mse_before')} -> "
+        f"{mean('mse_after')}, CKA {mean('cka_before')} -> {mean('cka_after')}"
     ]
+    broken = [str(layer["block"]) for layer in layers if layer["mse_after"] is None]
+    if broken:
+        lines.append(f"the hidden states after block {broken[0]} are not finite: what follows cannot be recovered")
+    idle = [str(x["block"]) for x in layers if x["epochs"] and not x["recovered"] and not x["diverged"]]
+    if idle:
+        lines.append(
+            f"no epoch was better than the old weights in {_counted(len(idle), 'block')} ({', '.join(idle)}): use more "
+            f"samples or epochs, or a smaller lr than {recovery['settings']['lr']:.3g}"
+        )
     lost = [str(layer["block"]) for layer in layers if layer["diverged"]]
     if lost:
         lines.append(

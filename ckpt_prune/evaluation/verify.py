@@ -237,13 +237,32 @@ def _count(linears: list[_Linear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool | None, str]:
     """What of the dense model must be there unchanged, is: rows of kept units, and weights that masks keep."""
-    if report.recovery is not None:
-        return None, "the weights were recovered: they are not compared with the dense model's"
+    if report.recovery is not None and report.rotation is None:
+        return _kept_outside(checkpoint, dense)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
     return _kept_rows(checkpoint, dense, report)
+
+
+def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
+    """What is not in the blocks' linear modules, which recovery rewrites, is the dense model's."""
+    family = fitting_family(dense)
+    trained = {
+        family.tensor(block, module, kind)
+        for block in range(family.dimension(parse_config(dense.config), "layers"))
+        for module in family.linears
+        for kind in KINDS
+    }
+    compared = [name for name in checkpoint.tensors if name not in trained]
+    for name in track(compared, "comparing", unit="tensor"):
+        if name not in dense.tensors or not _same(checkpoint.read([name])[name], dense.read([name])[name]):
+            return False, f"{name} is no weight that recovery changes and is not the dense model's"
+    return True, (
+        f"{len(compared)} tensors outside the recovered linear modules are the dense ones, bit for bit; "
+        "the weights that were recovered are not compared"
+    )
 
 
 def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:

@@ -8,8 +8,6 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.fields import Strict
 
 Part = Literal["mlp", "attention"]
-ELSEWHERE = "pruned elsewhere"
-"""Stands for a recipe's name in the report of what another tool pruned and this one recovered."""
 
 _PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
 """LaCo's learning rate (section 4.4), found on models of this hidden size."""
@@ -28,7 +26,9 @@ class RecoverySettings(Strict):
     )
     batch: int = Field(4, ge=1, description="Samples per optimiser step.")
     accumulate: int = Field(
-        1, ge=1, description="Parts that a batch goes through the block in, to take less memory; gradients add up."
+        1,
+        ge=1,
+        description="Parts, at most, that a batch goes through the block in to take less memory; gradients add up.",
     )
     schedule: Literal["cosine", "constant"] = Field(
         "cosine", description="Of the learning rate over a block's steps: down to zero along a cosine, or constant."

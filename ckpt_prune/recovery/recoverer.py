@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel
-from torch import Tensor
+from pydantic import BaseModel, BeforeValidator
+from torch import Tensor, nn
 
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
@@ -24,12 +25,23 @@ _COMPARED_TOKENS = 32768
 """Held-out tokens that mean squared errors and CKA are of, or all (a Gram of the hidden size takes time)."""
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# JSON has no infinity.
+_Figure = Annotated[float | None, BeforeValidator(_finite)]
+
+
 class RecoveredLayer(BaseModel):
     """What recovery did to one block, on held-out samples, against the dense model's hidden states after it.
 
+    Figures are None where hidden states are not finite.
+
     Attributes:
         block: its index.
-        mse_before, cka_before: of the pruned model, nothing recovered.
+        mse_before, cka_before: of the blocks as they were pruned, one after the other, none recovered. That is the
+            pruned model itself, except where pruning looks at the recovered blocks before (on the fly, sequential).
         mse_start: of the block as it was pruned, behind recovered blocks.
         mse_after, cka_after: of the block as it is written, behind recovered blocks.
         epochs: how many were run.
@@ -39,11 +51,11 @@ class RecoveredLayer(BaseModel):
     """
 
     block: int
-    mse_before: float
-    mse_start: float
-    mse_after: float
-    cka_before: float
-    cka_after: float
+    mse_before: _Figure
+    mse_start: _Figure
+    mse_after: _Figure
+    cka_before: _Figure
+    cka_after: _Figure
     epochs: int = 0
     best_epoch: int = 0
     diverged: bool = False
@@ -74,7 +86,7 @@ class Recoverer:
     seed: int
     after: frozenset[int] = frozenset()
     allocate: Allocate = in_memory
-    _branches: dict[int, Tensor] = field(default_factory=dict)
+    _branches: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_same_start(self.dense.states, self.pruned.states)
@@ -122,7 +134,8 @@ class Recoverer:
             The block's tensors as they are to be written, and the record.
         """
         self.dense.advance(index, dense)
-        start, _ = self._likeness(self._through(index, pruned, self._held_out()))
+        as_pruned = self.pruned.factory.block(index, pruned)
+        start, _ = self._likeness(self._through(as_pruned, index, self._held_out()))
         trained = Trained(dict(pruned))
         if index in self.wanted:
             trained = self._train(index, pruned, meter)
@@ -190,9 +203,10 @@ class Recoverer:
         )
 
     def _go_on(self, index: int, pruned: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
+        block = self.pruned.factory.block(index, pruned)
         for states in self._branches.values():
             start = 0
-            for part in self._through(index, pruned, cut(states, self._part)):
+            for part in self._through(block, index, cut(states, self._part)):
                 states[start : start + len(part)] = part
                 start += len(part)
         self.pruned.advance(index, written)
@@ -215,9 +229,8 @@ class Recoverer:
         return (self.pruned.states[rows] for rows in cut(self.split.held_out, self._part))
 
     @torch.no_grad()
-    def _through(self, index: int, tensors: Mapping[str, Tensor], parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _through(self, block: nn.Module, index: int, parts: Iterable[Tensor]) -> Iterator[Tensor]:
         """What a block makes of the states of held-out samples, on CPU."""
-        block = self.pruned.factory.block(index, tensors)
         for part in parts:
             yield self.pruned.run(block, index, part).cpu()
 
@@ -257,21 +270,3 @@ def check_same_start(dense: Tensor, pruned: Tensor) -> None:
             f"the two models make different hidden states of the same samples before their first block (relative "
             f"difference {relative:.2f}): the pruned one was not made from this dense one, or was rotated since"
         )
-
-
-def blocks_after(text: str | None, blocks: int) -> frozenset[int]:
-    """Numbers of blocks named by a comma-separated list, or `all`.
-
-    Raises:
-        UserError: not numbers, or more than there are.
-    """
-    if text is None:
-        return frozenset()
-    if text.strip() == "all":
-        return frozenset(range(blocks + 1))
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 9 and int(part) <= blocks for part in parts):
-        raise UserError(
-            f"--perplexity-after {text}: expected numbers of blocks from 0 to {blocks} with commas between, or all"
-        )
-    return frozenset(map(int, parts))

@@ -116,7 +116,8 @@ def train_block(
     given = dict(tensors)
     block = _Block(stream, index, given, names)
     held_out = cut(split.held_out, part_size(settings))
-    start = best = block.error(targets, held_out)
+    scale = _energy(targets, split.held_out) * len(split.held_out)
+    start = best = block.error(targets, held_out, scale)
     if not math.isfinite(start) or start <= _NOTHING or not names:
         return Trained(given)
     optimiser = torch.optim.Adam(block.parameters, lr=rate)
@@ -135,7 +136,7 @@ def train_block(
             if not math.isfinite(losses[-1]):
                 break
         progress(epoch, sum(losses) / len(losses))
-        error = block.error(targets, held_out) if math.isfinite(losses[-1]) else math.nan
+        error = block.error(targets, held_out, scale) if math.isfinite(losses[-1]) else math.nan
         diverged = not error <= _DIVERGED * start
         if diverged:
             break
@@ -197,14 +198,13 @@ class _Block:
         return total
 
     @torch.no_grad()
-    def error(self, targets: Tensor, parts: list[Tensor]) -> float:
-        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the samples of `parts`, weights as they would be stored; not always finite."""
-        energy = _energy(targets, torch.cat(parts)) * sum(map(len, parts))
+    def error(self, targets: Tensor, parts: list[Tensor], scale: float) -> float:
+        """Squared error over `scale` on the samples of `parts`, weights as they would be stored; not always finite."""
         with self._rounded():
             # What overflowed in its stored dtype may hide behind a ReLU, where the error is finite.
             if not all(parameter.isfinite().all() for parameter in self.parameters):
                 return math.nan
-            return sum(float(self._squared_error(targets, rows)) for rows in parts) / energy
+            return sum(float(self._squared_error(targets, rows)) for rows in parts) / scale
 
     def stored(self) -> dict[str, Tensor]:
         """The block's tensors as they are now, in the dtypes they came in, on CPU."""

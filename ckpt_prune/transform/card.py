@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_prune.checkpoint.filenames import ROTATIONS
+from ckpt_prune.checkpoint.filenames import ELSEWHERE, ROTATIONS
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
-from ckpt_prune.planning.recovery_recipe import ELSEWHERE
 
 _PACKED = (
     "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
@@ -161,6 +160,8 @@ def _recovery(report: dict[str, Any]) -> list[str]:
         for key, name in (("mse", "mean squared error of the hidden states"), ("cka", "their linear CKA"))
         if (means := _means(layers, key)) is not None
     ]
+    if recovery.get("earlier"):
+        sentences.append("It had been recovered before; that record is in `ckpt_prune.json` as `recovery.earlier`.")
     if changes:
         sentences.append(f"On held-out samples, mean over blocks, before -> after: {', '.join(changes)}.")
     return [" ".join(sentences)]

@@ -43,6 +43,9 @@ from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
 from ckpt_prune.transform.rotations import Learner, RotationSizes
 from ckpt_prune.transform.sources import CachedMoments, MomentSource, NoMoments, RotatedMoments, SequentialMoments
 
+_JOURNAL = 2
+"""Form of the notes that a run leaves for the one that resumes it."""
+
 
 @dataclass(frozen=True)
 class LiveSamples:
@@ -52,11 +55,13 @@ class LiveSamples:
         samples: windows of text, or images.
         folds: contiguous folds the moments are kept apart for.
         compute_dtype: in which blocks run.
+        allocate: makes the tensor that holds hidden states.
     """
 
     samples: Samples
     folds: int
     compute_dtype: torch.dtype
+    allocate: Allocate = in_memory
 
 
 @dataclass(frozen=True)
@@ -155,14 +160,19 @@ class Job:
         """A fresh stream of hidden states at the first block, of the model that is pruned."""
         assert self.live is not None
         factory, names, read = self._model(self.live.compute_dtype)
-        return HiddenStream(factory, names, read, self.live.samples, folds=self.live.folds)
+        return HiddenStream(factory, names, read, self.live.samples, folds=self.live.folds, allocate=self.live.allocate)
 
     def dense_stream(self) -> HiddenStream:
         """The same of the source, before rotations."""
         assert self.live is not None
         factory = BlockFactory(self.family, self.config, device=self.device, dtype=self.live.compute_dtype)
         return HiddenStream(
-            factory, self.checkpoint.tensors, self.checkpoint.read, self.live.samples, folds=self.live.folds
+            factory,
+            self.checkpoint.tensors,
+            self.checkpoint.read,
+            self.live.samples,
+            folds=self.live.folds,
+            allocate=self.live.allocate,
         )
 
     def _model(self, dtype: torch.dtype) -> tuple[BlockFactory, Iterable[str], ReadTensors]:
@@ -392,6 +402,7 @@ class Job:
             live = [self.live.samples.fingerprint, self.live.folds, str(self.live.compute_dtype)]
         parts: list[Any] = [
             __version__,
+            _JOURNAL,
             self.checkpoint.fingerprint,
             self.recipe.digest,
             self.statistics.index.digest if self.statistics else None,

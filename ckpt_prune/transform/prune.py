@@ -4,27 +4,18 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-from ckpt_prune._version import __version__
-from ckpt_prune.architectures.remote import REMOTE_MODULE
-from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.filenames import REPORT
-from ckpt_prune.checkpoint.reading import CONFIG
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.plan import MaskedLinear, SitePlan
 from ckpt_prune.progress import meter, track
 from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import RecoveredLayer
-from ckpt_prune.transform.card import model_card
 from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.job import Job
+from ckpt_prune.transform.publish import publish, versions
 from ckpt_prune.transform.rotations import WrittenRotations
 from ckpt_prune.transform.sources import SequentialMoments
 
@@ -95,7 +86,6 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
         UserError: bad input; nothing is left behind.
     """
     check_trained(job)
-    check_trained(job)
     check_output(job.checkpoint.path, out, resume=resume, overwrite=overwrite)
     writer = CheckpointWriter(
         out,
@@ -128,17 +118,7 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
         written = _write_blocks(run, writer)
         _write_rest(run, writer)
         report = _report(run, written.records, search, learned) | written.recovery
-        writer.write_json(CONFIG, run.container.config)
-        report["files"] = sha256_files(writer.folder, [*run.layout, *run.aside, CONFIG])
-        if run.container.remote_class is not None:
-            source = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
-            writer.write_text(f"{REMOTE_MODULE}.py", source.read_text(encoding="utf-8"))
-        for path in run.checkpoint.side_files():
-            writer.copy(path)
-        writer.write_json(REPORT, report)
-        writer.write_text("README.md", model_card(report))
-        writer.finish()
-    return report
+        return publish(writer, report, run.container, run.checkpoint, [*run.layout, *run.aside])
 
 
 @dataclass(frozen=True)
@@ -210,9 +190,7 @@ def _report(
     container, recipe = job.container, job.recipe
     return {
         "version": 1,
-        "ckpt_prune": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "source": {"name": job.checkpoint.path.resolve().name, "fingerprint": job.checkpoint.fingerprint},
         "recipe": job.recipe.model_dump(mode="json", by_alias=True),
         "recipe_digest": job.recipe.digest,

@@ -4,12 +4,10 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -17,7 +15,6 @@ from transformers import PreTrainedConfig
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.remote import REMOTE_MODULE
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.images import load_processor
@@ -26,26 +23,25 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
-from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
+from ckpt_prune.checkpoint.filenames import ELSEWHERE, REPORT, ROTATIONS
 from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.mask_recipe import RotationKind
-from ckpt_prune.planning.recovery_recipe import ELSEWHERE, RecoverySettings
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.reporting.reading import read_document
-from ckpt_prune.transform.card import model_card
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.containers import Container, stored_container
 from ckpt_prune.transform.engine import fill_biases
 from ckpt_prune.transform.layout import check_source, check_stored, source_shapes
+from ckpt_prune.transform.publish import publish, versions
 from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
 from ckpt_prune.transform.rotations import RotationSizes
 
@@ -98,6 +94,17 @@ class RecoveryJob:
         """What the pruned checkpoint says of itself; nothing where another tool made it."""
         path = self.pruned.path / REPORT
         return read_object(path) if path.is_file() else {}
+
+    @property
+    def doubt(self) -> str | None:
+        """A line where the pruned checkpoint says that it was made from another model than the dense one."""
+        source = self.report.get("source")
+        if not isinstance(source, dict) or source.get("fingerprint") == self.dense.fingerprint:
+            return None
+        return (
+            f"{self.pruned.path} says it was made from another model ({source.get('name')}) than {self.dense.path}: "
+            "right where it was pruned more than once, else give the dense model it was made from"
+        )
 
     @cached_property
     def reference(self) -> "Checkpoint | RotatedCheckpoint":
@@ -308,26 +315,14 @@ def recover(job: RecoveryJob, out: Path, *, resume: bool = False, overwrite: boo
         recoverer = job.recoverer()
         layers = _write_blocks(job, recoverer, writer)
         _write_rest(job, writer)
-        report = _base(job) | {
-            "ckpt_prune": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
+        report = _base(job) | versions()
+        earlier = {key: report.get(key) for key in ("recovery", "layers")} if report.get("recovery") else None
         report |= recovery_record(recoverer, job.dense, layers, on_the_fly=False)
-        writer.write_json(CONFIG, job.pruned.config)
+        report["recovery"]["earlier"] = earlier
         asides = [ROTATIONS] if (job.pruned.path / ROTATIONS).is_file() else []
         for name in asides:
             writer.copy(job.pruned.path / name)
-        report["files"] = sha256_files(writer.folder, [*layout, *asides, CONFIG])
-        if job.container.remote_class is not None:
-            code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
-            writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
-        for path in job.pruned.side_files():
-            writer.copy(path)
-        writer.write_json(REPORT, report)
-        writer.write_text("README.md", model_card(report))
-        writer.finish()
-    return report
+        return publish(writer, report, job.container, job.pruned, [*layout, *asides])
 
 
 def _write_blocks(job: RecoveryJob, recoverer: Recoverer, writer: CheckpointWriter) -> list[RecoveredLayer]:

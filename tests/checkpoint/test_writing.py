@@ -371,7 +371,7 @@ class TestOverwrite:
         with pytest.raises(type(error)):
             write_all(out, two_files(), before_finish=fail, overwrite=True)
         assert contents(out) == before
-        assert out.with_name("out.partial").exists() == (not isinstance(error, Exception))
+        assert out.with_name("out.partial").exists() == (not isinstance(error, UserError))
 
     def test_starts_afresh_over_an_unfinished_run(self, out: Path) -> None:
         leave_unfinished(out, two_files(), job="another")

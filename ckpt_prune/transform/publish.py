@@ -1,0 +1,50 @@
+"""What an output holds beside its tensors: config, report, model card, remote code, and the source's side files."""
+
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+import torch
+import transformers
+
+from ckpt_prune._version import __version__
+from ckpt_prune.architectures.remote import REMOTE_MODULE
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.filenames import REPORT
+from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.transform.card import model_card
+from ckpt_prune.transform.containers import Container
+
+
+def versions() -> dict[str, str]:
+    """Of this tool and of what it computes with, for a report."""
+    return {"ckpt_prune": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def publish(
+    writer: CheckpointWriter, report: dict[str, Any], container: Container, source: Checkpoint, names: Iterable[str]
+) -> dict[str, Any]:
+    """Write all that is no tensor and put the output in its place.
+
+    Args:
+        writer: with every tensor written.
+        report: of the output, without digests.
+        container: what it is stored as.
+        source: the checkpoint whose side files travel along.
+        names: files whose digests the report gets, beside the config's.
+
+    Returns:
+        The report, as in the output's ckpt_prune.json.
+    """
+    writer.write_json(CONFIG, container.config)
+    whole = report | {"files": sha256_files(writer.folder, [*names, CONFIG])}
+    if container.remote_class is not None:
+        code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
+        writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
+    for path in source.side_files():
+        writer.copy(path)
+    writer.write_json(REPORT, whole)
+    writer.write_text("README.md", model_card(whole))
+    writer.finish()
+    return whole
