@@ -17,6 +17,7 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import LogitMoments, packed_width, smaller_form
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import (
     INDEX,
     Statistics,
@@ -141,6 +142,7 @@ def measure(
     compute_dtype: torch.dtype,
     overwrite: bool = False,
     announce: Callable[[int], None] | None = None,
+    allocate: Allocate = in_memory,
 ) -> Statistics:
     """Measure the dense model's moments over samples and write them to a folder.
 
@@ -158,6 +160,7 @@ def measure(
         compute_dtype: in which they run.
         overwrite: replace an existing statistics folder.
         announce: told, once everything is checked, how many bytes the folder will take.
+        allocate: makes the tensor that holds hidden states.
 
     Raises:
         UserError: the folder exists, or the disk has no room.
@@ -171,7 +174,7 @@ def measure(
             announce(needed)
         config = parse_config(checkpoint.config)
         factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
-        stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds)
+        stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
         blocks = family.dimension(config, "layers")
         wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
         if "logits" in collect:

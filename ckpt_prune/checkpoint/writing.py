@@ -29,8 +29,8 @@ class CheckpointWriter:
 
     Tensors are written in any order, in units (a block, say) that are committed. After a kill or Ctrl-C the staging
     folder stays, and the same job with `resume=True` goes on after the last committed unit: the files come out byte for
-    byte as from one run. So it does after a crash, where a unit was committed. A UserError, and leaving without
-    `finish()`, removes it. OUT is untouched until `finish()`.
+    byte as from one run. So it does after a crash, where a unit was committed. A UserError in a run that was not
+    resumed, and leaving without `finish()`, removes it. OUT is untouched until `finish()`.
 
         with CheckpointWriter(out, layout, job=digest, sharded=True) as writer:
             for unit in units:
@@ -89,7 +89,7 @@ class CheckpointWriter:
         self._staging = Staging(out, job=job, layout=digest, resume=resume, overwrite=overwrite)
         self._written = {name for names in self._staging.units.values() for name in names}
         self._pending: list[str] = []
-        self._active = False
+        self._active = self._resumed = False
 
     @property
     def done(self) -> frozenset[str]:
@@ -97,7 +97,7 @@ class CheckpointWriter:
         return frozenset(self._staging.units)
 
     def __enter__(self) -> "CheckpointWriter":
-        resumed = bool(self._staging.units)
+        self._resumed = bool(self._staging.units)
         self._staging.start()
         try:
             self._check_space()
@@ -106,7 +106,7 @@ class CheckpointWriter:
                 for file in self._headers:
                     self._allocate(file)
         except BaseException:
-            if not resumed:
+            if not self._resumed:
                 self._staging.discard()
             self._staging.release()
             raise
@@ -116,13 +116,15 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Bad input leaves nothing. Ctrl-C, exit requests and crashes (memory that ran out after hours) are no fault of
-        # what is done already: it stays, for --resume.
-        no_fault = kind is not None and not issubclass(kind, UserError)
-        worth_keeping = self._staging.units or not (kind and issubclass(kind, Exception))
-        if not (no_fault and worth_keeping):
+        # Bad input leaves nothing of a run of its own. Ctrl-C, exit requests and crashes (memory that ran out after
+        # hours) are no fault of what is done already, nor is anything of what an earlier run left: it stays.
+        if kind is None or (issubclass(kind, UserError) and not self._resumed) or self._crashed_early(kind):
             self.abort()
         self._staging.release()
+
+    def _crashed_early(self, kind: type[BaseException]) -> bool:
+        """Whether this is a crash that nothing was done before."""
+        return issubclass(kind, Exception) and not self._staging.units
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one planned tensor, from any device, in chunks of 64 MiB.

@@ -276,7 +276,11 @@ def _print_dry(job: Any) -> None:
         click.echo(f"to be masked by {how}: {job.recipe.ratio:.1%} of every linear weight in every block")
     recovery = job.recipe.recovery
     if recovery is not None:
-        click.echo(f"to be recovered block by block: {recovery.epochs} epochs on {len(job.training.samples)} samples")
+        blocks = recovery.blocks(job.blocks)
+        click.echo(
+            f"to be recovered: {len(blocks)} of {job.blocks} blocks, {recovery.epochs} epochs on "
+            f"{len(job.training.samples)} samples"
+        )
     click.echo("everything checked, nothing written")
 
 

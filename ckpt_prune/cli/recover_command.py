@@ -112,10 +112,8 @@ def command(
         allocate=StateMemory(int(state_memory * 2**30), out.absolute().parent),
     )
     job = replace(job, after=asked_after(after, job.family, job.blocks))
-    if job.doubt is not None:
-        click.echo(job.doubt, err=True)
     with resumable(out):
-        report = recover(job, out, resume=resume, overwrite=overwrite)
+        report = recover(job, out, resume=resume, overwrite=overwrite, announce=lambda line: click.echo(line, err=True))
     if as_json:
         echo_json(report)
         return

@@ -17,8 +17,9 @@ from ckpt_prune.cli.options import overwrite_option
 def command(source: Path, out: Path | None, overwrite: bool) -> None:
     """Show what pruning cost, block by block: one HTML file, complete in itself, that opens in any browser.
 
-    OUT is what `ckpt-prune prune` wrote, or a plan file. The plots show what was measured: errors before and after
-    compensation, on held-out data and at best; how much the kept units can predict; ranks and activity of the inputs.
+    OUT is what `ckpt-prune prune` or `recover` wrote, or a plan file. The plots show what was measured: errors before
+    and after compensation, on held-out data and at best; how much the kept units can predict; ranks and activity of
+    the inputs; hidden states before and after recovery.
 
     \b
       ckpt-prune report OUT

@@ -348,15 +348,16 @@ def recovery_lines(report: dict[str, Any]) -> list[str]:
     if not recovery or not layers:
         return []
 
-    def mean(key: str) -> str:
+    def mean(key: str, form: str) -> str:
         known = [layer[key] for layer in layers if layer[key] is not None]
-        return f"{math.fsum(known) / len(known):.4g}" if len(known) == len(layers) else "not finite"
+        return format(math.fsum(known) / len(known), form) if len(known) == len(layers) else "not finite"
 
     done = sum(layer["recovered"] for layer in layers)
     lines = [
         f"recovered {done} of {len(layers)} blocks; means over blocks on "
-        f"{_counted(recovery['data']['held_out'], 'held-out sample')}: squared error {mean('mse_before')} -> "
-        f"{mean('mse_after')}, CKA {mean('cka_before')} -> {mean('cka_after')}"
+        f"{_counted(recovery['data']['held_out'], 'held-out sample')}: squared error "
+        f"{mean('mse_before', '.4g')} -> {mean('mse_after', '.4g')}, CKA {mean('cka_before', '.4f')} -> "
+        f"{mean('cka_after', '.4f')}"
     ]
     broken = [str(layer["block"]) for layer in layers if layer["mse_after"] is None]
     if broken:
@@ -364,20 +365,27 @@ def recovery_lines(report: dict[str, Any]) -> list[str]:
     idle = [str(x["block"]) for x in layers if x["epochs"] and not x["recovered"] and not x["diverged"]]
     if idle:
         lines.append(
-            f"no epoch was better than the old weights in {_counted(len(idle), 'block')} ({', '.join(idle)}): use more "
-            f"samples or epochs, or a smaller lr than {recovery['settings']['lr']:.3g}"
+            f"no epoch was better than the old weights in {_counted(len(idle), 'block')} ({', '.join(idle)}), with lr "
+            f"{recovery['settings']['lr']:.3g} and less: use more samples or epochs"
+        )
+    last = layers[-1]
+    if None not in (last["mse_before"], last["mse_after"]) and last["mse_after"] > last["mse_before"]:
+        lines.append(
+            "after the last block the squared error is larger than without recovery: measure what it is worth with "
+            "`ckpt-prune evaluate`, or use more samples"
         )
     lost = [str(layer["block"]) for layer in layers if layer["diverged"]]
     if lost:
         lines.append(
-            f"training diverged in {_counted(len(lost), 'block')} ({', '.join(lost)}), which went back to the best "
-            f"weights they had: use a smaller lr than {recovery['settings']['lr']:.3g}"
+            f"training diverged in {_counted(len(lost), 'block')} ({', '.join(lost)}) and was taken back there: use a "
+            f"smaller lr than {recovery['settings']['lr']:.3g}"
         )
     asked = recovery["perplexity_after"]
     if asked:
         curve = ", ".join(f"{_perplexity(entry['perplexity'])} with {entry['blocks']}" for entry in asked)
         lines.append(
-            f"perplexity on the held-out windows of {recovery['data']['window']} tokens: {curve} blocks recovered"
+            f"perplexity on {_counted(recovery['data']['held_out'], 'held-out window')} of "
+            f"{recovery['data']['window']} tokens: {curve} blocks recovered"
         )
     return lines
 

@@ -44,9 +44,10 @@ class RecoveredLayer(BaseModel):
             pruned model itself, except where pruning looks at the recovered blocks before (on the fly, sequential).
         mse_start: of the block as it was pruned, behind recovered blocks.
         mse_after, cka_after: of the block as it is written, behind recovered blocks.
-        epochs: how many were run.
+        epochs: how many were run, at all rates.
         best_epoch: whose weights were kept; 0: the old ones.
-        diverged: whether training was stopped because it got lost.
+        rate: the learning rate they were trained at; None for the old ones.
+        diverged: whether training got lost, at some rate.
         recovered: whether the block has new weights.
     """
 
@@ -58,6 +59,7 @@ class RecoveredLayer(BaseModel):
     cka_after: _Figure
     epochs: int = 0
     best_epoch: int = 0
+    rate: float | None = None
     diverged: bool = False
     recovered: bool = False
 
@@ -152,6 +154,7 @@ class Recoverer:
             cka_after=cka_after,
             epochs=trained.epochs,
             best_epoch=trained.best_epoch,
+            rate=trained.rate,
             diverged=trained.diverged,
             recovered=trained.best_epoch > 0,
         )

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from ckpt_prune.recovery.survivors import survivors
 
 _NOTHING = 1e-10
 """Held-out error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""
+_ATTEMPTS, _SLOWER = 3, 4.0
+"""How often a block is trained until something is gained, each time at so many times smaller a rate."""
 _DIVERGED = 10.0
 """Times the error at the start: training that gets there is lost."""
 
@@ -70,14 +73,16 @@ class Trained:
 
     Attributes:
         tensors: the block's tensors by on-disk name, in their dtypes; where nothing was gained, the given ones.
-        epochs: how many were run.
+        epochs: how many were run, at all rates.
         best_epoch: the one whose weights were kept; 0: the old ones.
-        diverged: whether the loss stopped being finite, or the error grew tenfold.
+        rate: the learning rate they were trained at; None for the old ones.
+        diverged: whether, at some rate, the loss stopped being finite or the error grew tenfold.
     """
 
     tensors: dict[str, Tensor]
     epochs: int = 0
     best_epoch: int = 0
+    rate: float | None = None
     diverged: bool = False
 
 
@@ -99,7 +104,9 @@ def train_block(
     Masters and moments of Adam are float32; where the stream computes in a narrower type, so does the block, by
     autocast.
     After every epoch the weights, rounded to the dtype they are stored in, are tried on held-out samples. Those of the
-    best epoch are kept, and the old ones where none is better, so the held-out error never grows.
+    best epoch are kept, and the old ones where none is better, so the held-out error never grows. A block in which no
+    epoch was better is trained again at a quarter of the rate, and once more at a sixteenth: what has lost little wants
+    small steps.
 
     Args:
         stream: the pruned model's, at this block's input H'.
@@ -113,41 +120,84 @@ def train_block(
         seed: of the order of samples, together with the index.
         progress: told of each epoch.
     """
-    given = dict(tensors)
-    block = _Block(stream, index, given, names)
-    held_out = cut(split.held_out, part_size(settings))
-    scale = _energy(targets, split.held_out) * len(split.held_out)
-    start = best = block.error(targets, held_out, scale)
+    task = _Task(stream, index, dict(tensors), names, targets, split, settings, seed, progress)
+    start = task.error(task.block())
     if not math.isfinite(start) or start <= _NOTHING or not names:
-        return Trained(given)
-    optimiser = torch.optim.Adam(block.parameters, lr=rate)
-    order = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
-    energy = _energy(targets, split.train)
-    steps = settings.epochs * math.ceil(len(split.train) / settings.batch)
-    step, epoch, best_epoch, kept, diverged = 0, 0, 0, given, False
-    lowest, lowest_epoch = math.inf, 0
-    for epoch in range(1, settings.epochs + 1):
-        losses = []
-        for rows in cut(split.train[torch.randperm(len(split.train), generator=order)], settings.batch):
-            if settings.schedule == "cosine":
-                optimiser.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
-            losses.append(block.step(optimiser, targets, cut(rows, part_size(settings)), energy * len(rows)))
-            step += 1
-            if not math.isfinite(losses[-1]):
+        return Trained(task.given)
+    trained, epochs, diverged = Trained(task.given), 0, False
+    for attempt in range(_ATTEMPTS):
+        trained = task.train(rate / _SLOWER**attempt, start)
+        epochs, diverged = epochs + trained.epochs, diverged or trained.diverged
+        if trained.best_epoch:
+            break
+    return replace(trained, epochs=epochs, diverged=diverged)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One block to be trained (`train_block`)."""
+
+    stream: HiddenStream
+    index: int
+    given: dict[str, Tensor]
+    names: list[str]
+    targets: Tensor
+    split: Split
+    settings: RecoverySettings
+    seed: int
+    progress: Progress
+
+    @cached_property
+    def held_out_energy(self) -> float:
+        """Σ‖Y‖² over the held-out samples."""
+        return _energy(self.targets, self.split.held_out) * len(self.split.held_out)
+
+    @cached_property
+    def energy(self) -> float:
+        """Mean ‖Y‖² of a sample that is trained on."""
+        return _energy(self.targets, self.split.train)
+
+    def block(self) -> "_Block":
+        """The block as it was given."""
+        return _Block(self.stream, self.index, self.given, self.names)
+
+    def error(self, block: "_Block") -> float:
+        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the held-out samples, with weights as they would be stored."""
+        parts = cut(self.split.held_out, part_size(self.settings))
+        return block.error(self.targets, parts, self.held_out_energy)
+
+    def train(self, rate: float, start: float) -> Trained:
+        """Train the given block at one rate, from the held-out error `start`."""
+        settings, block = self.settings, self.block()
+        optimiser = torch.optim.Adam(block.parameters, lr=rate)
+        order = torch.Generator().manual_seed((self.seed * 1_000_003 + self.index) % 2**63)
+        steps = settings.epochs * math.ceil(len(self.split.train) / settings.batch)
+        step, epoch, best_epoch, kept, diverged = 0, 0, 0, self.given, False
+        best, lowest, lowest_epoch = start, math.inf, 0
+        for epoch in range(1, settings.epochs + 1):
+            losses = []
+            for rows in cut(self.split.train[torch.randperm(len(self.split.train), generator=order)], settings.batch):
+                if settings.schedule == "cosine":
+                    optimiser.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+                parts = cut(rows, part_size(settings))
+                losses.append(block.step(optimiser, self.targets, parts, self.energy * len(rows)))
+                step += 1
+                if not math.isfinite(losses[-1]):
+                    break
+            self.progress(epoch, sum(losses) / len(losses))
+            error = self.error(block) if math.isfinite(losses[-1]) else math.nan
+            diverged = not error <= _DIVERGED * start
+            if diverged:
                 break
-        progress(epoch, sum(losses) / len(losses))
-        error = block.error(targets, held_out, scale) if math.isfinite(losses[-1]) else math.nan
-        diverged = not error <= _DIVERGED * start
-        if diverged:
-            break
-        if error < best:
-            best, best_epoch, kept = error, epoch, block.stored()
-        # Not against the start: a high rate may lie above it for epochs, and get below when the cosine brings it down.
-        if error < lowest:
-            lowest, lowest_epoch = error, epoch
-        elif epoch - lowest_epoch >= settings.patience:
-            break
-    return Trained(kept, epoch, best_epoch, diverged)
+            if error < best:
+                best, best_epoch, kept = error, epoch, block.stored()
+            # Not against the start: a high rate may lie above it for epochs, and get below when the cosine brings it
+            # down.
+            if error < lowest:
+                lowest, lowest_epoch = error, epoch
+            elif epoch - lowest_epoch >= settings.patience:
+                break
+        return Trained(kept, epoch, best_epoch, rate if best_epoch else None, diverged)
 
 
 class _Block:

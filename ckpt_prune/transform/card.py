@@ -153,7 +153,8 @@ def _recovery(report: dict[str, Any]) -> list[str]:
     sentences = [
         f"Recovered with {_LACO}: the {which}weights that pruning left{where} were trained towards the hidden states "
         f"of `{recovery['dense']['name']}`, {when}, on {data['samples']} {samples}, {data['held_out']} of them held "
-        f"out. {changed} of {len(layers)} blocks have new weights; zeros stay zero."
+        f"out, up to {settings['epochs']} epochs at a learning rate of {settings['lr']:.3g}. {changed} of "
+        f"{len(layers)} blocks have new weights; zeros stay zero."
     ]
     changes = [
         f"{name} {means[0]:.4g} -> {means[1]:.4g}"

@@ -48,6 +48,7 @@ def measured(job: Job, beside: Path, *, seed: int) -> Iterator[Job]:
             collect=job.recipe.collect,
             device=job.device,
             compute_dtype=job.live.compute_dtype,
+            allocate=job.live.allocate,
         )
         yield replace(job, statistics=statistics)
     finally:

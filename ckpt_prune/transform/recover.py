@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -97,13 +98,26 @@ class RecoveryJob:
 
     @property
     def doubt(self) -> str | None:
-        """A line where the pruned checkpoint says that it was made from another model than the dense one."""
+        """A line where the two models look like a slip: the same, or not the one the pruned one says it is from."""
+        if self.pruned.fingerprint == self.dense.fingerprint:
+            return f"{self.pruned.path} and {self.dense.path} are the same model: there is nothing to recover"
         source = self.report.get("source")
         if not isinstance(source, dict) or source.get("fingerprint") == self.dense.fingerprint:
             return None
         return (
             f"{self.pruned.path} says it was made from another model ({source.get('name')}) than {self.dense.path}: "
             "right where it was pruned more than once, else give the dense model it was made from"
+        )
+
+    @property
+    def summary(self) -> str:
+        """What is about to be done, in a line."""
+        rate = self.settings.rate(self.family.dimension(parse_config(self.pruned.config), "hidden"))
+        held_out = len(Split.of(len(self.samples), self.settings.held_out).held_out)
+        what = "images" if self.family.modality == "image" else f"windows of {self.samples.tokens} tokens"
+        return (
+            f"recovering {len(self.settings.blocks(self.blocks))} of {self.blocks} blocks on {len(self.samples)} "
+            f"{what}, {held_out} of them held out, up to {self.settings.epochs} epochs at lr {rate:.3g}"
         )
 
     @cached_property
@@ -279,7 +293,14 @@ def check_same_reader(pruned: Checkpoint, dense: Checkpoint, family: Family, tex
         raise UserError(f"{pruned.path} and {dense.path} have different tokenizers: they read the text differently")
 
 
-def recover(job: RecoveryJob, out: Path, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+def recover(
+    job: RecoveryJob,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Any]:
     """Train what a pruned checkpoint has left, block by block, into a copy of it (LaCo, Algorithm 1).
 
     Shapes, dtypes, names, zeros and all that is outside the blocks' linear modules stay as they are. The output is
@@ -290,6 +311,7 @@ def recover(job: RecoveryJob, out: Path, *, resume: bool = False, overwrite: boo
         out: the folder to write.
         resume: continue an interrupted run of the same job, with the same result.
         overwrite: replace an existing output, or start an interrupted one afresh.
+        announce: told, once everything is checked, what is doubtful about the models and what is about to be done.
 
     Returns:
         The report, as in the output's ckpt_prune.json.
@@ -313,6 +335,8 @@ def recover(job: RecoveryJob, out: Path, *, resume: bool = False, overwrite: boo
         job.dense.check_finite()
     with writer:
         recoverer = job.recoverer()
+        for line in filter(None, [job.doubt, job.summary]):
+            announce(line)
         layers = _write_blocks(job, recoverer, writer)
         _write_rest(job, writer)
         report = _base(job) | versions()

@@ -134,6 +134,57 @@ def test_resuming_a_run_begun_with_overwrite_replaces_the_old_output(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+CRASHES = [RuntimeError("bug"), torch.OutOfMemoryError("out of memory"), MemoryError(), ValueError("mistake")]
+
+
+class TestCrashes:
+    """What fails for another reason than bad input is worth going on with, once a unit is done."""
+
+    @pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+    def test_after_a_unit_the_work_stays_and_resumes_to_identical_bytes(self, tmp_path: Path, error: Exception) -> None:
+        files = two_files()
+        write_all(tmp_path / "whole", files)
+        leave_unfinished(tmp_path / "out", files, error=error)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "whole"]
+        done = list(files)[:1]
+        with CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
+            assert sorted(writer.done) == done
+            for name, tensor in files[list(files)[1]].items():
+                writer.write(name, tensor)
+            writer.write_text("config.json", (tmp_path / "whole" / "config.json").read_text())
+            writer.finish()
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+    @pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+    def test_before_any_unit_nothing_is_left(self, tmp_path: Path, error: Exception) -> None:
+        leave_unfinished(tmp_path / "out", two_files(), commit=False, error=error)
+        assert not list(tmp_path.iterdir())
+        # And nothing holds the folder.
+        write_all(tmp_path / "out", two_files())
+
+    @pytest.mark.parametrize("commit", [False, True])
+    def test_bad_input_leaves_nothing(self, tmp_path: Path, commit: bool) -> None:
+        leave_unfinished(tmp_path / "out", two_files(), commit=commit, error=UserError("bad"))
+        assert not list(tmp_path.iterdir())
+
+    def test_a_resumed_run_that_crashes_at_once_keeps_what_was_done(self, tmp_path: Path) -> None:
+        files = two_files()
+        leave_unfinished(tmp_path / "out", files, error=RuntimeError("bug"))
+        with (
+            pytest.raises(RuntimeError, match="again"),
+            CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True),
+        ):
+            raise RuntimeError("again")
+        with CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
+            assert sorted(writer.done) == list(files)[:1]
+
+    def test_the_folder_is_let_go(self, tmp_path: Path) -> None:
+        """A crash that is caught, in a process that goes on, must not hold the folder against the next run."""
+        leave_unfinished(tmp_path / "out", two_files(), error=RuntimeError("bug"))
+        write_all(tmp_path / "out", two_files(), overwrite=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 class TestRefusals:
     def test_another_job(self, tmp_path: Path) -> None:
         leave_unfinished(tmp_path / "out", two_files(), job="another")

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,12 +59,20 @@ def refusal(out: Path, files: Files | None = None, **options: bool) -> str:
     return text
 
 
-def leave_unfinished(out: Path, files: Files, job: str = "job", commit: bool = True, overwrite: bool = False) -> None:
-    """A run stopped by Ctrl-C after its first file."""
+def leave_unfinished(
+    out: Path,
+    files: Files,
+    job: str = "job",
+    commit: bool = True,
+    overwrite: bool = False,
+    error: BaseException | None = None,
+) -> None:
+    """A run stopped after its first file, by Ctrl-C if not by an error."""
     file, tensors = next(iter(files.items()))
     layout = layout_of(files)
+    error = error or KeyboardInterrupt()
     with (
-        suppress(KeyboardInterrupt),
+        suppress(type(error)),
         CheckpointWriter(out, layout, job=job, sharded=len(files) > 1, overwrite=overwrite) as writer,
     ):
         for name, tensor in tensors.items():
@@ -72,7 +80,7 @@ def leave_unfinished(out: Path, files: Files, job: str = "job", commit: bool = T
         if commit:
             writer.commit(file)
         writer.write_text("stray.txt", "from the first run")
-        raise KeyboardInterrupt
+        raise error
 
 
 @pytest.fixture
@@ -210,16 +218,16 @@ class TestOutput:
 
 
 class TestMisuse:
-    """Mistakes of the caller are ValueErrors, and leave nothing behind."""
+    """Mistakes of the caller are ValueErrors, and leave nothing behind unless a unit was done."""
 
-    def check(self, out: Path, match: str, act: object, layout: Files | None = None) -> None:
+    def check(self, out: Path, match: str, act: object, layout: Files | None = None, left: Sequence[str] = ()) -> None:
         files = layout or one_file()
         with (
             pytest.raises(ValueError, match=match),
             CheckpointWriter(out, layout_of(files), job="j", sharded=len(files) > 1) as writer,
         ):
             act(writer)  # type: ignore[operator]
-        assert list(out.parent.iterdir()) == []
+        assert [path.name for path in out.parent.iterdir()] == list(left)
 
     def test_unknown_tensor(self, out: Path) -> None:
         self.check(out, "tensor 'ghost' is not in the layout", lambda w: w.write("ghost", torch.ones(1)))
@@ -244,7 +252,7 @@ class TestMisuse:
             writer.commit("block 0")
             writer.commit("block 0")
 
-        self.check(out, "unit 'block 0' is already done", act)
+        self.check(out, "unit 'block 0' is already done", act, left=["out.partial"])
 
     def test_incomplete(self, out: Path) -> None:
         def act(writer: CheckpointWriter) -> None:

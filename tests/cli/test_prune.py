@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.cli.main import main
+from ckpt_prune.errors import UserError
 from tests.cli.running import TEXT, listing, misused, ok, read_json, refused, run, same_files, set_config
 
 COSTS = """\
@@ -220,18 +223,31 @@ def test_a_partial_folder_of_someone_else(place):
 # ---- interruption ----------------------------------------------------------------------------------------------
 
 
-def interrupt_at(patch: pytest.MonkeyPatch, owner: type, method: str, call: int) -> None:
-    """Ctrl-C just before this call of a method."""
+KEEPS = "out.partial keeps the blocks that are done: the same command with --resume continues\n"
+CRASHES = [RuntimeError("bug"), torch.OutOfMemoryError("too large")]
+
+
+def interrupt_at(
+    patch: pytest.MonkeyPatch, owner: type, method: str, call: int, error: BaseException | None = None
+) -> None:
+    """Ctrl-C, or an error, just before this call of a method."""
     original, calls = getattr(owner, method), 0
 
     def counted(*args, **kwargs):
         nonlocal calls
         calls += 1
         if calls == call:
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
         return original(*args, **kwargs)
 
     patch.setattr(owner, method, counted)
+
+
+def crash(*args: str) -> Result:
+    """The result of a command that ends by an error which is no refusal: a shell shows its traceback."""
+    result = CliRunner().invoke(main, args)
+    assert not isinstance(result.exception, SystemExit | None)
+    return result
 
 
 @pytest.mark.parametrize("recipe", ["rcpu", "flap", "ridge-folds"])
@@ -257,6 +273,39 @@ def test_ctrl_c_and_resume(place, recipe, commit):
     ok(*job, "-o", "out", "--resume")
     assert same_files("out", "whole")
     assert not Path("out.partial").exists()
+
+
+@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("recipe", ["rcpu", "flap"])
+def test_a_crash_keeps_the_blocks_that_are_done(place, recipe, error):
+    job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
+    ok(*job, "-o", "whole")
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2, error)
+        result = crash(*job, "-o", "out")
+    assert (result.exception, result.stdout, result.stderr) == (error, "", KEEPS)
+    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
+    ok(*job, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+
+
+@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("recipe", ["rcpu", "flap"])
+def test_a_crash_before_the_first_block_is_done_leaves_nothing(place, recipe, error):
+    before = listing()
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 1, error)
+        result = crash("prune", "dense", "--recipe", recipe, *HALF, *TEXT, "-o", "out")
+    assert (result.exception, result.stdout, result.stderr) == (error, "", "")
+    assert listing() == before
+
+
+@pytest.mark.parametrize("commit", [1, 2])
+def test_bad_input_that_is_found_late_leaves_nothing(place, commit):
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", commit, UserError("a bad disk"))
+        assert refused(*SEQUENTIAL, "-o", "out") == "a bad disk"
 
 
 def test_ctrl_c_while_measuring_leaves_nothing(place):
@@ -379,13 +428,15 @@ def recovered_lines(out: str, blocks: int) -> list[str]:
     """What is said of recovery, from the report."""
     report = read_json(f"{out}/ckpt_prune.json")
     layers, recovery = report["layers"], report["recovery"]
-    means = {key: math.fsum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
+    means = {
+        key: math.fsum(layer[key] for layer in layers) / len(layers) for key in layers[0] if key[:3] in ("mse", "cka")
+    }
     told = ", ".join(f"{e['perplexity']:.3f} with {e['blocks']}" for e in recovery["perplexity_after"])
     return [
         f"recovered {blocks} of 2 blocks; means over blocks on {recovery['data']['held_out']} held-out samples: "
         f"squared error {means['mse_before']:.4g} -> {means['mse_after']:.4g}, CKA {means['cka_before']:.4f} -> "
         f"{means['cka_after']:.4f}",
-        f"perplexity on the held-out windows of 16 tokens: {told} blocks recovered",
+        f"perplexity on {recovery['data']['held_out']} held-out windows of 16 tokens: {told} blocks recovered",
     ]
 
 
@@ -420,7 +471,7 @@ def test_dry_run_with_recovery(place, samples, told):
     before = listing()
     said = ok(*RECOVERING, *samples, "-o", "out", "--dry-run")
     assert said == COSTS + (
-        f"to be recovered block by block: 2 epochs on {told} samples\neverything checked, nothing written\n"
+        f"to be recovered: 2 of 2 blocks, 2 epochs on {told} samples\neverything checked, nothing written\n"
     )
     assert json.loads(ok(*RECOVERING, "-o", "out", "--dry-run", "--json"))["recipe"]["recovery"]["epochs"] == 2
     assert listing() == before
@@ -496,6 +547,7 @@ def test_recovering_on_the_way_and_afterwards_are_the_same_where_nothing_is_meas
     assert Path("once/model.safetensors").read_bytes() == Path("then/model.safetensors").read_bytes()
     assert once["layers"] == then["layers"]
     assert [once["recovery"].pop("on_the_fly"), then["recovery"].pop("on_the_fly")] == [True, False]
+    assert then["recovery"].pop("earlier") is None
     assert once["recovery"] == then["recovery"]
     gone = sum(int((weight == 0).sum()) for weight in linear_weights("once").values())
     assert gone == (1920 if zeros else 0)
@@ -505,6 +557,25 @@ def test_states_on_disk_change_no_pruning(place):
     ok(*RECOVERING, "-o", "whole")
     before = set(listing())
     ok(*RECOVERING, "--state-memory", "0", "-o", "out")
+    assert {Path(name).parts[0] for name in set(listing()) - before} == {"out"}
+    assert same_files("out", "whole")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "streams"),
+    [("rcpu", 1), ("flap", 1), ("wanda-50", 1), ("denoise-rotator-wanda-50", 2), ("ridge-folds", 1)],
+)
+def test_states_of_the_model_that_is_measured_may_be_on_disk(place, monkeypatch, recipe, streams):
+    """Of sequential recipes, of those that measure first, of what a rotation learns from: none recovers."""
+    job = ("prune", "dense", "--recipe", recipe, *TEXT)
+    job += ("--set", "rotation.steps=3") if "rotator" in recipe else ()
+    from_file, mapped = torch.from_file, []
+    monkeypatch.setattr(torch, "from_file", lambda *args, **kw: mapped.append(kw["size"]) or from_file(*args, **kw))
+    ok(*job, "-o", "whole")
+    assert mapped == []
+    before = set(listing())
+    ok(*job, "--state-memory", "0", "-o", "out")
+    assert mapped == [8 * 16 * 16] * streams
     assert {Path(name).parts[0] for name in set(listing()) - before} == {"out"}
     assert same_files("out", "whole")
 
@@ -522,8 +593,7 @@ def test_a_learning_rate_that_gets_lost(place):
     first, curve = recovered_lines("out", 0)
     assert said.splitlines()[-4:] == [
         first,
-        "training diverged in 2 blocks (0, 1), which went back to the best weights they had: use a smaller lr than "
-        "1e+03",
+        "training diverged in 2 blocks (0, 1) and was taken back there: use a smaller lr than 1e+03",
         curve,
         "written to out",
     ]
@@ -552,6 +622,19 @@ def test_ctrl_c_and_resume_with_recovery(place, recipe, commit):
     ok(*job, "-o", "out", "--resume")
     assert same_files("out", "whole")
     assert not Path("out.partial").exists()
+
+
+@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+def test_a_crash_with_recovery_keeps_the_blocks_that_are_done(place, error):
+    job = ("prune", "dense", "--recipe", "laco-sparsegpt-2-4", *MANY, *TWO)
+    ok(*job, "-o", "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2, error)
+        result = crash(*job, "-o", "out")
+    assert result.exception is error
+    assert result.stderr.endswith(KEEPS)
+    ok(*job, "-o", "out", "--resume")
+    assert same_files("out", "whole")
 
 
 @pytest.mark.parametrize("recipe", LACO)

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli import recover_command
+from ckpt_prune.cli.setup import asked_after
+from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests import encoders, families
 from tests.cli.running import (
@@ -29,13 +34,16 @@ from tests.cli.running import (
     same_files,
     set_config,
 )
-from tests.cli.test_prune import interrupt_at
+from tests.cli.test_prune import CRASHES, KEEPS, crash, interrupt_at
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import write_images, write_vit
+from tests.transform.recovering import is_linear
 
+TWO = ("--set", "recovery.epochs=2")
 BARE = ("recover", "pruned", "--dense", "dense")
 RECOVER = (*BARE, *TEXT, "--samples", "64", "--epochs", "2")
 """Of a model of two blocks of hidden size 16, half of which is gone; 64 windows of 16, six of them held out."""
+ABOUT = "recovering 2 of 2 blocks on 64 windows of 16 tokens, 6 of them held out, up to 2 epochs at lr 0.0128\n"
 STATES = 64 * 16 * 16
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -85,9 +93,9 @@ def summary(layers: list[dict[str, Any]], recovered: int) -> str:
 
 
 def curve(out: str, window: int = 16) -> str:
-    found = report_of(out)["recovery"]["perplexity_after"]
-    told = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in found)
-    return f"perplexity on the held-out windows of {window} tokens: {told} blocks recovered"
+    recovery = report_of(out)["recovery"]
+    told = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in recovery["perplexity_after"])
+    return f"perplexity on {recovery['data']['held_out']} held-out windows of {window} tokens: {told} blocks recovered"
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ def test_text(place):
 
 def test_json_alone_is_on_standard_output(place):
     result = run(*RECOVER, "-o", "out", "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, ABOUT)
     said = json.loads(result.stdout)
     assert said == report_of("out")
     before = report_of("pruned")
@@ -120,7 +128,8 @@ def test_json_alone_is_on_standard_output(place):
     kept = [key for key in before if key != "files"]
     assert [said[key] for key in kept] == [before[key] for key in kept]
     recovery = said["recovery"]
-    assert list(recovery) == ["dense", "on_the_fly", "settings", "data", "perplexity_after"]
+    assert list(recovery) == ["dense", "on_the_fly", "settings", "data", "perplexity_after", "earlier"]
+    assert recovery["earlier"] is None
     assert recovery["dense"] == before["source"]
     assert recovery["on_the_fly"] is False
     assert recovery["settings"] == {
@@ -137,7 +146,7 @@ def test_json_alone_is_on_standard_output(place):
     assert [list(layer) for layer in said["layers"]] == [
         [
             *["block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"],
-            *["epochs", "best_epoch", "diverged", "recovered"],
+            *["epochs", "best_epoch", "rate", "diverged", "recovered"],
         ]
     ] * 2
     assert all(0 <= layer[key] <= 1 for layer in said["layers"] for key in ("cka_before", "cka_after"))
@@ -248,16 +257,91 @@ def test_a_learning_rate_that_gets_lost(place):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     layers = report_of("out")["layers"]
-    assert [cells(line)[-2:] for line in lines[1:3]] == [["1", "old"]] * 2
+    assert [cells(line)[-2:] for line in lines[1:3]] == [["3", "old"]] * 2
     assert lines[3:] == [
         summary(layers, 0),
-        "training diverged in 2 blocks (0, 1), which went back to the best weights they had: use a smaller lr than "
-        "1e+03",
+        "training diverged in 2 blocks (0, 1) and was taken back there: use a smaller lr than 1e+03",
         curve("out"),
         "written to out",
     ]
     assert all(layer["diverged"] and layer["mse_after"] == layer["mse_start"] for layer in layers)
     assert changed("out") == set()
+
+
+@pytest.mark.parametrize(("layers", "told"), [("0:2", "2 blocks (0, 1)"), ("1:", "1 block (1)")])
+def test_epochs_that_gain_nothing_are_said(place, layers, told):
+    """Steps too small for any float32 weight."""
+    lines = ok(*RECOVER, "--lr", "1e-30", "--layers", layers, "-o", "out").splitlines()
+    (line,) = (line for line in lines if line.startswith("no epoch"))
+    assert line.startswith(f"no epoch was better than the old weights in {told}")
+    assert "use more samples or epochs" in line
+    assert "1e-30" in line
+    assert not any("diverged" in line for line in lines)
+    assert changed("out") == set()
+    assert "no epoch" not in ok(*RECOVER, "--layers", layers, "-o", "better")
+
+
+def strict(text: str) -> dict[str, Any]:
+    """JSON as the standard has it, without infinities."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+FIGURES = ("mse_before", "mse_start", "mse_after", "cka_before", "cka_after")
+
+
+@pytest.mark.parametrize("model", ["pruned", "dense"])
+@pytest.mark.parametrize("block", [0, 1])
+def test_hidden_states_that_are_not_finite(place, model, block):
+    """Every weight is finite, and what the block makes of them is not: the figures are null, blocks before recover."""
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    where = {"pruned": "masked", "dense": "dense"}[model]
+    edit_weights(where, lambda found: found[f"model.layers.{block}.mlp.down_proj.weight"].mul_(1e38))
+    lines = ok("recover", "masked", *RECOVER[2:], "-o", "out").splitlines()
+    report = strict(Path("out/ckpt_prune.json").read_text())
+    layers = report["layers"]
+    for layer in layers:
+        lost = layer["block"] >= block
+        assert [layer[key] is None for key in FIGURES] == [lost] * 5
+        assert (layer["recovered"], layer["epochs"] > 0) == (not lost, not lost)
+        told = cells(lines[1 + layer["block"]])
+        assert (told[1:6] == ["not finite"] * 5) == lost
+    assert lines[3] == (
+        f"recovered {block} of 2 blocks; means over blocks on 6 held-out samples: squared error not finite -> not "
+        "finite, CKA not finite -> not finite"
+    )
+    assert lines[4].startswith(f"the hidden states after block {block} are not finite")
+    assert not any("no epoch" in line for line in lines)
+    found = [entry["perplexity"] for entry in report["recovery"]["perplexity_after"]]
+    assert [figure is None for figure in found] == [model == "pruned"] * 2
+    assert changed("out", "masked") == linears(*range(block))
+    assert ok("report", "out") == "report written to out.report.html\n"
+    assert "nan" not in Path("out.report.html").read_text().lower()
+    assert f"{block} of 2 blocks have new weights" in Path("out/README.md").read_text()
+    assert strict(ok("recover", "masked", *RECOVER[2:], "-o", "again", "--json")) == report
+
+
+def test_hidden_states_that_are_not_finite_are_resumed(place):
+    """Notes of blocks without figures are read back."""
+    edit_weights("pruned", lambda found: found["model.layers.0.mlp.down_proj.weight"].mul_(1e38))
+    ok(*RECOVER, "-o", "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 3)
+        assert run(*RECOVER, "-o", "out").exit_code == 130
+    ok(*RECOVER, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+
+
+def test_hidden_states_that_are_not_finite_on_the_way(place):
+    """In `prune`, with a recipe that looks at no data but to recover."""
+    edit_weights("dense", lambda found: found["model.layers.1.mlp.down_proj.weight"].mul_(1e38))
+    lines = ok("prune", "dense", "--recipe", "magnitude-50", *RECOVER[4:8], "--window", "16", *TWO, "-o", "out")
+    assert "not finite" in lines
+    layers = strict(Path("out/ckpt_prune.json").read_text())["layers"]
+    assert [layer["mse_after"] is None for layer in layers] == [False, True]
 
 
 # ---- perplexity on the way -------------------------------------------------------------------------------------
@@ -289,6 +373,20 @@ def test_perplexity_after_what_is_not_there(place, after):
     assert refused(*RECOVER, "--perplexity-after", after, "-o", "out") == (
         f"--perplexity-after {after}: expected numbers of blocks from 0 to 2 with commas between, or all"
     )
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"), [(None, set()), ("all", {0, 1, 2, 3, 4}), (" all ", {0, 1, 2, 3, 4}), ("4,1, 1", {1, 4})]
+)
+def test_numbers_of_blocks(place, after, expected):
+    assert asked_after(after, fitting_family(Checkpoint.open(Path("dense"))), 4) == expected
+
+
+@pytest.mark.parametrize("after", ["5", "1,,2", "1;2", "some", "٣", "1,", f"{10**30}"])
+def test_what_is_no_number_of_blocks(place, after):
+    with pytest.raises(UserError, match="from 0 to 4") as error:
+        asked_after(after, fitting_family(Checkpoint.open(Path("dense"))), 4)
+    assert "\n" not in str(error.value)
 
 
 # ---- memory, repetition and interruption -----------------------------------------------------------------------
@@ -324,7 +422,7 @@ def test_the_same_twice_and_other_seeds(place):
 
 
 def test_recovering_what_was_recovered(place):
-    """It goes on from where the first ended, and the report is of the second run."""
+    """It goes on from where the first ended, and the report is of the second run, that of the first inside it."""
     ok(*RECOVER, "-o", "once")
     ok("recover", "once", *RECOVER[2:], "--epochs", "3", "--lr", "0.002", "-o", "twice")
     first, second = (report_of(out) for out in ("once", "twice"))
@@ -336,8 +434,51 @@ def test_recovering_what_was_recovered(place):
     )
     assert (second["recovery"]["settings"]["epochs"], second["recovery"]["settings"]["lr"]) == (3, 0.002)
     assert list(second) == list(first)
+    assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
+    told = "It had been recovered before; that record is in `ckpt_prune.json` as `recovery.earlier`."
+    assert [told in Path(f"{name}/README.md").read_text() for name in ("once", "twice")] == [False, True]
+    ok("report", "twice")
     assert second["recipe"] == first["recipe"]
     assert json.loads(ok("verify", "twice", "--against", "dense", "--json"))["passed"]
+
+
+def test_recovering_what_was_recovered_on_the_way(place):
+    args = ("--recipe", "magnitude-50", *TEXT, *TWO, "--set", "recovery.seed=3")
+    ok("prune", "dense", *args, "-o", "once")
+    ok("recover", "once", *RECOVER[2:], "-o", "twice")
+    first, second = (report_of(out) for out in ("once", "twice"))
+    assert first["recovery"]["on_the_fly"] is True
+    assert second["recovery"]["on_the_fly"] is False
+    assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
+    assert "`recovery.earlier`" in Path("twice/README.md").read_text()
+    assert "`recovery.earlier`" not in Path("once/README.md").read_text()
+
+
+@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("commit", [2, 3])
+def test_a_crash_keeps_the_blocks_that_are_done(place, commit, error):
+    ok(*RECOVER, "-o", "whole")
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", commit, error)
+        result = crash(*RECOVER, "-o", "out")
+    assert result.exception is error
+    assert result.stdout == ""
+    assert result.stderr.endswith(KEEPS)
+    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
+    ok(*RECOVER, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+
+
+@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+def test_a_crash_before_the_first_block_is_done_leaves_nothing(place, error):
+    before = listing()
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 1, error)
+        result = crash(*RECOVER, "-o", "out")
+    assert result.exception is error
+    assert "--resume" not in result.stderr
+    assert listing() == before
 
 
 @pytest.mark.parametrize("commit", [1, 2, 3])
@@ -351,7 +492,7 @@ def test_ctrl_c_and_resume(place, commit):
     assert (result.exit_code, result.stdout, result.stderr) == (
         130,
         "",
-        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+        f"{ABOUT}out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
     )
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
     left = Path("out.partial").absolute()
@@ -364,6 +505,19 @@ def test_ctrl_c_and_resume(place, commit):
     ok(*job, "--resume")
     assert same_files("out", "whole")
     assert not left.exists()
+
+
+def test_a_disk_without_room_for_states(place, monkeypatch):
+    """There is room for the output, of a few KiB, and not for hidden states."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**26 + STATES * 4 - 1))
+    before = listing()
+    result = run(*RECOVER, "--state-memory", "0", "-o", "out")
+    assert (result.exit_code, listing()) == (2, before)
+    assert result.stderr.splitlines()[-1] == (
+        f"Error: {Path().absolute()} has 64.1 MiB free and hidden states beyond --state-memory need 64.1 MiB; free "
+        "space or choose another place, or take fewer samples, shorter windows or --compute-dtype bfloat16"
+    )
+    ok(*RECOVER, "-o", "out")
 
 
 def test_states_are_kept_elsewhere_when_resumed(place):
@@ -457,12 +611,21 @@ def test_kinds_of_models(here, kind):
     assert all(torch.equal(ours[n] == 0, theirs[n] == 0) for n in ours if n.endswith("weight"))
     causal = model not in ("bert", "vit")
     assert (report["recovery"]["perplexity_after"] is not None) == causal
-    assert ("perplexity on the held-out windows" in said) == causal
+    assert ("held-out windows of" in said) == causal
     # What other commands make of it.
     checks = json.loads(ok("verify", "out", "--against", model, "--json"))
     assert checks["passed"]
-    kept = [check["detail"] for check in checks["checks"] if check["name"] == "kept units"]
-    assert kept == ["the weights were recovered: they are not compared with the dense model's"]
+    (kept,) = (check for check in checks["checks"] if check["name"] == "kept units")
+    outside = sum(not is_linear(name, ours) for name in ours)
+    assert (kept["passed"], kept["detail"]) == (
+        (None, "the weights are rotated: they are not compared with the dense model's")
+        if kind == "rotated"
+        else (
+            True,
+            f"{outside} tensors outside the recovered linear modules are the dense ones, bit for bit; the weights that "
+            "were recovered are not compared",
+        )
+    )
     assert f"made from   {model} by recipe {before['recipe']['name']}" in ok("inspect", "out").splitlines()
     assert ok("inspect", "out", "--sparsity").splitlines()[-1].startswith("all ")
     assert ok("report", "out") == "report written to out.report.html\n"
@@ -543,13 +706,54 @@ def test_a_pruned_model_without_a_tokenizer_is_read_by_the_dense_one(place):
     assert changed("out") == linears(0, 1)
 
 
+# ---- a dense model that is not the source ----------------------------------------------------------------------
+
+
+DOUBT = (
+    "pruned says it was made from another model (dense) than tuned: right where it was pruned more than once, else "
+    "give the dense model it was made from"
+)
+
+
+def tune() -> None:
+    """A dense model `tuned` that is nearly the one that `pruned` was made from."""
+    shutil.copytree("dense", "tuned")
+    edit_weights("tuned", lambda found: found["model.norm.weight"].mul_(1.01))
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_another_dense_model_is_doubted_and_taken(place, option):
+    tune()
+    result = run("recover", "pruned", "--dense", "tuned", *RECOVER[4:], "-o", "out", *option)
+    assert result.exit_code == 0
+    assert DOUBT in result.stderr.splitlines()
+    assert DOUBT not in result.stdout
+    assert changed("out") == linears(0, 1)
+    report = report_of("out")
+    assert (report["source"]["name"], report["recovery"]["dense"]["name"]) == ("dense", "tuned")
+    assert report["source"]["fingerprint"] != report["recovery"]["dense"]["fingerprint"]
+    assert not option or json.loads(result.stdout) == report
+
+
+def test_the_source_is_not_doubted(place):
+    """Nor is any dense model of what another tool pruned, nor the one that another recovery took."""
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "theirs")
+    Path("theirs/ckpt_prune.json").unlink()
+    for pruned, out in (("pruned", "a"), ("theirs", "b"), ("a", "c"), ("b", "d")):
+        result = run("recover", pruned, *RECOVER[2:], "-o", out)
+        assert result.exit_code == 0
+        assert "another model" not in result.stderr
+    tune()
+    assert "another model" not in run("recover", "theirs", "--dense", "tuned", *RECOVER[4:], "-o", "e").stderr
+
+
 # ---- options that mean nothing ---------------------------------------------------------------------------------
 
 NONE_OF_IT = [
-    ("--lr", "0", "0.0 is not in the range x>0."),
-    ("--lr", "-1", "-1.0 is not in the range x>0."),
+    ("--lr", "0", "0.0 is not in the range 0<x<=1000000.0."),
+    ("--lr", "-1", "-1.0 is not in the range 0<x<=1000000.0."),
     ("--lr", "nan", "'nan' is not a number."),
-    ("--lr", "inf", "'inf' is not a finite number."),
+    ("--lr", "inf", "inf is not in the range 0<x<=1000000.0."),
     ("--lr", "fast", "'fast' is not a valid float range."),
     ("--held-out", "0", "0.0 is not in the range 0<x<1."),
     ("--held-out", "1", "1.0 is not in the range 0<x<1."),

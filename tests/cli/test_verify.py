@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.running import edit_weights, ok, poison, read_json, refused, run, set_config
+from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, run, set_config
 
 WELL = """\
 check       result
@@ -191,6 +191,39 @@ def test_a_weight_that_its_mask_dropped_is_back(place):
     assert failures("masked", "--against", "dense") == {
         "sparsity": "model.layers.1.mlp.up_proj.weight has 191 zeros, its mask 192; 1 of 2 masked weights do not hold "
         "their mask"
+    }
+
+
+# ---- recovered ---------------------------------------------------------------------------------------------------
+
+RECOVER = ("recover", "pruned", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out")
+OUTSIDE = (
+    "7 tensors outside the recovered linear modules are the dense ones, bit for bit; the weights that were recovered "
+    "are not compared"
+)
+
+
+def test_recovered(place):
+    ok(*RECOVER)
+    assert ok("verify", "out", "--against", "dense").splitlines()[-1] == f"kept units: {OUTSIDE}"
+    # A linear is not compared, its file is.
+    edit_weights("out", poison("model.layers.1.mlp.up_proj.weight", 0.25))
+    assert failures("out", "--against", "dense") == {"digests": "model.safetensors changed since it was written"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"),
+        *("model.layers.0.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
+    ],
+)
+def test_what_recovery_may_not_change(place, name):
+    ok(*RECOVER)
+    edit_weights("out", poison(name, 0.25))
+    assert failures("out", "--against", "dense") == {
+        "digests": "model.safetensors changed since it was written",
+        "kept units": f"{name} is no weight that recovery changes and is not the dense model's",
     }
 
 

@@ -263,6 +263,68 @@ def test_a_rotation_leaves_nothing_to_compare(output, method, sites):
     )
 
 
+RECOVERED = Check(
+    "kept units",
+    True,
+    "7 tensors outside the recovered linear modules are the dense ones, bit for bit; the weights that were recovered "
+    "are not compared",
+)
+
+
+@pytest.mark.parametrize("sites", [False, True])
+def test_recovered_weights_are_not_compared(output, sites):
+    made = output()
+    made.report |= {"recovery": {"on_the_fly": False}, "sites": [SITE] * sites}
+    for name in made.tensors:
+        made.tensors[name] *= 1.5 if "_proj" in name else 1
+    assert made.check("kept units") == RECOVERED
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight"],
+)
+@pytest.mark.parametrize("change", [lambda t: t * 1.0001, lambda t: t.double(), torch.zeros_like])
+def test_what_recovery_leaves_alone_is_compared(output, name, change):
+    made = output()
+    made.report["recovery"] = {"on_the_fly": True}
+    made.tensors[name] = change(made.tensors[name])
+    assert made.check("kept units") == Check(
+        "kept units", False, f"{name} is no weight that recovery changes and is not the dense model's"
+    )
+
+
+def test_a_tensor_that_the_dense_model_has_not_in_a_recovered_one(output):
+    made = output()
+    made.report["recovery"] = {"on_the_fly": True}
+    made.tensors["new.weight"] = torch.zeros(2)
+    with quiet_transformers():
+        found = verify(made.write(), made.dense)[-1]
+    assert found.passed is False
+    assert found.detail.startswith("new.weight is no weight that recovery changes")
+
+
+def test_a_bias_that_was_opened_is_recovered_too(output):
+    """Compensation adds them to linears; the dense model has none."""
+    made = output()
+    made.report["recovery"] = {"on_the_fly": True}
+    made.tensors[UP.replace("weight", "bias")] = torch.ones(24)
+    with quiet_transformers():
+        found = verify(made.write(), made.dense)[-1]
+    assert found == RECOVERED
+
+
+@pytest.mark.parametrize("recovery", [None, {"on_the_fly": True}])
+def test_rotated_and_recovered_leaves_nothing_to_compare(output, recovery):
+    made = output()
+    made.report |= {"rotation": {"kind": "values"}, "recovery": recovery}
+    for name in made.tensors:
+        made.tensors[name] *= 1.5
+    assert made.check("kept units") == Check(
+        "kept units", None, "the weights are rotated: they are not compared with the dense model's"
+    )
+
+
 SITE = {"block": 0, "space": "mlp", "units": 24, "kept": list(range(24)), "method": "none"}
 
 

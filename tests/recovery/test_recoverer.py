@@ -14,7 +14,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import Meter, meter
 from ckpt_prune.recovery import recoverer as module
-from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer, blocks_after, check_same_start
+from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer, check_same_start
 from tests.oracles import laco, similarity
 from tests.oracles.perplexity import perplexity
 
@@ -193,7 +193,7 @@ def test_a_rate_that_leads_astray_leaves_the_model_as_it_was_pruned(twins):
         assert all(torch.equal(found[name], tensor) for name, tensor in pair.block(block, pruned).items())
     for layer in layers:
         assert layer.diverged
-        assert (layer.epochs, layer.best_epoch, layer.recovered) == (1, 0, False)
+        assert (layer.epochs, layer.best_epoch, layer.rate, layer.recovered) == (3, 0, None, False)
         assert layer.mse_before == pytest.approx(layer.mse_start)
         assert layer.mse_start == pytest.approx(layer.mse_after)
     (none, everything) = walk.perplexities()
@@ -278,9 +278,9 @@ def test_the_bar_counts_epochs_of_wanted_blocks_and_says_where_it_is(twins):
         go(pair, walk, dense, pruned, bar)
         assert shown.n == shown.total == 8
     assert [text.partition(" loss ")[0] for text in said] == [
-        *("block 1", "block 1 epoch 1/4", "block 2", "block 2 epoch 1/4")
+        *("block 1", *["block 1 epoch 1/4"] * 3, "block 2", *["block 2 epoch 1/4"] * 3)  # at three rates
     ]
-    assert seen == [0, 1, 4, 5]
+    assert seen == [0, 1, 1, 1, 4, 5, 5, 5]
     assert all(math.isfinite(float(text.partition(" loss ")[2])) for text in said if "loss" in text)
     assert [walk.done(block) for block in range(BLOCKS)] == [0, 4, 8]
 
@@ -350,27 +350,6 @@ def test_a_dense_model_fine_tuned_since_is_accepted(twins):
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, set()),
-        ("all", {0, 1, 2, 3, 4}),
-        (" all ", {0, 1, 2, 3, 4}),
-        ("0", {0}),
-        ("4,1, 1", {1, 4}),
-    ],
-)
-def test_numbers_of_blocks(text, expected):
-    assert blocks_after(text, 4) == expected
-
-
-@pytest.mark.parametrize("text", ["", "5", "-1", "1,,2", "1;2", "1.0", "some", "²", "٣", "1,", "all,1"])
-def test_what_is_no_number_of_blocks_is_refused(text):
-    with pytest.raises(UserError, match="from 0 to 4") as error:
-        blocks_after(text, 4)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

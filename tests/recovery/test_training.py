@@ -277,14 +277,41 @@ def test_patience_is_not_lost_while_a_high_rate_lies_above_the_start(twins):
     assert (found.epochs, found.best_epoch, found.diverged) == (10, 10, False)
 
 
-def test_a_training_that_gains_nothing_gives_the_old_tensors(twins):
+@pytest.fixture
+def once(monkeypatch):
+    """One attempt, at the rate that is given."""
+    monkeypatch.setattr("ckpt_prune.recovery.training._ATTEMPTS", 1)
+
+
+def test_a_training_that_gains_nothing_gives_the_old_tensors(twins, once):
     at = site(twins("llama"), settings(patience=2, epochs=9, lr=0.2, schedule="constant"))
     path, error = oracle(at)
     errors = [error(weights) for weights in path.weights]
     assert errors[0] < errors[1] < min(errors[2:])
     found = at.train()
-    assert (found.epochs, found.best_epoch, found.diverged) == (3, 0, False)
+    assert (found.epochs, found.best_epoch, found.rate, found.diverged) == (3, 0, None, False)
     assert_same_bits(found.tensors, at.tensors)
+
+
+def test_a_training_that_gains_nothing_is_tried_again_at_a_quarter_of_the_rate(twins):
+    at = site(twins("llama"), settings(patience=2, epochs=3, lr=0.2, schedule="constant"))
+    slower = at.train(rate=0.05)
+    assert slower.rate == 0.05
+    found = at.train(rate=0.2)
+    assert found.rate == 0.05
+    assert found.best_epoch == slower.best_epoch
+    assert found.epochs == 3 + slower.epochs
+    assert_same_bits(found.tensors, slower.tensors)
+    assert at.train(rate=0.8).rate == 0.05  # and at a sixteenth
+
+
+def test_divergence_at_the_first_rate_is_told_of_what_a_slower_one_recovered(twins):
+    at = site(twins("llama"), settings(epochs=2), dtype=torch.float32)
+    rate = 1e-3
+    while not (found := at.train(rate=rate)).diverged:
+        rate *= 2
+    assert found.rate == rate / 4
+    assert found.best_epoch > 0
 
 
 RATES = st.one_of(
@@ -334,7 +361,7 @@ def test_the_error_on_samples_held_out_never_grows(sites, rate, variant, stored,
 def test_a_training_that_gets_lost_is_stopped_and_the_old_weights_are_kept(twins, variant, rate):
     at = site(twins(variant), settings(epochs=9), dtype=torch.float32)
     found = at.train(rate=rate)
-    assert (found.epochs, found.best_epoch, found.diverged) == (1, 0, True)
+    assert (found.epochs, found.best_epoch, found.diverged) == (3, 0, True)
     assert_same_bits(found.tensors, at.tensors)
 
 
@@ -361,17 +388,16 @@ def test_a_loss_that_stops_being_finite_keeps_the_best_epoch_so_far(twins, rows)
 
 
 @pytest.mark.parametrize(("growth", "diverged"), [(9.9, False), (10.1, True)])
-def test_an_error_that_grew_tenfold_is_divergence(twins, growth, diverged):
-    """Targets are set to (1 + b) times what the block makes: the relative error is (b / (1 + b))²."""
+def test_an_error_that_grew_tenfold_is_divergence(twins, once, growth, diverged):
+    """Targets are set to (1 + b) times what the block makes: the squared error goes with b²."""
     at = site(twins("opt"), settings(epochs=1))
     block = at.stream.factory.block(BLOCK, at.tensors)
     with torch.no_grad():
         made = torch.cat([at.stream.run(block, BLOCK, at.stream.states[row, None]) for row in range(SAMPLES)])
     at.targets = made * 1.1
-    share = math.sqrt(growth) * 0.1 / 1.1
 
     def move(epoch: int, loss: float) -> None:
-        at.targets[at.split.held_out] = made[at.split.held_out] / (1 - share)
+        at.targets[at.split.held_out] = made[at.split.held_out] * (1 + 0.1 * math.sqrt(growth))
 
     found = at.train(rate=1e-12, progress=move)
     assert (found.epochs, found.best_epoch, found.diverged) == (1, 0, diverged)
@@ -386,7 +412,7 @@ def test_an_error_that_is_not_finite_at_the_start_is_left_alone(twins):
     assert_same_bits(found.tensors, at.tensors)
 
 
-def test_float16_weights_beyond_its_range_are_not_written(twins):
+def test_float16_weights_beyond_its_range_are_not_written(twins, once):
     """A bias far below zero rounds to −inf, which a ReLU makes a plain zero: the error is finite, and much lower."""
     at = site(twins("opt"), settings(epochs=1, batch=99), dtype=torch.float32, stored=torch.float16)
     weight, bias = (f"model.decoder.layers.{BLOCK}.fc1.{kind}" for kind in ("weight", "bias"))

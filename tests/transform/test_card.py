@@ -158,9 +158,9 @@ def test_recovery():
     after = lines.index("Calibrated on 128 windows of 2048 tokens, target sequential.")
     assert lines[after + 1 : after + 3] == [
         f"{LACO}: the weights that pruning left were trained towards the hidden states of `dense`, block by block "
-        "after pruning, on 128 windows of 256 tokens, 13 of them held out. 1 of 2 blocks have new weights; zeros stay "
-        "zero. On held-out samples, mean over blocks, before -> after: mean squared error of the hidden states 0.75 "
-        "-> 0.625, their linear CKA 0.625 -> 0.6875.",
+        "after pruning, on 128 windows of 256 tokens, 13 of them held out, up to 10 epochs at a learning rate of "
+        "0.001. 1 of 2 blocks have new weights; zeros stay zero. On held-out samples, mean over blocks, before -> "
+        "after: mean squared error of the hidden states 0.75 -> 0.625, their linear CKA 0.625 -> 0.6875.",
         "",
     ]
     assert lines[-2] == f"Kept units and errors of every layer are in `ckpt_prune.json`{RECORDED}."
@@ -174,7 +174,8 @@ def test_recovery_of_a_part(only, which):
     (line,) = (line for line in lines if line.startswith("Recovered"))
     assert line.startswith(
         f"{LACO}: the {which}weights that pruning left of layers `2:5` were trained towards the hidden states of "
-        "`dense`, each block right after it was pruned, on 64 images, 6 of them held out. 1 of 1 blocks have"
+        "`dense`, each block right after it was pruned, on 64 images, 6 of them held out, up to 10 epochs at "
+        "a learning rate of 0.001. 1 of 1 blocks have"
     )
     assert lines.index(line) == next(i for i, told in enumerate(lines) if told.startswith("Rotation")) + 1
     assert lines[-2].endswith(f"error at its output are in `ckpt_prune.json`{RECORDED}{ROTATED}")
@@ -187,6 +188,16 @@ def test_only_figures_that_are_there_are_averaged(nothing):
     assert line.endswith("before -> after: mean squared error of the hidden states 0.5 -> 0.25.")
     line = next(line for line in card(elsewhere([kept(0, mse_before=nothing, cka_after=nothing)])) if LACO in line)
     assert line.endswith("0 of 1 blocks have new weights; zeros stay zero.")
+
+
+def test_an_earlier_recovery():
+    earlier = {"recovery": recovery(), "layers": [layer(0)]}
+    lines = card(elsewhere([layer(0)], recovery=recovery(earlier=earlier)))
+    (line,) = (line for line in lines if LACO in line)
+    told = " It had been recovered before; that record is in `ckpt_prune.json` as `recovery.earlier`."
+    assert told in line
+    first = card(elsewhere([layer(0)], recovery=recovery(earlier=None)))
+    assert [each.replace(told, "") for each in lines] == first
 
 
 def test_what_was_pruned_elsewhere():

@@ -48,6 +48,8 @@ def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
     for folder, key in ((pruned, "mse_before"), (out, "mse_after")):
         mse = float((last_states(folder, variant, data) - target).square().mean())
         assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-4), key
+    kept = verify(out, dense)[-1]
+    assert (kept.name, kept.passed) == ("kept units", True), kept.detail
     return report
 
 
@@ -225,7 +227,7 @@ def test_parts_that_are_not_asked_for_keep_their_bits(dense, tmp_path):
 
 
 def test_recovering_again_keeps_what_is_known(dense, tmp_path):
-    """A recovered output is a pruned model like any other; the last recovery is the one that is told."""
+    """A recovered output is a pruned model like any other; the last recovery is told, and those before are in it."""
     folder, data = dense.folder("llama"), training_data("llama")
     pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
     first = recovered(pruned, folder, tmp_path / "first", data)
@@ -234,6 +236,13 @@ def test_recovering_again_keeps_what_is_known(dense, tmp_path):
     assert [a["mse_before"] for a in second["layers"]] == pytest.approx([a["mse_after"] for a in first["layers"]])
     assert (second["linears"], second["mask"]) == (first["linears"], first["mask"])
     assert second["recovery"]["settings"]["lr"] == 0.003
+    assert first["recovery"]["earlier"] is None
+    assert second["recovery"]["earlier"] == {"recovery": first["recovery"], "layers": first["layers"]}
+    third = recovered(tmp_path / "second", folder, tmp_path / "third", data)
+    assert third["recovery"]["earlier"]["recovery"]["earlier"] == second["recovery"]["earlier"]
+    told = [(tmp_path / name / "README.md").read_text().count("recovery.earlier") for name in ("first", "third")]
+    assert told == [0, 1]
+    assert read_document(tmp_path / "third").layers
 
 
 def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Recovery on the fly, interrupted, with states on disk."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_prune._version import __version__
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.staging import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe, load_recipe
@@ -117,6 +120,7 @@ def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch
     assert any(layer["recovered"] for layer in fly["layers"])
     assert fly["layers"] == after["layers"]
     assert fly["files"] == after["files"]
+    assert after["recovery"].pop("earlier") is None
     assert fly["recovery"] == after["recovery"] | {"on_the_fly": True}
     assert_recovered(tmp_path / "fly", tmp_path / "pruned", fly)
 
@@ -198,13 +202,13 @@ def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
 # ---- interrupted -------------------------------------------------------------------------------------------------
 
 
-def stop_training_at(patch: pytest.MonkeyPatch, block: int) -> None:
-    """Ctrl-C when a block's training begins."""
+def stop_training_at(patch: pytest.MonkeyPatch, block: int, error: BaseException | None = None) -> None:
+    """Ctrl-C, or an error, when a block's training begins."""
     original = recoverer.train_block
 
     def dying(stream: Any, index: int, *args: Any, **options: Any) -> Any:
         if index == block:
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
         return original(stream, index, *args, **options)
 
     patch.setattr(recoverer, "train_block", dying)
@@ -358,6 +362,52 @@ def test_another_recipe_does_not_resume_on_the_fly(dense, tmp_path, monkeypatch)
         with pytest.raises(UserError, match="was begun by a different job"):
             on_the_fly(*arguments, resume=True, **options)
     on_the_fly(*arguments, resume=True)
+
+
+def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
+    """Before a recipe could recover, a note was the list of a block's records, and the digest knew of no form."""
+    job = encoders.job_on(dense.folder("llama"), wanted("magnitude"))
+    parts = [__version__, job.checkpoint.fingerprint, job.recipe.digest, None, None, None, "cpu", job.diagnostics]
+    former = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    with monkeypatch.context() as patch:
+        original = CheckpointWriter.commit
+
+        def dying(self: CheckpointWriter, unit: str, note: Any = None) -> None:
+            if unit == "block 2":
+                raise KeyboardInterrupt
+            original(self, unit, note)
+
+        patch.setattr(CheckpointWriter, "commit", dying)
+        with pytest.raises(KeyboardInterrupt):
+            prune(job, tmp_path / "out")
+    path = tmp_path / "out.partial" / JOURNAL
+    journal = json.loads(path.read_text())
+    journal["job"] = former
+    journal["notes"] = {unit: note["records"] for unit, note in journal["notes"].items()}
+    assert len(journal["notes"]) == 2
+    path.write_text(json.dumps(journal))
+    left = contents(tmp_path / "out.partial")
+    with pytest.raises(UserError, match="was begun by a different job"):
+        prune(job, tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out.partial") == left
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_a_crash_in_training_keeps_the_blocks_before(dense, masked_llama, tmp_path, block, error, monkeypatch):
+    """Byte for byte; in the first block there is nothing to keep."""
+    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
+    with monkeypatch.context() as patch:
+        stop_training_at(patch, block, error)
+        with pytest.raises(type(error)):
+            recover(job, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * bool(block)
+    with monkeypatch.context() as patch:
+        seen = trained_blocks(patch)
+        recover(job, tmp_path / "out", resume=True)
+    assert seen == list(range(block, BLOCKS))
+    recover(job, tmp_path / "through")
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
 # ---- states on disk ----------------------------------------------------------------------------------------------
