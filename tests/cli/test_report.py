@@ -102,9 +102,9 @@ def test_neither_torch_nor_transformers_is_loaded(here):
 
 
 def test_the_report_has_the_name_that_prune_gives_it():
-    from ckpt_prune.transform import prune
+    from ckpt_prune.transform import publish
 
-    assert prune.REPORT == REPORT
+    assert publish.REPORT == REPORT
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------
