@@ -114,7 +114,7 @@ def prune(job: Job, out: Path, *, resume: bool = False, overwrite: bool = False)
         if job.recipe.rotation is not None:
             learner = job.learner()
             learned = learner.run(writer, out.absolute().parent)
-            run = replace(run, rotations=WrittenRotations(writer, learner.sizes))
+            run = replace(run, rotations=WrittenRotations(writer.read, learner.sizes))
         written = _write_blocks(run, writer)
         _write_rest(run, writer)
         report = _report(run, written.records, search, learned) | written.recovery

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.family import Family
@@ -43,8 +41,8 @@ from ckpt_prune.transform.containers import Container, stored_container
 from ckpt_prune.transform.engine import fill_biases
 from ckpt_prune.transform.layout import check_source, check_stored, source_shapes
 from ckpt_prune.transform.publish import publish, versions
-from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
-from ckpt_prune.transform.rotations import RotationSizes
+from ckpt_prune.transform.rotated import RotatedCheckpoint
+from ckpt_prune.transform.rotations import RotationSizes, WrittenRotations
 
 _REST = "rest"
 
@@ -127,24 +125,11 @@ class RecoveryJob:
         kind = rotation.get("kind") if isinstance(rotation, dict) else None
         if kind is None or kind == "values":
             return self.dense
-        family, config = fitting_family(self.dense), parse_config(self.dense.config)
-        return RotatedCheckpoint(self.dense, family, config, kind, self._rotations(kind, family, config), self.device)
-
-    def _rotations(self, kind: str, family: Family, config: PreTrainedConfig) -> "_StoredRotations":
         if kind not in get_args(RotationKind):
             raise UserError(f"{self.pruned.path / REPORT} names an unknown rotation {kind!r}: prune again")
-        path = self.pruned.path / ROTATIONS
-        sizes = RotationSizes.of(kind, family, config)  # type: ignore[arg-type]
-        try:
-            found = load_file(path)
-        except Exception as error:  # safetensors raises a type of its own, and OSError
-            raise UserError(
-                f"{path} cannot be read, which says how the pruned model is rotated ({error}): restore the file"
-            ) from error
-        for name, (_, shape) in sizes.layout.items():
-            if name not in found or tuple(found[name].shape) != shape:
-                raise UserError(f"{path} has no {name} of shape {list(shape)}: it belongs to another model")
-        return _StoredRotations(found, sizes)
+        family, config = fitting_family(self.dense), parse_config(self.dense.config)
+        rotations = WrittenRotations.of_output(self.pruned.path, RotationSizes.of(kind, family, config))
+        return RotatedCheckpoint(self.dense, family, config, kind, rotations, self.device)
 
     def check(self) -> None:
         """Check everything there is to check before hidden states are made.
@@ -216,26 +201,6 @@ class RecoveryJob:
             sorted(self.after),
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _StoredRotations:
-    """Rotations that an output was made with.
-
-    Args:
-        tensors: of its file.
-        sizes: of the rotations.
-    """
-
-    tensors: dict[str, Tensor]
-    sizes: RotationSizes
-
-    def __call__(self, block: int) -> BlockRotations:
-        """R1 and R2 of a block, float64."""
-        residual = self.sizes.residual_name(block)
-        return self.tensors[residual].double() if residual else None, self.tensors[
-            self.sizes.heads_name(block)
-        ].double()
 
 
 def check_models(pruned: Checkpoint, dense: Checkpoint) -> None:

@@ -17,8 +17,12 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.calibration.streams import ReadTensors
+from ckpt_prune.checkpoint.filenames import ROTATIONS
+from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_recipe import RotationKind, RotationRecipe
 from ckpt_prune.progress import meter
 from ckpt_prune.sparsity.folding import fused, residual_of, sides, unnormed
@@ -80,21 +84,37 @@ class RotationSizes:
 
 @dataclass(frozen=True)
 class WrittenRotations:
-    """Rotations as they stand in a writer's folder: a resumed run sees the same bits.
+    """Rotations as they stand in a file: a resumed run, and recovery, see the same bits.
 
     Args:
-        writer: of the output.
+        read: reads them by name.
         sizes: of the rotations.
     """
 
-    writer: CheckpointWriter
+    read: ReadTensors
     sizes: RotationSizes
+
+    @classmethod
+    def of_output(cls, folder: Path, sizes: RotationSizes) -> "WrittenRotations":
+        """Those that a finished output keeps.
+
+        Raises:
+            UserError: the file is not there, not readable, or of other sizes.
+        """
+        path = folder / ROTATIONS
+        if not path.is_file():
+            raise UserError(f"{path} is not there, which says how the pruned model is rotated: restore the file")
+        found = read_header(path).tensors
+        for name, (_, shape) in sizes.layout.items():
+            if name not in found or found[name].shape != shape:
+                raise UserError(f"{path} has no {name} of shape {list(shape)}: it belongs to another model")
+        return cls(lambda names: read_tensors(folder, [found[name] for name in names]), sizes)
 
     def __call__(self, block: int) -> BlockRotations:
         """R1 and R2 of a block, float64."""
         residual = self.sizes.residual_name(block)
         names = [self.sizes.heads_name(block)] + ([residual] if residual else [])
-        found = self.writer.read(names)
+        found = self.read(names)
         return found[residual].double() if residual else None, found[names[0]].double()
 
 
