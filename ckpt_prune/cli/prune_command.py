@@ -100,8 +100,6 @@ def command(
       ckpt-prune prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
-    from dataclasses import replace
-
     from ckpt_prune.architectures.fitting import fitting_family
     from ckpt_prune.architectures.skeleton import parse_config
     from ckpt_prune.calibration.states import StateMemory
@@ -165,12 +163,12 @@ def command(
     live = training = None
     allocate = StateMemory(int(state_memory * 2**30), out.absolute().parent)
     if data and loaded.needs_moments and statistics is None and plan is None:
-        live = live_samples(checkpoint, family, loaded, calibration, images, trust=trust)
-        live = replace(live, allocate=allocate)
+        live = live_samples(checkpoint, family, loaded, calibration, images, allocate=allocate, trust=trust)
     if data and recovers:
-        training = training_samples(checkpoint, family, loaded, calibration, images, live, trust=trust)
-        blocks = family.dimension(parse_config(checkpoint.config), "layers")
-        training = replace(training, allocate=allocate, after=asked_after(after, family, blocks))
+        asked = asked_after(after, family, family.dimension(parse_config(checkpoint.config), "layers"))
+        training = training_samples(
+            checkpoint, family, loaded, calibration, images, live, allocate=allocate, after=asked, trust=trust
+        )
     job = build_job(
         checkpoint,
         loaded,

@@ -17,6 +17,7 @@ from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
 from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.calibration.states import Allocate
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.text import (
     calibration_windows,
@@ -176,6 +177,7 @@ def live_samples(
     calibration: CalibrationOptions,
     images: ImageOptions,
     *,
+    allocate: Allocate,
     trust: bool = False,
 ) -> LiveSamples:
     """The samples and how a job is to measure on them."""
@@ -183,7 +185,7 @@ def live_samples(
     samples = chosen_samples(checkpoint, family, calibration, images, trust=trust)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
-    return LiveSamples(samples, folds, getattr(torch, calibration.compute_dtype))
+    return LiveSamples(samples, folds, getattr(torch, calibration.compute_dtype), allocate)
 
 
 def training_samples(
@@ -194,6 +196,8 @@ def training_samples(
     images: ImageOptions,
     live: LiveSamples | None,
     *,
+    allocate: Allocate,
+    after: frozenset[int],
     trust: bool = False,
 ) -> RecoverySamples:
     """What the blocks of a recipe with recovery are trained on: as many samples as it says, else the calibration's.
@@ -207,7 +211,7 @@ def training_samples(
     if samples is None or own is not None:
         wanted = calibration if own is None else calibration.model_copy(update={"samples": own})
         samples = chosen_samples(checkpoint, family, wanted, images, trust=trust)
-    return RecoverySamples(samples, training_dtype(calibration))
+    return RecoverySamples(samples, training_dtype(calibration), allocate, after)
 
 
 def training_dtype(calibration: SampleOptions) -> torch.dtype:

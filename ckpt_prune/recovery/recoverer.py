@@ -113,6 +113,17 @@ class Recoverer:
         return self.settings.rate(factory.family.dimension(factory.config, "hidden"))
 
     @property
+    def summary(self) -> str:
+        """What is about to be done, in a line."""
+        samples = self.pruned.samples
+        image = self.pruned.factory.family.modality == "image"
+        what = "images" if image else f"windows of {samples.tokens} tokens"
+        return (
+            f"recovering {len(self.wanted)} of {self.blocks} blocks on {len(samples)} {what}, "
+            f"{len(self.split.held_out)} of them held out, up to {self.settings.epochs} epochs at lr {self.rate:.3g}"
+        )
+
+    @property
     def epochs(self) -> int:
         """Epochs of all blocks, at most."""
         return len(self.wanted) * self.settings.epochs
@@ -138,11 +149,14 @@ class Recoverer:
         self.dense.advance(index, dense)
         as_pruned = self.pruned.factory.block(index, pruned)
         start, _ = self._likeness(self._through(as_pruned, index, self._held_out()))
+        self._follow(index, as_pruned)
+        # Training has a block of its own.
+        del as_pruned
         trained = Trained(dict(pruned))
         if index in self.wanted:
             trained = self._train(index, pruned, meter)
             meter.to(self.done(index))
-        self._go_on(index, pruned, trained.tensors)
+        self._go_on(index, trained.tensors)
         before, cka_before = self._likeness(cut(self._branches[0], self._part))
         after, cka_after = self._likeness(self._held_out())
         return trained.tensors, RecoveredLayer(
@@ -164,7 +178,8 @@ class Recoverer:
     ) -> None:
         """Let the streams go past a block that an interrupted run has recovered."""
         self.dense.advance(index, dense)
-        self._go_on(index, pruned, written)
+        self._follow(index, self.pruned.factory.block(index, pruned))
+        self._go_on(index, written)
 
     def perplexities(self) -> list[dict[str, float | None]] | None:
         """After the last block: perplexity on held-out windows with the first k blocks recovered, ascending k.
@@ -205,13 +220,15 @@ class Recoverer:
             progress=progress,
         )
 
-    def _go_on(self, index: int, pruned: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
-        block = self.pruned.factory.block(index, pruned)
+    def _follow(self, index: int, as_pruned: nn.Module) -> None:
+        """Let the models with fewer blocks recovered go through a block as it was pruned."""
         for states in self._branches.values():
             start = 0
-            for part in self._through(block, index, cut(states, self._part)):
+            for part in self._through(as_pruned, index, cut(states, self._part)):
                 states[start : start + len(part)] = part
                 start += len(part)
+
+    def _go_on(self, index: int, written: Mapping[str, Tensor]) -> None:
         self.pruned.advance(index, written)
         if index + 1 in self.after and index + 1 < self.blocks:
             self._branch(index + 1)

@@ -107,17 +107,6 @@ class RecoveryJob:
             "right where it was pruned more than once, else give the dense model it was made from"
         )
 
-    @property
-    def summary(self) -> str:
-        """What is about to be done, in a line."""
-        rate = self.settings.rate(self.family.dimension(parse_config(self.pruned.config), "hidden"))
-        held_out = len(Split.of(len(self.samples), self.settings.held_out).held_out)
-        what = "images" if self.family.modality == "image" else f"windows of {self.samples.tokens} tokens"
-        return (
-            f"recovering {len(self.settings.blocks(self.blocks))} of {self.blocks} blocks on {len(self.samples)} "
-            f"{what}, {held_out} of them held out, up to {self.settings.epochs} epochs at lr {rate:.3g}"
-        )
-
     @cached_property
     def reference(self) -> "Checkpoint | RotatedCheckpoint":
         """The dense checkpoint in the basis of the pruned one's hidden states."""
@@ -300,7 +289,7 @@ def recover(
         job.dense.check_finite()
     with writer:
         recoverer = job.recoverer()
-        for line in filter(None, [job.doubt, job.summary]):
+        for line in filter(None, [job.doubt, recoverer.summary]):
             announce(line)
         layers = _write_blocks(job, recoverer, writer)
         _write_rest(job, writer)

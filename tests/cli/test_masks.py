@@ -20,9 +20,9 @@ from ckpt_prune.sparsity import damping
 from ckpt_prune.transform.rotations import Learner
 from tests import encoders, families
 from tests.cli.running import TEXT, edit_weights, listing, ok, read_json, refused, run, same_files, set_config
-from tests.cli.test_prune import interrupt_at
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
+from tests.interrupting import interrupt_at
 
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
 SHARED = [f"denoise-rotator-shared-{mask}" for mask in MASKS]

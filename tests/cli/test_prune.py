@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.errors import UserError
 from tests.cli.running import TEXT, listing, misused, ok, read_json, refused, run, same_files, set_config
+from tests.interrupting import interrupt_at
 
 COSTS = """\
                      before     after  share
@@ -225,22 +226,6 @@ def test_a_partial_folder_of_someone_else(place):
 
 KEEPS = "out.partial keeps the blocks that are done: the same command with --resume continues\n"
 CRASHES = [RuntimeError("bug"), torch.OutOfMemoryError("too large")]
-
-
-def interrupt_at(
-    patch: pytest.MonkeyPatch, owner: type, method: str, call: int, error: BaseException | None = None
-) -> None:
-    """Ctrl-C, or an error, just before this call of a method."""
-    original, calls = getattr(owner, method), 0
-
-    def counted(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error or KeyboardInterrupt
-        return original(*args, **kwargs)
-
-    patch.setattr(owner, method, counted)
 
 
 def crash(*args: str) -> Result:

@@ -34,9 +34,10 @@ from tests.cli.running import (
     same_files,
     set_config,
 )
-from tests.cli.test_prune import CRASHES, KEEPS, crash, interrupt_at
+from tests.cli.test_prune import CRASHES, KEEPS, crash
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import write_images, write_vit
+from tests.interrupting import interrupt_at
 from tests.transform.recovering import is_linear
 
 TWO = ("--set", "recovery.epochs=2")

@@ -17,6 +17,7 @@ from ckpt_prune.transform.job import make_plan
 from ckpt_prune.transform.prepare import measured
 from ckpt_prune.transform.prune import prune, search_strength
 from tests.families import BLOCKS, calibrate, contents, job_on, make, recipe, stock, windows
+from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
 
@@ -81,15 +82,7 @@ def test_a_run_killed_between_two_tensors_is_resumed(sources, tmp_path, written,
     """In the first block, in the second, and after the 36 tensors of all three."""
     prune(JOBS["text"](sources), tmp_path / "through")
     with monkeypatch.context() as patch:
-        original, calls = CheckpointWriter.write, []
-
-        def dying(self, name, tensor):
-            if len(calls) == written:
-                raise KeyboardInterrupt
-            calls.append(name)
-            original(self, name, tensor)
-
-        patch.setattr(CheckpointWriter, "write", dying)
+        interrupt_at(patch, CheckpointWriter, "write", written + 1)
         with pytest.raises(KeyboardInterrupt):
             prune(JOBS["text"](sources), tmp_path / "out")
     prune(JOBS["text"](sources), tmp_path / "out", resume=True)

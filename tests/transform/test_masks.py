@@ -16,7 +16,6 @@ from tests import encoders, families
 from tests.oracles import masked_model
 from tests.oracles.masked_model import Target
 
-from .stored import Sources
 from .whole import (
     RULES,
     TARGETS,
@@ -24,7 +23,6 @@ from .whole import (
     data_of,
     make_wide,
     masked,
-    sources_of_all,
     stock,
     tensors_of,
     wanted,
@@ -38,11 +36,6 @@ VARIANTS = [
     *("vit", "vit-model", "deit-teacher", "dinov2-classifier", "dinov2-swiglu"),
     *("bert-mlm", "bert-no-prefix", "bert-old-names"),
 ]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Sources:
-    return sources_of_all(tmp_path_factory.mktemp("dense"))
 
 
 CELLS: list[tuple[str, Target]] = [

@@ -26,16 +26,10 @@ from .recovering import (
     recovered,
     training_data,
 )
-from .stored import Sources
 from .test_rotations import random_rotations, rotating
-from .whole import data_of, sources_of_all, tensors_of, wanted, watch_reading
+from .whole import data_of, tensors_of, wanted, watch_reading
 
 VARIANTS = [*families.VARIANTS, *encoders.VARIANTS]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Sources:
-    return sources_of_all(tmp_path_factory.mktemp("dense"))
 
 
 def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:

@@ -26,19 +26,8 @@ from .recovering import (
     recovery_job,
     training_data,
 )
-from .stored import Sources
 from .test_rotations import random_rotations, rotating
-from .whole import make_wide, sources_of_all, wanted
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Sources:
-    return sources_of_all(tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
-def masked_llama(dense, tmp_path_factory) -> Path:
-    return pruned_by(dense.folder("llama"), tmp_path_factory.mktemp("masked") / "llama", wanted("magnitude"), None)
+from .whole import make_wide, wanted
 
 
 def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None, **changes: Any) -> str:

@@ -26,6 +26,7 @@ from ckpt_prune.transform.prune import prune
 from ckpt_prune.transform.recover import RecoveryJob, recover
 from tests import encoders, families
 from tests.families import BLOCKS, contents, windows
+from tests.interrupting import interrupt_at
 from tests.oracles import masked_model
 
 from .recovering import (
@@ -39,19 +40,8 @@ from .recovering import (
     recovery_job,
     training_data,
 )
-from .stored import Sources
 from .test_rotations import random_rotations, rotating
-from .whole import data_of, sources_of_all, stock, tensors_of, wanted, whole
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Sources:
-    return sources_of_all(tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
-def masked_llama(dense, tmp_path_factory) -> Path:
-    return pruned_by(dense.folder("llama"), tmp_path_factory.mktemp("masked") / "llama", wanted("magnitude"), None)
+from .whole import data_of, stock, tensors_of, wanted, whole
 
 
 def with_recovery(recipe: Recipe, **changes: Any) -> Recipe:
@@ -299,15 +289,7 @@ def test_a_recovery_killed_between_two_tensors_is_resumed(dense, masked_llama, t
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
     recover(job, tmp_path / "through")
     with monkeypatch.context() as patch:
-        original, calls = CheckpointWriter.write, []
-
-        def dying(self, name, tensor):
-            if len(calls) == written:
-                raise KeyboardInterrupt
-            calls.append(name)
-            original(self, name, tensor)
-
-        patch.setattr(CheckpointWriter, "write", dying)
+        interrupt_at(patch, CheckpointWriter, "write", written + 1)
         with pytest.raises(KeyboardInterrupt):
             recover(job, tmp_path / "out")
     recover(job, tmp_path / "out", resume=True)

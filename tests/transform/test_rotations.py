@@ -47,7 +47,6 @@ from .whole import (
     data_of,
     make_wide,
     masked,
-    sources_of_all,
     tensors_of,
     watch_reading,
     whole,
@@ -97,11 +96,6 @@ def rotating(kind: str, mask: dict[str, Any] | None = None, **more: Any) -> Reci
     """Rotate, and zero nothing unless told to."""
     values = {"version": 1, "name": "test", "ratio": 0.0, "mask": mask or {"method": "magnitude"}}
     return Recipe.model_validate(values | {"rotation": {"kind": kind, "steps": 2}} | more)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Sources:
-    return sources_of_all(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="module")
