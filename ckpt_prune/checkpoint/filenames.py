@@ -10,3 +10,12 @@ Not under that format's usual suffix: loaders take every file that has it for we
 """
 ELSEWHERE = "pruned elsewhere"
 """Stands for the recipe's name in the report of what another tool pruned and this one recovered."""
+
+GRAPH_RECORD = "ckpt_prune_onnx.json"
+"""An exported folder's record: what it was made from and how, names, types and shapes, digests."""
+
+VALIDATION = "validation.json"
+"""What came out when an exported graph was compared with PyTorch."""
+
+GRAPH_FOLDER = "onnx"
+"""Folder in an output that a recipe's export goes to, as in the Hub's repositories."""

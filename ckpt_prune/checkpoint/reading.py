@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
+from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
 from ckpt_prune.checkpoint.hub import resolve
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
@@ -27,8 +27,8 @@ _CONVERT = (
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
 )
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-_NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS}
+_NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".data", ".gguf", ".py"}
+_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS, GRAPH_RECORD, VALIDATION}
 
 
 @dataclass(frozen=True, eq=False)

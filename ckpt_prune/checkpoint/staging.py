@@ -31,6 +31,15 @@ class Staging:
 
     Creating the object checks the rules and changes nothing; `start` is the first to write.
 
+    Args:
+        out: the folder to make; its parent must exist.
+        job, layout: digests of what makes it and of what is in it.
+        resume: go on with what an equal job left.
+        overwrite: replace OUT, and drop what an unfinished run left.
+        holds: pattern of a file that, beside config.json, shows that an existing OUT may be replaced.
+        what: such a folder is, in messages.
+        resumable: whether an unfinished run can be gone on with at all.
+
     Attributes:
         path: the staging folder.
         units: the units recorded as done, each with the tensor names it holds.
@@ -40,13 +49,25 @@ class Staging:
         UserError: OUT or a staging folder exists and may not be replaced or resumed, or OUT's parent is not a folder.
     """
 
-    def __init__(self, out: Path, *, job: str, layout: str, resume: bool, overwrite: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        job: str,
+        layout: str,
+        resume: bool,
+        overwrite: bool,
+        holds: str = "*.safetensors",
+        what: str = "a checkpoint folder",
+        resumable: bool = True,
+    ) -> None:
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one")
         self._out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
         self.path = self._out.with_name(self._out.name + ".partial")
         self._aside = self._out.with_name(f".{self._out.name}.ckpt_prune-replaced")
         self._job, self._layout, self._replace = job, layout, overwrite
+        self._holds, self._what = holds, what
         self.units: dict[str, list[str]] = {}
         self.notes: dict[str, Any] = {}
         self._lock: int | None = None
@@ -60,9 +81,8 @@ class Staging:
             if resume:
                 self._continue()
             elif not overwrite:
-                raise UserError(
-                    f"{self.path} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
-                )
+                goes_on = "--resume continues it, " if resumable else ""
+                raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
         self._check_out()
 
     def start(self) -> None:
@@ -153,11 +173,9 @@ class Staging:
     def _check_out(self) -> None:
         if not os.path.lexists(self._out):
             return
-        is_checkpoint = (self._out / "config.json").is_file() and any(self._out.glob("*.safetensors"))
-        if not is_checkpoint or self._out.is_symlink():
-            raise UserError(
-                f"{self._out} exists and is not a checkpoint folder, so it is never replaced; choose another name"
-            )
+        is_own = (self._out / "config.json").is_file() and any(self._out.glob(self._holds))
+        if not is_own or self._out.is_symlink():
+            raise UserError(f"{self._out} exists and is not {self._what}, so it is never replaced; choose another name")
         if not self._replace:
             raise UserError(f"{self._out} exists; --overwrite replaces it")
 

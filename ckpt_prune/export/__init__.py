@@ -1,0 +1,1 @@
+"""ONNX graphs of whole models, and the proof that onnxruntime computes what PyTorch does."""

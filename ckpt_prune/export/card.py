@@ -1,0 +1,88 @@
+"""The model card of an exported graph, with a snippet that needs onnxruntime and numpy alone."""
+
+from typing import Any
+
+from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, VALIDATION
+from ckpt_prune.export.manifest import Manifest
+from ckpt_prune.planning.export_recipe import IMAGE_CLASSIFICATION, TEXT_GENERATION
+
+_TOKENS = '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
+
+
+def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
+    """README.md of an exported folder.
+
+    Args:
+        manifest: its record.
+        config: config.json.
+    """
+    fused = "" if manifest.optimize == "none" else f", fused for onnxruntime's {manifest.optimize.upper()} provider"
+    lines = [
+        "---",
+        "library_name: onnx",
+        f"pipeline_tag: {manifest.task}",
+        "tags: [ckpt-prune, onnx]",
+        "---",
+        "",
+        f"# {manifest.source.name}, ONNX",
+        "",
+        f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from `{manifest.source.name}` "
+        f"({config.get('model_type')}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}{fused}.",
+        f"What came out when it was compared with PyTorch is in `{VALIDATION}`, what it was made from in "
+        f"`{GRAPH_RECORD}`.",
+        "",
+        "| | name | type | shape |",
+        "|---|---|---|---|",
+    ]
+    for what, ports in (("in", manifest.inputs), ("out", manifest.outputs)):
+        lines += [f"| {what} | `{port.name}` | {port.type} | {' × '.join(map(str, port.shape))} |" for port in ports]
+    return "\n".join([*lines, "", "```python", snippet(manifest), "```", ""])
+
+
+def snippet(manifest: Manifest) -> str:
+    """Python that runs the graph in the current folder, on made-up tokens or pixels."""
+    lines = ["import numpy as np", "import onnxruntime", "", 'session = onnxruntime.InferenceSession("model.onnx")']
+    names = [port.name for port in manifest.inputs]
+    kind = "float16" if manifest.dtype == "fp16" else "float32"
+    if manifest.cached:
+        lines += _generation(names, kind)
+    elif manifest.modality == "image":
+        sizes = ", ".join(str(size) for size in manifest.inputs[0].shape[1:])
+        lines.append(
+            f"pixels = np.zeros((1, {sizes}), np.{kind})  # resized and normalised as preprocessor_config.json says"
+        )
+        lines.append('first, *others = session.run(None, {"pixel_values": pixels})')
+        lines.append(f"print({'first.argmax(-1)' if manifest.task == IMAGE_CLASSIFICATION else 'first.shape'})")
+    else:
+        lines.append(f"ids = np.array([[3, 4, 5]]){_TOKENS}")
+        lines.append(f"first, *others = session.run(None, {{{_feed(names, 'ids', 'ids.shape[1]')}}})")
+        lines.append(
+            f"print({'first[:, -1].argmax(-1)' if manifest.task == TEXT_GENERATION else 'first.shape'})"
+            f"{'  # the next token' if manifest.task == TEXT_GENERATION else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _feed(names: list[str], ids: str, total: str) -> str:
+    """The graph's inputs of tokens without padding, as the inside of a dict."""
+    known = {
+        "input_ids": ids,
+        "attention_mask": f"np.ones((1, {total}), np.int64)",
+        "position_ids": f"np.arange({total})[None, -{ids}.shape[1]:]",
+        "token_type_ids": f"np.zeros_like({ids})",
+    }
+    return ", ".join(f'"{name}": {value}' for name, value in known.items() if name in names)
+
+
+def _generation(names: list[str], kind: str) -> list[str]:
+    return [
+        f"ids = new = np.array([[3, 4, 5]]){_TOKENS}",
+        'past = [each for each in session.get_inputs() if each.name.startswith("past_key_values.")]',
+        f"cache = {{p.name: np.zeros((1, p.shape[1], 0, p.shape[3]), np.{kind}) for p in past}}",
+        "for _ in range(20):",
+        f"    feed = {{{_feed(names, 'new', 'ids.shape[1]')}}}",
+        "    logits, *present = session.run(None, feed | cache)",
+        "    new, cache = logits[:, -1:].argmax(-1), dict(zip(cache, present))",
+        "    ids = np.hstack([ids, new])",
+        "print(ids)",
+    ]

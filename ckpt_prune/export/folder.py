@@ -1,0 +1,146 @@
+"""The folder a graph is deployed from, written whole or not at all."""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+import torch
+
+from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
+from ckpt_prune.checkpoint.jsonfile import pretty
+from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.staging import Staging, disk_failures
+from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import auto_class, load_model, read_config
+from ckpt_prune.export.card import graph_card
+from ckpt_prune.export.graph import DEFAULT_OPSET, build_graph
+from ckpt_prune.export.manifest import Manifest, Source, ports, runtime_versions, tensor_digests
+from ckpt_prune.export.session import GRAPH
+from ckpt_prune.export.tasks import Task, chosen_task, without_head
+from ckpt_prune.export.tracing import example_of
+from ckpt_prune.planning.export_recipe import GraphSettings
+
+DATA = f"{GRAPH}.data"
+"""External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
+EMBEDDED_BYTES = 1 << 30
+"""Weights up to so many bytes stand in the graph's own file."""
+
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+class GraphWriter:
+    """Writes an export through `OUT.partial`.
+
+    Creating the object checks the rules and writes nothing.
+
+    Args:
+        source: checkpoint that is exported.
+        out: folder to make: outside the checkpoint, or a new one inside it.
+        overwrite: replace an existing export, and drop what a killed one left.
+
+    Raises:
+        UserError: OUT exists and may not be replaced, or holds the checkpoint.
+    """
+
+    def __init__(self, source: Checkpoint, out: Path, *, overwrite: bool = False) -> None:
+        a, b = source.path.resolve(), out.resolve()
+        if a == b or b in a.parents:
+            raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
+        self._source, self._out = source, out
+        self._staging = Staging(
+            out,
+            job="export",
+            layout="",
+            resume=False,
+            overwrite=overwrite,
+            holds=GRAPH,
+            what="an exported folder",
+            resumable=False,
+        )
+
+    def write(
+        self,
+        settings: GraphSettings,
+        *,
+        prove: Callable[[Path], bool] | None = None,
+        trust: bool = False,
+        embedded: int = EMBEDDED_BYTES,
+    ) -> Manifest | None:
+        """Trace the WHOLE model in memory and put the finished folder in place.
+
+        Args:
+            settings: what graph.
+            prove: is given the finished folder before it takes its place, and says whether it may.
+            trust: run the checkpoint's own code, where it is not this tool's.
+            embedded: weights above so many bytes go to a file of their own.
+
+        Returns:
+            The folder's record, or None where `prove` said no; then nothing is left.
+
+        Raises:
+            UserError: the model cannot be loaded or traced, or the disk is full.
+        """
+        dtype = _TYPES[settings.dtype]
+        weights = sum(info.numel for info in self._source.tensors.values()) * dtype.itemsize
+        check_room(self._out.absolute().parent, weights, "the graph needs")
+        self._staging.start()
+        try:
+            with disk_failures(self._staging.path):
+                manifest = self._fill(self._staging.path, settings, dtype, trust, embedded)
+                gc.collect()  # the model, before it is loaded again
+                if prove is not None and not prove(self._staging.path):
+                    self._staging.discard()
+                    return None
+                self._staging.publish()
+        except BaseException:
+            self._staging.discard()
+            raise
+        return manifest
+
+    def _fill(self, folder: Path, settings: GraphSettings, dtype: torch.dtype, trust: bool, embedded: int) -> Manifest:
+        source = self._source
+        graph, task = self._traced(settings, dtype, trust)
+        weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+        onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
+        for path in source.side_files():
+            (folder / path.name).write_bytes(path.read_bytes())
+        # The code it names does not travel: the graph needs none.
+        config = {key: value for key, value in read_config(source.path).items() if key != "auto_map"}
+        (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
+        files = [name for name in (GRAPH, DATA, CONFIG) if (folder / name).is_file()]
+        manifest = Manifest(
+            versions=runtime_versions(),
+            source=Source(name=source.path.name, fingerprint=source.fingerprint),
+            task=task.name,
+            modality=task.modality,
+            cached=task.cached,
+            dtype=settings.dtype,
+            opset=graph.opset_imports[""],
+            optimize=settings.optimize,
+            inputs=ports(graph.graph.inputs),
+            outputs=ports(graph.graph.outputs),
+            files=sha256_files(folder, files),
+            tensors=tensor_digests(graph),
+        )
+        (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(graph_card(manifest, config), encoding="utf-8")
+        return manifest
+
+    def _traced(self, settings: GraphSettings, dtype: torch.dtype, trust: bool) -> tuple[onnx_ir.Model, Task]:
+        model: Any = load_model(self._source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
+        task = chosen_task(auto_class(read_config(self._source.path)), model, task=settings.task, cache=settings.cache)
+        module = without_head(model, task)
+        graph = build_graph(
+            module,
+            example_of(module, task),
+            task,
+            opset=settings.opset or DEFAULT_OPSET,
+            fusions=None if settings.optimize == "none" else settings.optimize,
+            log=self._out.absolute().with_name(f"{self._out.name}.log"),
+        )
+        return graph, task

@@ -1,0 +1,161 @@
+"""From a model in memory to an ONNX graph: transformers' exporter, and names that deployments know."""
+
+import contextlib
+import io
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from transformers.exporters.configs import OnnxConfig
+from transformers.exporters.exporter_onnx import OnnxExporter
+
+from ckpt_prune._version import __version__
+from ckpt_prune.checkpoint.staging import write_whole
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.export.tasks import Task
+from ckpt_prune.export.tracing import Example
+
+DEFAULT_OPSET = 20
+
+BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+_CACHE = re.compile(r"(?:(?:input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+
+
+def build_graph(
+    model: Any, example: Example, task: Task, *, opset: int, fusions: str | None, log: Path
+) -> onnx_ir.Model:
+    """Trace a model into an ONNX graph.
+
+    Inputs and outputs have the names that the Hub's ONNX models have: those of the forward, and for layer i
+    `past_key_values.i.key`, `past_key_values.i.value` in and `present.i.key`, `present.i.value` out. Dynamic axes are
+    named `batch_size`, `sequence_length`, `past_sequence_length` and `total_sequence_length` (past and new).
+
+    Args:
+        model: in evaluation mode.
+        example: what to trace it with.
+        task: what it is for.
+        opset: ONNX opset.
+        fusions: fuse into operators of onnxruntime for this provider, cpu or cuda; such a graph runs in onnxruntime
+            only. None: ONNX's own operators.
+        log: file that gets the exporter's output and traceback where it fails.
+
+    Raises:
+        UserError: the exporter cannot trace the model, or an axis that should be dynamic came out fixed.
+    """
+    config = OnnxConfig(dynamic=True, dynamic_shapes=example.dynamic, opset_version=opset, ort_fusions=fusions)
+    said = io.StringIO()
+    try:
+        with _captured(said), quiet_transformers():
+            # It takes flags such as use_cache out of the inputs it is given.
+            graph: onnx_ir.Model = OnnxExporter().export_program(model, dict(example.inputs), config)[0]
+    except Exception as error:  # torch.export, onnxscript and model code raise anything here
+        write_whole(log, f"{said.getvalue()}\n{''.join(traceback.format_exception(error))}")
+        reason = _first_line(error)
+        raise UserError(
+            f"{type(model).__name__} cannot be exported: {reason[:300]} (all that was said is in {log})"
+        ) from error
+    _rename(graph.graph, task)
+    _lighten(graph)
+    if graph.opset_imports.get("") != opset:
+        raise UserError(
+            f"{type(model).__name__} cannot be written in opset {opset}: the exporter kept "
+            f"{graph.opset_imports.get('')}; leave out --opset, or say that one"
+        )
+    return graph
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line that says something, of the error that started it all."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next((line for line in lines if line), 'no message')}"
+
+
+@contextlib.contextmanager
+def _captured(into: io.StringIO) -> Iterator[None]:
+    """Keep what the exporter prints, warns and logs from the terminal."""
+    handler = logging.StreamHandler(into)
+    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir", "transformers")]
+    before = [(each.handlers[:], each.propagate) for each in loggers]
+    try:
+        for each in loggers:
+            each.handlers, each.propagate = [handler], False
+        with contextlib.redirect_stdout(into), contextlib.redirect_stderr(into), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, (handlers, propagate) in zip(loggers, before, strict=True):
+            each.handlers, each.propagate = handlers, propagate
+
+
+def _rename(graph: onnx_ir.Graph, task: Task) -> None:
+    """Give inputs and outputs their public names and their dynamic axes names that say what they are."""
+    for value in graph.inputs:
+        value.name = _CACHE.sub(r"past_key_values.\1.\2", value.name or "")
+        _name_axes(value, _input_axes(value.name, task))
+    for value in graph.outputs:
+        value.name = _CACHE.sub(r"present.\1.\2", value.name or "")
+        _name_axes(value, _output_axes(value, task))
+
+
+def _input_axes(name: str, task: Task) -> dict[int, str]:
+    if name.startswith("past_key_values."):
+        return {0: BATCH, 2: PAST}
+    if task.modality == "image":
+        return {0: BATCH}
+    return {0: BATCH, 1: TOTAL if name == "attention_mask" and task.cached else SEQUENCE}
+
+
+def _output_axes(value: onnx_ir.Value, task: Task) -> dict[int, str]:
+    if (value.name or "").startswith("present."):
+        return {0: BATCH, 2: TOTAL}
+    dynamic = _dynamic(value)
+    # Pooled outputs and logits of a whole text have no axis of tokens.
+    return {0: BATCH, 1: SEQUENCE} if task.modality == "text" and 1 in dynamic else {0: BATCH}
+
+
+def _dynamic(value: onnx_ir.Value) -> Sequence[int]:
+    shape = value.shape if value.shape is not None else ()
+    return [axis for axis, size in enumerate(shape) if not _is_number(size)]
+
+
+def _is_number(size: Any) -> bool:
+    """Whether an axis has a fixed size; the exporter writes some as symbols such as "6"."""
+    return isinstance(size, int) or str(size.value).isdigit()
+
+
+def _plain(size: Any) -> int | str:
+    """A fixed size as a number, another as the tracer's symbol."""
+    if isinstance(size, int):
+        return size
+    return int(size.value) if _is_number(size) else str(size.value)
+
+
+def _name_axes(value: onnx_ir.Value, names: dict[int, str]) -> None:
+    shape = value.shape
+    if shape is None or any(axis >= len(shape) or _is_number(shape[axis]) for axis in names):
+        sizes = [] if shape is None else [str(size) for size in shape]
+        raise UserError(
+            f"{value.name} of the exported graph has shape {sizes}, where axes {sorted(names)} should be dynamic: "
+            "the model computes with a fixed size there"
+        )
+    value.shape = onnx_ir.Shape([names[axis] if axis in names else _plain(shape[axis]) for axis in range(len(shape))])
+
+
+def _lighten(graph: onnx_ir.Model) -> None:
+    """Drop what no runtime reads: stack traces of this machine, and shapes inside the graph in the tracer's names."""
+    ClearMetadataAndDocStringPass()(graph)
+    named = {id(value) for value in graph.graph.outputs}
+    for node in graph.graph:
+        for value in node.outputs:
+            if id(value) not in named:
+                value.shape = None
+    graph.producer_name, graph.producer_version = "ckpt_prune", __version__

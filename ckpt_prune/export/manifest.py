@@ -1,0 +1,98 @@
+"""What an exported folder says of itself."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import onnx_ir
+import onnxruntime
+import onnxscript
+from pydantic import BaseModel, ValidationError
+
+from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
+from ckpt_prune.errors import UserError
+from ckpt_prune.export.session import Provider
+from ckpt_prune.transform.publish import versions
+
+
+class Port(BaseModel):
+    """An input or output of the graph."""
+
+    name: str
+    type: str
+    """float32, float16 or int64."""
+    shape: list[int | str]
+    """Sizes; dynamic axes by name."""
+
+
+class Source(BaseModel):
+    """The checkpoint a graph was made from."""
+
+    name: str
+    fingerprint: str
+
+
+class Manifest(BaseModel):
+    """`ckpt_prune_onnx.json`."""
+
+    version: Literal[1] = 1
+    versions: dict[str, str]
+    source: Source
+    task: str
+    modality: Literal["text", "image"]
+    cached: bool
+    dtype: Literal["fp32", "fp16"]
+    opset: int
+    optimize: Provider | Literal["none"]
+    inputs: list[Port]
+    outputs: list[Port]
+    files: dict[str, str]
+    """File → its sha256: the graph's files and config.json."""
+    tensors: dict[str, str]
+    """Initializer of the graph → sha256 of its bytes."""
+
+
+def ports(values: Any) -> list[Port]:
+    """Inputs or outputs of a graph of onnx_ir."""
+    return [
+        Port(
+            name=value.name,
+            type=value.dtype.numpy().name,
+            shape=[size if isinstance(size, int) else str(size.value) for size in value.shape],
+        )
+        for value in values
+    ]
+
+
+def tensor_digests(graph: onnx_ir.Model) -> dict[str, str]:
+    """Initializer → sha256 of its bytes."""
+    return {
+        name: hashlib.sha256(value.const_value.tobytes()).hexdigest()
+        for name, value in graph.graph.initializers.items()
+        if value.const_value is not None
+    }
+
+
+def runtime_versions() -> dict[str, str]:
+    """Of all that makes and runs a graph."""
+    return versions() | {
+        "onnx": onnx.__version__,
+        "onnxscript": onnxscript.__version__,
+        "onnxruntime": onnxruntime.__version__,
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The record of an exported folder.
+
+    Raises:
+        UserError: it is not one, or the record is damaged.
+    """
+    path = folder / GRAPH_RECORD
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{folder} has no {GRAPH_RECORD}: it was not written by `ckpt-prune export`") from error
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: export again") from error

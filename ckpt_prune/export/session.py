@@ -1,0 +1,162 @@
+"""Running an exported graph in onnxruntime, as the model it came from."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils.generic import ModelOutput
+
+from ckpt_prune.errors import UserError
+
+GRAPH = "model.onnx"
+
+Provider = Literal["cpu", "cuda"]
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_TYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64,
+    "tensor(bool)": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open graph."""
+
+    inner: Any
+    """onnxruntime's InferenceSession."""
+    provider: Provider
+    """What it runs on."""
+    note: str | None
+    """Why that is not what was asked for."""
+
+
+def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None = None) -> Session:
+    """Load a graph into onnxruntime.
+
+    Args:
+        graph: an ONNX file; external data lies beside it.
+        provider: what to run it on. Where CUDA is asked for and cannot be loaded, the CPU is used and `note` says so.
+        threads: of one operator; by default as many as torch uses, which heeds the cores this process may run on.
+
+    Raises:
+        UserError: onnxruntime cannot load it.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 3
+    wanted = [_PROVIDERS[provider], _PROVIDERS["cpu"]] if provider != "cpu" else [_PROVIDERS["cpu"]]
+    try:
+        with _quiet_onnxruntime():
+            inner = onnxruntime.InferenceSession(str(graph), options, providers=wanted)
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        reason = " ".join(str(error).split())
+        raise UserError(f"{graph}: onnxruntime cannot load it: {reason[:300]}") from error
+    if wanted[0] in inner.get_providers():
+        return Session(inner, provider, None)
+    return Session(
+        inner, "cpu", "CUDA was asked for and onnxruntime cannot load it here (no GPU, or no CUDA 13 and cuDNN 9): CPU"
+    )
+
+
+@contextmanager
+def _quiet_onnxruntime() -> Iterator[None]:
+    """Hold back what onnxruntime prints of a provider it cannot load; that it was not is said in one line."""
+    onnxruntime.set_default_logger_severity(4)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(2)
+
+
+class OnnxModel:
+    """A graph that is called like the transformers model it came from.
+
+    Args:
+        folder: of an export: `model.onnx` and config.json.
+        provider: what to run it on.
+        threads: of one operator.
+
+    Attributes:
+        config: of the model.
+        session: the open graph.
+        inputs, outputs: names to onnxruntime's descriptions, in the graph's order.
+        device: where outputs are: always the CPU.
+        dtype: of the graph's floating-point outputs.
+
+    Raises:
+        UserError: onnxruntime cannot load it.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, folder: Path, *, provider: Provider = "cpu", threads: int | None = None) -> None:
+        self.config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self.session = open_session(folder / GRAPH, provider=provider, threads=threads)
+        self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
+        self.outputs = {each.name: each for each in self.session.inner.get_outputs()}
+        self.dtype = next(_TYPES.get(each.type, torch.float32) for each in self.outputs.values())
+
+    def eval(self) -> "OnnxModel":
+        """A graph is always in evaluation mode."""
+        return self
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values go in and out."""
+        return any(name.startswith("past_key_values.") for name in self.inputs)
+
+    def empty_cache(self, batch: int) -> dict[str, Tensor]:
+        """Keys and values of no tokens: `past_key_values.*`, (B, heads, 0, head_dim)."""
+        return {
+            name: torch.zeros([batch, each.shape[1], 0, each.shape[3]], dtype=_TYPES[each.type])
+            for name, each in self.inputs.items()
+            if name.startswith("past_key_values.")
+        }
+
+    def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the graph: inputs by name to outputs by name, on the CPU; what it has no input for is left out.
+
+        Raises:
+            UserError: onnxruntime fails.
+        """
+        arrays = {
+            name: np.ascontiguousarray(value.to(_TYPES[self.inputs[name].type]).numpy())
+            for name, value in feed.items()
+            if name in self.inputs
+        }
+        try:
+            values = self.session.inner.run(None, arrays)
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(arrays.items())[:4])
+            reason = " ".join(str(error).split())
+            raise UserError(f"onnxruntime cannot run the graph on {sizes}: {reason[:300]}") from error
+        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, values, strict=True)}
+
+    def __call__(self, **inputs: Any) -> ModelOutput:
+        """Run on whole texts or images, without earlier tokens.
+
+        Args:
+            inputs: `input_ids` (B, T), with `attention_mask`, `position_ids`, `token_type_ids` where they are not all
+                ones, counted along the mask, and zeros; or `pixel_values` (B, C, H, W). Others are left out.
+        """
+        feed = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        if "input_ids" in feed:
+            feed = complete(feed) | self.empty_cache(len(feed["input_ids"]))
+        return ModelOutput(self.run(feed))
+
+
+def complete(feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of text with all that a graph may ask for beside `input_ids`, (B, T) int64."""
+    ids = feed["input_ids"]
+    mask = feed.get("attention_mask", torch.ones_like(ids))
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    return {"attention_mask": mask, "position_ids": positions, "token_type_ids": torch.zeros_like(ids)} | feed

@@ -1,0 +1,67 @@
+"""The part of a recipe that ends it in an ONNX graph."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ckpt_prune.planning.fields import Strict, one_of
+
+TEXT_GENERATION = "text-generation"
+FILL_MASK = "fill-mask"
+IMAGE_CLASSIFICATION = "image-classification"
+FEATURES = "feature-extraction"
+TASKS = (
+    TEXT_GENERATION,
+    FILL_MASK,
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    IMAGE_CLASSIFICATION,
+    FEATURES,
+)
+"""In the words of the Hub and of transformers' pipelines."""
+
+OPSETS = range(18, 24)
+"""ONNX opsets that torch's exporter writes (2.13): asked for less it keeps 18, and for more it has no operators."""
+
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = one_of("task", ("auto", *TASKS))
+
+
+class GraphSettings(Strict):
+    """How a model becomes an ONNX graph."""
+
+    task: TaskName = Field(
+        "auto",
+        description="What the graph is for; auto: what the checkpoint's own head is. feature-extraction: no head.",
+    )
+    opset: int | None = Field(None, ge=OPSETS[0], le=OPSETS[-1], description="ONNX opset, 18 to 23. Default: 20.")
+    dtype: Literal["fp32", "fp16"] = Field("fp32", description="Type of the weights and of what is computed.")
+    cache: bool | None = Field(
+        None,
+        description="Keys and values of earlier tokens as inputs and outputs. Default: where text is generated.",
+    )
+    optimize: Literal["cpu", "cuda", "none"] = Field(
+        "none",
+        description="Fuse into onnxruntime's own operators for this provider; such a graph runs in onnxruntime alone. "
+        "none: ONNX's operators, which onnxruntime fuses itself as it loads them.",
+    )
+    tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest difference between onnxruntime and PyTorch that passes, in units of the largest output. "
+        "Default: by dtype.",
+    )
+
+
+class ExportRecipe(GraphSettings):
+    """An ONNX graph as the last step of a recipe."""
+
+    format: Literal["onnx"] = Field("onnx", description="What is written, into the output's folder onnx.")
+    proof: bool = Field(
+        True,
+        alias="validate",
+        description="Compare the graph in onnxruntime with PyTorch; outside the tolerance fails.",
+    )
