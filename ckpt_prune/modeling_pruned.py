@@ -48,6 +48,7 @@ from transformers import (
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_torchdynamo_exporting
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
@@ -240,9 +241,9 @@ def narrow_forward(
             past_key_values = past_key_values.self_attention_cache
         key, value = past_key_values.update(key, value, self.layer_idx)
     implementation = self.config._attn_implementation
-    if implementation == "sdpa" and query.device.type == "cpu":
+    if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # The fused CPU kernel wants one width for all three, and without it attention takes longer than in the dense
-        # model. Zeros change no logit; the cache above holds the narrow keys.
+        # model. Zeros change no logit; the cache above holds the narrow keys. An exported graph has no such kernel.
         missing = value.shape[-1] - key.shape[-1]
         query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, plain_attention)

@@ -21,6 +21,9 @@ COMMANDS = {
     "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",
     "recover": "Train what a pruned checkpoint has left, one block at a time (LaCo).",
     "verify": "Prove that an output is whole and loads.",
+    "export": "Write an ONNX graph, compared with PyTorch in onnxruntime.",
+    "validate": "Compare an exported graph with its model again.",
+    "benchmark": "Latency, throughput, size and memory of two models side by side.",
     "report": "Show what pruning cost, block by block, as one HTML page.",
     "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",
     "recipe": "List, show, copy and check recipes.",
@@ -80,6 +83,7 @@ def main() -> None:
       ckpt-prune demo
       ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
       ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048
+      ckpt-prune export OUT -o OUT/onnx
 
     Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1, Ctrl-C with 130.
     """

@@ -101,12 +101,22 @@ def options_of(model: type[BaseModel]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         for name, field in reversed(model.model_fields.items()):
-            function = click.option(
-                f"--{name.replace('_', '-')}", name, help=field.description, **_click_arguments(field)
-            )(function)
+            function = click.option(_option(name, field), name, help=field.description, **_click_arguments(field))(
+                function
+            )
         return function
 
     return decorate
+
+
+def _option(name: str, field: Any) -> str:
+    """The option of a field: `--name`, or `--name/--no-name` of one that is true, false or, perhaps, None."""
+    option = f"--{name.replace('_', '-')}"
+    return (
+        f"{option}/{option.replace('--', '--no-')}"
+        if bool in (field.annotation, *get_args(field.annotation))
+        else option
+    )
 
 
 _LIMITS = ("ge", "gt", "le", "lt")
@@ -173,6 +183,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 device_option = click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where the work is done."
 )
+provider_option = click.option(
+    "--provider",
+    type=click.Choice(["cpu", "cuda"]),
+    help="What onnxruntime runs on; where CUDA cannot be loaded, a line says so and the CPU is used. [default: what "
+    "the graph is fused for, else cpu]",
+)
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 recipe_option = click.option("--recipe", metavar="R", help="Name of a shipped recipe, or a recipe file.")
 
@@ -209,8 +225,9 @@ trust_option = click.option(
     "trust",
     is_flag=True,
     help="Accept a MODEL whose config.json or image processor asks for code of its own. The processor's is run where "
-    "transformers has no such class; the model's is not, except by evaluate: the stock class of its model_type "
-    "is used, if every tensor fits it. A tokenizer's never is, and code is not downloaded from the Hub.",
+    "transformers has no such class; the model's is not, except by evaluate, export, validate and benchmark: the stock "
+    "class of its model_type is used, if every tensor fits it. A tokenizer's never is, and code is not downloaded from "
+    "the Hub.",
 )
 
 

@@ -89,7 +89,9 @@ def command(
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
     measures the unpruned model first. A recipe without scores or compensation that look at activations (magnitude)
     needs neither. Where a recipe has `recovery` (any does with --set recovery.epochs=10), what stays of each block is
-    trained right after it is pruned, as `ckpt-prune recover` does it afterwards.
+    trained right after it is pruned, as `ckpt-prune recover` does it afterwards. Where it has `export` (--set
+    export.format=onnx), OUT/onnx is its graph, compared with PyTorch as `ckpt-prune export` does it; where that fails,
+    the exit code is 1 and OUT is complete without it.
 
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
@@ -188,11 +190,16 @@ def command(
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {job.statistics.folder}: plan again")
+    step = None
+    if loaded.export is not None:
+        from ckpt_prune.cli.exporting import GraphStep
+
+        step = GraphStep.of(loaded.export, checkpoint, calibration, images, trust=trust)
     if dry_run or measures_first(job):
         # Measuring comes before prune's own scan: refuse here what would otherwise pass for an overflow.
         checkpoint.check_finite()
         if dry_run or loaded.allocation == "uniform":
-            check_room(out.absolute().parent, job.after.bytes)
+            check_room(out.absolute().parent, job.after.bytes + (step.bytes(job.after.parameters) if step else 0))
     if dry_run:
         if as_json:
             echo_json(_dry_report(job))
@@ -202,8 +209,9 @@ def command(
     with resumable(out), measured(job, out.absolute().parent, seed=calibration.seed) as ready:
         report = prune(ready, out, resume=resume, overwrite=overwrite)
     if as_json:
-        echo_json(report)
-        return
+        graph = step.run(out) if step else None
+        echo_json(report | ({"onnx": graph.json()} if graph else {}))
+        click.get_current_context().exit(0 if graph is None or graph.passed else 1)
     for message in _messages(ready):
         click.echo(message)
     click.echo(table(["", "before", "after", "share"], cost_rows(ready)))
@@ -219,6 +227,11 @@ def command(
     if report["lambda_search"]:
         click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
     click.echo(f"written to {out}")
+    if step is not None:
+        graph = step.run(out)
+        for line in graph.lines():
+            click.echo(line)
+        click.get_current_context().exit(0 if graph.passed else 1)
 
 
 def _messages(job: Any) -> list[str]:
@@ -256,6 +269,7 @@ def _print_errors(report: dict[str, Any]) -> None:
 
 
 def _print_dry(job: Any) -> None:
+    from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER
     from ckpt_prune.cli.setup import cost_rows, kept_line, mask_name
 
     for message in _messages(job):
@@ -279,6 +293,8 @@ def _print_dry(job: Any) -> None:
             f"to be recovered: {len(blocks)} of {job.blocks} blocks, {recovery.epochs} epochs on "
             f"{len(job.training.samples)} samples"
         )
+    if job.recipe.export is not None:
+        click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {job.recipe.export.dtype}")
     click.echo("everything checked, nothing written")
 
 

@@ -22,12 +22,26 @@ def command(ctx: click.Context, folder: Path, against: str | None, as_json: bool
 
     Of a masked OUT, the zeros and the pattern that its report states are counted in every weight.
 
+    Of an exported graph, alone or in OUT/onnx, the files, operators and weights, that onnxruntime loads it, and that it
+    is the one that validation.json says passed. MODEL is then what it was exported from.
+
     Loads the whole model once. Exit code 1 if a check fails.
     """
+    from dataclasses import replace
+
+    from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER, GRAPH_RECORD
     from ckpt_prune.checkpoint.hub import resolve
     from ckpt_prune.evaluation.verify import verify
+    from ckpt_prune.export.verify import verify_graph
 
-    checks = verify(folder, resolve(against) if against else None)
+    dense = resolve(against) if against else None
+    if (folder / GRAPH_RECORD).is_file():
+        checks = verify_graph(folder, dense)
+    else:
+        checks = verify(folder, dense)
+        if (folder / GRAPH_FOLDER / GRAPH_RECORD).is_file():
+            inside = verify_graph(folder / GRAPH_FOLDER, folder)
+            checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]
     passed = all(check.passed is not False for check in checks)
     if as_json:
         echo_json({"passed": passed, "checks": [asdict(check) for check in checks]})

@@ -4,7 +4,6 @@ from typing import Any
 
 from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, VALIDATION
 from ckpt_prune.export.manifest import Manifest
-from ckpt_prune.planning.export_recipe import IMAGE_CLASSIFICATION, TEXT_GENERATION
 
 _TOKENS = '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
 
@@ -48,18 +47,19 @@ def snippet(manifest: Manifest) -> str:
         lines += _generation(names, kind)
     elif manifest.modality == "image":
         sizes = ", ".join(str(size) for size in manifest.inputs[0].shape[1:])
-        lines.append(
-            f"pixels = np.zeros((1, {sizes}), np.{kind})  # resized and normalised as preprocessor_config.json says"
-        )
-        lines.append('first, *others = session.run(None, {"pixel_values": pixels})')
-        lines.append(f"print({'first.argmax(-1)' if manifest.task == IMAGE_CLASSIFICATION else 'first.shape'})")
+        shown = "first.argmax(-1)" if manifest.task == "image-classification" else "first.shape"
+        lines += [
+            f"pixels = np.zeros((1, {sizes}), np.{kind})  # resized and normalised as preprocessor_config.json says",
+            'first, *others = session.run(None, {"pixel_values": pixels})',
+            f"print({shown})",
+        ]
     else:
-        lines.append(f"ids = np.array([[3, 4, 5]]){_TOKENS}")
-        lines.append(f"first, *others = session.run(None, {{{_feed(names, 'ids', 'ids.shape[1]')}}})")
-        lines.append(
-            f"print({'first[:, -1].argmax(-1)' if manifest.task == TEXT_GENERATION else 'first.shape'})"
-            f"{'  # the next token' if manifest.task == TEXT_GENERATION else ''}"
-        )
+        generates = manifest.task == "text-generation"
+        lines += [
+            f"ids = np.array([[3, 4, 5]]){_TOKENS}",
+            f"first, *others = session.run(None, {{{_feed(names, 'ids', 'ids.shape[1]')}}})",
+            "print(first[:, -1].argmax(-1))  # the next token" if generates else "print(first.shape)",
+        ]
     return "\n".join(lines)
 
 

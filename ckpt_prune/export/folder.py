@@ -4,7 +4,6 @@ import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import onnx_ir
 import torch
@@ -16,21 +15,25 @@ from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import auto_class, load_model, read_config
+from ckpt_prune.evaluation.loading import load_model, read_config
 from ckpt_prune.export.card import graph_card
 from ckpt_prune.export.graph import DEFAULT_OPSET, build_graph
 from ckpt_prune.export.manifest import Manifest, Source, ports, runtime_versions, tensor_digests
 from ckpt_prune.export.session import GRAPH
-from ckpt_prune.export.tasks import Task, chosen_task, without_head
+from ckpt_prune.export.tasks import chosen_task, without_head
 from ckpt_prune.export.tracing import example_of
 from ckpt_prune.planning.export_recipe import GraphSettings
+from ckpt_prune.progress import Meter, meter
 
 DATA = f"{GRAPH}.data"
 """External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
 EMBEDDED_BYTES = 1 << 30
 """Weights up to so many bytes stand in the graph's own file."""
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+def dtype_of(settings: GraphSettings) -> torch.dtype:
+    """The type of a graph's weights."""
+    return torch.float16 if settings.dtype == "fp16" else torch.float32
 
 
 class GraphWriter:
@@ -41,17 +44,19 @@ class GraphWriter:
     Args:
         source: checkpoint that is exported.
         out: folder to make: outside the checkpoint, or a new one inside it.
+        settings: what graph.
         overwrite: replace an existing export, and drop what a killed one left.
 
     Raises:
-        UserError: OUT exists and may not be replaced, or holds the checkpoint.
+        UserError: OUT exists and may not be replaced, or holds the checkpoint; or the model cannot do the task.
     """
 
-    def __init__(self, source: Checkpoint, out: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, source: Checkpoint, out: Path, settings: GraphSettings, *, overwrite: bool = False) -> None:
         a, b = source.path.resolve(), out.resolve()
         if a == b or b in a.parents:
             raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
-        self._source, self._out = source, out
+        self._source, self._out, self._settings = source, out, settings
+        self._task = chosen_task(read_config(source.path), task=settings.task, cache=settings.cache)
         self._staging = Staging(
             out,
             job="export",
@@ -65,7 +70,6 @@ class GraphWriter:
 
     def write(
         self,
-        settings: GraphSettings,
         *,
         prove: Callable[[Path], bool] | None = None,
         trust: bool = False,
@@ -74,7 +78,6 @@ class GraphWriter:
         """Trace the WHOLE model in memory and put the finished folder in place.
 
         Args:
-            settings: what graph.
             prove: is given the finished folder before it takes its place, and says whether it may.
             trust: run the checkpoint's own code, where it is not this tool's.
             embedded: weights above so many bytes go to a file of their own.
@@ -85,26 +88,28 @@ class GraphWriter:
         Raises:
             UserError: the model cannot be loaded or traced, or the disk is full.
         """
-        dtype = _TYPES[settings.dtype]
+        dtype = dtype_of(self._settings)
         weights = sum(info.numel for info in self._source.tensors.values()) * dtype.itemsize
         check_room(self._out.absolute().parent, weights, "the graph needs")
         self._staging.start()
         try:
-            with disk_failures(self._staging.path):
-                manifest = self._fill(self._staging.path, settings, dtype, trust, embedded)
-                gc.collect()  # the model, before it is loaded again
-                if prove is not None and not prove(self._staging.path):
-                    self._staging.discard()
-                    return None
+            with disk_failures(self._staging.path), meter(3, "exporting") as bar:
+                manifest = self._fill(self._staging.path, dtype, trust, embedded, bar)
+            gc.collect()  # the model, before it is loaded again
+            if prove is not None and not prove(self._staging.path):
+                self._staging.discard()
+                return None
+            with disk_failures(self._out):
                 self._staging.publish()
         except BaseException:
             self._staging.discard()
             raise
         return manifest
 
-    def _fill(self, folder: Path, settings: GraphSettings, dtype: torch.dtype, trust: bool, embedded: int) -> Manifest:
-        source = self._source
-        graph, task = self._traced(settings, dtype, trust)
+    def _fill(self, folder: Path, dtype: torch.dtype, trust: bool, embedded: int, bar: Meter) -> Manifest:
+        source, settings, task = self._source, self._settings, self._task
+        graph = self._traced(dtype, trust, bar)
+        bar.say("writing")
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
         for path in source.side_files():
@@ -129,12 +134,16 @@ class GraphWriter:
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(graph_card(manifest, config), encoding="utf-8")
+        bar.to(3)
         return manifest
 
-    def _traced(self, settings: GraphSettings, dtype: torch.dtype, trust: bool) -> tuple[onnx_ir.Model, Task]:
-        model: Any = load_model(self._source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
-        task = chosen_task(auto_class(read_config(self._source.path)), model, task=settings.task, cache=settings.cache)
+    def _traced(self, dtype: torch.dtype, trust: bool, bar: Meter) -> onnx_ir.Model:
+        settings, task = self._settings, self._task
+        bar.say("loading the model")
+        model = load_model(self._source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
         module = without_head(model, task)
+        bar.to(1)
+        bar.say("tracing")
         graph = build_graph(
             module,
             example_of(module, task),
@@ -143,4 +152,5 @@ class GraphWriter:
             fusions=None if settings.optimize == "none" else settings.optimize,
             log=self._out.absolute().with_name(f"{self._out.name}.log"),
         )
-        return graph, task
+        bar.to(2)
+        return graph

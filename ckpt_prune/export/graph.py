@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir
+import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from transformers.exporters.configs import OnnxConfig
 from transformers.exporters.exporter_onnx import OnnxExporter
@@ -62,6 +63,7 @@ def build_graph(
             f"{type(model).__name__} cannot be exported: {reason[:300]} (all that was said is in {log})"
         ) from error
     _rename(graph.graph, task)
+    _name_weights(graph.graph, model)
     _lighten(graph)
     if graph.opset_imports.get("") != opset:
         raise UserError(
@@ -150,9 +152,38 @@ def _name_axes(value: onnx_ir.Value, names: dict[int, str]) -> None:
     value.shape = onnx_ir.Shape([names[axis] if axis in names else _plain(shape[axis]) for axis in range(len(shape))])
 
 
+def _name_weights(graph: onnx_ir.Graph, model: Any) -> None:
+    """Give weights that the exporter transposed, and numbered, the names of the parameters they are: `NAME.T`.
+
+    So that what is found wrong in a weight says which.
+    """
+    known = {
+        _sample(parameter.detach().T): f"{name}.T"
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2
+    }
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or len(tensor.shape) != 2 or not name.startswith("val_"):
+            continue
+        found = known.get(_sample(torch.from_numpy(tensor.numpy())))
+        if found is not None and found not in graph.initializers:
+            value.name = found
+
+
+def _sample(matrix: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a weight from the others: its shape and some of its elements."""
+    rows, columns = (max(1, size // 8) for size in matrix.shape)
+    return (*matrix.shape, *matrix[::rows, ::columns].flatten().tolist())
+
+
 def _lighten(graph: onnx_ir.Model) -> None:
     """Drop what no runtime reads: stack traces of this machine, and shapes inside the graph in the tracer's names."""
     ClearMetadataAndDocStringPass()(graph)
+    for weight in graph.graph.initializers.values():
+        if weight.const_value is not None:
+            # Fusions note another rank for some scalars.
+            weight.shape = onnx_ir.Shape(list(weight.const_value.shape.numpy()))
     named = {id(value) for value in graph.graph.outputs}
     for node in graph.graph:
         for value in node.outputs:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.session import Provider
+from ckpt_prune.planning.export_recipe import TaskName
 from ckpt_prune.transform.publish import versions
 
 
@@ -39,7 +40,7 @@ class Manifest(BaseModel):
     version: Literal[1] = 1
     versions: dict[str, str]
     source: Source
-    task: str
+    task: TaskName
     modality: Literal["text", "image"]
     cached: bool
     dtype: Literal["fp32", "fp16"]

@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import PreTrainedModel
-
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.export_recipe import FEATURES, FILL_MASK, IMAGE_CLASSIFICATION, TEXT_GENERATION
+from ckpt_prune.evaluation.classification import is_vision
+from ckpt_prune.evaluation.loading import auto_class
+from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
-_TASKS = {
-    "AutoModelForCausalLM": TEXT_GENERATION,
-    "AutoModelForMaskedLM": FILL_MASK,
-    "AutoModelForPreTraining": FILL_MASK,
+_TASKS: dict[str, TaskName] = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForPreTraining": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForImageClassification": IMAGE_CLASSIFICATION,
-    "AutoModel": FEATURES,
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModel": "feature-extraction",
 }
 """Auto class of a checkpoint → task."""
 
@@ -25,44 +25,37 @@ _TASKS = {
 class Task:
     """What a graph is for."""
 
-    name: str
-    """One of `planning.export_recipe.TASKS`."""
+    name: TaskName
     modality: Literal["text", "image"]
     """What it reads."""
     cached: bool
     """Whether keys and values of earlier tokens go in and out."""
 
-    @property
-    def per_token(self) -> bool:
-        """Whether the first output says something of every token, so that padding is left out of comparisons."""
-        return self.modality == "text" and self.name != "text-classification"
 
-
-def chosen_task(auto_class: str, model: PreTrainedModel, *, task: str = "auto", cache: bool | None = None) -> Task:
+def chosen_task(config: dict[str, Any], *, task: AskedTask = "auto", cache: bool | None = None) -> Task:
     """The task of an export.
 
     Args:
-        auto_class: that loads the checkpoint.
-        model: loaded.
-        task: one of `TASKS`, or auto for that of the checkpoint's own class.
-        cache: keys and values of earlier tokens as inputs and outputs; None where the task has them.
+        config: config.json of the checkpoint.
+        task: what is asked for; auto is what the checkpoint's own class does.
+        cache: keys and values of earlier tokens as inputs and outputs; None where text is generated.
 
     Raises:
         UserError: a head that the checkpoint does not have, or a cache where nothing is generated.
     """
-    own = _TASKS.get(auto_class, TEXT_GENERATION)
-    if task not in ("auto", own, FEATURES):
-        raise UserError(
-            f"--task {task}: {type(model).__name__} has no head for it; it can be exported for {own}"
-            + (f" or {FEATURES}" if own != FEATURES else "")
-        )
+    auto = auto_class(config)
+    own = _TASKS.get(auto)
+    if own is None:
+        raise UserError(f"a model of class {auto} cannot be exported: known are {', '.join(_TASKS)}")
+    if task not in ("auto", own, "feature-extraction"):
+        more = "" if own == "feature-extraction" else " or feature-extraction"
+        raise UserError(f"this model has no head for {task}: it can be exported for {own}{more}")
     name = own if task == "auto" else task
-    if cache and name != TEXT_GENERATION:
-        raise UserError(f"--cache: {name} has no keys and values to keep; only {TEXT_GENERATION} has")
-    modality: Literal["text", "image"] = "image" if model.main_input_name == "pixel_values" else "text"
-    return Task(name, modality, cached=name == TEXT_GENERATION and cache is not False)
+    if cache and name != "text-generation":
+        raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
+    return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
 
 
-def without_head(model: PreTrainedModel, task: Task) -> Any:
-    """The module that does the task: the model, or its base where the task is `feature-extraction`."""
-    return model.base_model if task.name == FEATURES else model
+def without_head(model: Any, task: Task) -> Any:
+    """The module that does the task: the model, or its base where the task is feature-extraction."""
+    return model.base_model if task.name == "feature-extraction" else model

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.tasks import Task
-from ckpt_prune.planning.export_recipe import TEXT_GENERATION
 
 _BATCH, _TOKENS, _PAST = 2, 3, 4
 """Sizes of the example. None is 1, which the tracer would take for a constant, and no two are equal."""
@@ -67,7 +66,7 @@ def _text(model: Any, task: Task) -> Example:
     takes = inspect.signature(model.forward).parameters
     ids = torch.ones(_BATCH, _TOKENS, dtype=torch.int64)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": ids.new_ones(_BATCH, past + _TOKENS)}
-    if task.name == TEXT_GENERATION and "position_ids" in takes:
+    if task.name == "text-generation" and "position_ids" in takes:
         inputs["position_ids"] = torch.arange(past, past + _TOKENS).repeat(_BATCH, 1)
     if "token_type_ids" in takes:
         inputs["token_type_ids"] = torch.zeros_like(ids)

@@ -1,39 +1,31 @@
 """The part of a recipe that ends it in an ONNX graph."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from ckpt_prune.planning.fields import Strict, one_of
+from ckpt_prune.planning.fields import Strict
 
-TEXT_GENERATION = "text-generation"
-FILL_MASK = "fill-mask"
-IMAGE_CLASSIFICATION = "image-classification"
-FEATURES = "feature-extraction"
-TASKS = (
-    TEXT_GENERATION,
-    FILL_MASK,
+TaskName = Literal[
+    "text-generation",
+    "fill-mask",
     "text-classification",
     "token-classification",
     "question-answering",
-    IMAGE_CLASSIFICATION,
-    FEATURES,
-)
-"""In the words of the Hub and of transformers' pipelines."""
+    "image-classification",
+    "feature-extraction",
+]
+"""What a graph is for, in the words of the Hub and of transformers' pipelines."""
+AskedTask = Literal["auto", TaskName]
 
 OPSETS = range(18, 24)
 """ONNX opsets that torch's exporter writes (2.13): asked for less it keeps 18, and for more it has no operators."""
-
-if TYPE_CHECKING:
-    TaskName = str
-else:
-    TaskName = one_of("task", ("auto", *TASKS))
 
 
 class GraphSettings(Strict):
     """How a model becomes an ONNX graph."""
 
-    task: TaskName = Field(
+    task: AskedTask = Field(
         "auto",
         description="What the graph is for; auto: what the checkpoint's own head is. feature-extraction: no head.",
     )

@@ -14,6 +14,7 @@ from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS, Traits
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict, one_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
@@ -138,6 +139,7 @@ class Recipe(Strict):
     recovery: RecoveryRecipe | None = Field(
         None, description="Train what stays of each block right after it is pruned (LaCo)."
     )
+    export: ExportRecipe | None = Field(None, description="End in an ONNX graph, in the output's folder onnx.")
 
     @model_validator(mode="before")
     @classmethod
@@ -220,12 +222,12 @@ class Recipe(Strict):
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
     def canonical_json(self) -> str:
-        """The recipe with every default spelt out, keys sorted; without mask, rotation and recovery where it has none.
+        """The recipe with every default spelt out, keys sorted; without the parts that it may have and has not.
 
         So a recipe that does not use them has the digest it had before there were any.
         """
         values = self.model_dump(mode="json", by_alias=True)
-        optional = ("mask", "rotation", "recovery")
+        optional = ("mask", "rotation", "recovery", "export")
         return json.dumps({k: v for k, v in values.items() if k not in optional or v is not None}, sort_keys=True)
 
     @property
@@ -456,7 +458,12 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
 def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
     """Keys allowed in the mapping that a location's last key stands in."""
     model: type[BaseModel] = Recipe
-    parts: dict[Any, type[BaseModel]] = {"mask": MaskRecipe, "rotation": RotationRecipe, "recovery": RecoveryRecipe}
+    parts: dict[Any, type[BaseModel]] = {
+        "mask": MaskRecipe,
+        "rotation": RotationRecipe,
+        "recovery": RecoveryRecipe,
+        "export": ExportRecipe,
+    }
     if len(loc) >= 2 and loc[0] in parts:
         model = parts[loc[0]]
     elif len(loc) >= 3 and loc[0] == "spaces":

@@ -34,6 +34,19 @@ TAKES = {
         *["MODEL", "--text", "--window", "--images", "--labels", "--max-corrupt", "--against MODEL2", "--tasks"],
         *["--limit", "--trust-remote-code", "--device", "--json"],
     ],
+    "export": [
+        *["MODEL", "--output", "--task", "--opset", "--dtype", "--cache / --no-cache", "--optimize", "--tolerance"],
+        *["--validate / --no-validate", "--text", "--images", "--labels", "--samples", "--window", "--provider"],
+        *["--overwrite", "--trust-remote-code", "--json"],
+    ],
+    "validate": [
+        *["DIR", "--against", "--text", "--images", "--labels", "--samples", "--window", "--tolerance", "--provider"],
+        *["--trust-remote-code", "--json"],
+    ],
+    "benchmark": [
+        *["A B", "--onnx", "--batch", "--tokens", "--generate", "--rounds", "--warmup", "--threads", "--provider"],
+        *["--device", "--optimize", "--dtype", "--trust-remote-code", "--json"],
+    ],
     "recipe": ["list", "show", "copy", "validate", "schema"],
     "recipe list": ["--json"],
     "recipe show": ["NAME"],

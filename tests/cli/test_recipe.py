@@ -10,7 +10,7 @@ from tests.cli.running import misused, ok, refused
 
 TOP = (
     "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
-    "rotation, recovery"
+    "rotation, recovery, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 SHIPPED = ", ".join(shipped_recipes())

@@ -101,7 +101,7 @@ def test_a_recipe_says_what_it_says(tmp_path):
 
 KEYS = (
     "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
-    "rotation, recovery"
+    "rotation, recovery, export"
 )
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
@@ -187,6 +187,48 @@ RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out
 def test_a_mistake_in_recovery_is_named_by_its_key(tmp_path, text, message):
     path = write(tmp_path, GOOD + f"recovery:\n{text}\n")
     assert refusal(path) == f"{path}, line 13: {message}"
+
+
+EXPORT_KEYS = "task, opset, dtype, cache, optimize, tolerance, format, validate"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  dtyp: fp16", f"unknown key export.dtyp: did you mean 'dtype'? allowed here: {EXPORT_KEYS}"),
+        ("  dtype: int8", "export.dtype: input should be 'fp32' or 'fp16', got 'int8'"),
+        ("  format: gguf", "export.format: input should be 'onnx', got 'gguf'"),
+        ("  opset: 17", "export.opset: input should be greater than or equal to 18, got 17"),
+        ("  opset: 24", "export.opset: input should be less than or equal to 23, got 24"),
+        ("  optimize: tensorrt", "export.optimize: input should be 'cpu', 'cuda' or 'none', got 'tensorrt'"),
+        ("  cache: 3", "export.cache: input should be a valid boolean, unable to interpret input, got 3"),
+        ("  tolerance: 0", "export.tolerance: input should be greater than 0, got 0"),
+    ],
+)
+def test_a_mistake_in_export_is_named_by_its_key(tmp_path, text, message):
+    path = write(tmp_path, GOOD + f"export:\n{text}\n")
+    assert refusal(path) == f"{path}, line 13: {message}"
+
+
+def test_export_has_defaults_and_can_be_set_by_one_key(tmp_path):
+    found = load_recipe(str(write(tmp_path, GOOD)), ("export.format=onnx", "export.validate=false")).export
+    assert found is not None
+    assert found.model_dump(by_alias=True) == {
+        "task": "auto",
+        "opset": None,
+        "dtype": "fp32",
+        "cache": None,
+        "optimize": "none",
+        "tolerance": None,
+        "format": "onnx",
+        "validate": False,
+    }
+
+
+def test_a_recipe_without_export_keeps_the_digest_it_had_before_there_was_any(tmp_path):
+    plain = load_recipe(str(write(tmp_path, GOOD)))
+    assert "export" not in plain.canonical_json()
+    assert load_recipe(str(write(tmp_path, GOOD)), ("export.format=onnx",)).digest != plain.digest
 
 
 @pytest.mark.parametrize("value", ["true", "3", "[epochs]"])

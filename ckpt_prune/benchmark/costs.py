@@ -1,0 +1,78 @@
+"""What a model costs on paper: parameters, bytes on disk, and FLOPs of a workload."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.benchmark.workload import Phase, Workload
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.export.folder import DATA
+from ckpt_prune.export.session import GRAPH
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.transform.layout import source_shapes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Parameters of a model, and its FLOPs as a polynomial of the number of tokens.
+
+    `planning.accounting.cost_of` is one: every linear is applied to every token, pooled ones once, and scores and
+    their product with the values are over pairs of tokens. So the coefficients also say what one more token costs.
+    """
+
+    parameters: int
+    once: int
+    per_token: int
+    per_pair: int
+
+    def flops(self, workload: Workload, phase: Phase) -> int:
+        """Of one timing of a phase: the whole batch, or in decode one step, the mean over all of them.
+
+        Step i after T tokens: one query over T + i keys, i from 1.
+        """
+        if workload.modality == "image":
+            return workload.batch * self.once
+        tokens, steps = workload.tokens, workload.steps
+        if phase == "decode":
+            keys = steps * tokens + steps * (steps + 1) // 2
+            return workload.batch * (self.once + self.per_token + self.per_pair * keys // steps)
+        return workload.batch * (self.once + self.per_token * tokens + self.per_pair * tokens**2)
+
+
+def costs_of(checkpoint: Checkpoint) -> Costs | None:
+    """The costs of a checkpoint; None where its family has no description."""
+    try:
+        family = fitting_family(checkpoint)
+        config = parse_config(checkpoint.config)
+    except UserError:
+        return None
+    shapes = source_shapes(checkpoint)
+    parameters = cost_of(family, config, shapes).parameters
+    if family.modality == "image":
+        return Costs(parameters, once=cost_of(family, config, shapes).flops, per_token=0, per_pair=0)
+    # Through three points goes one parabola; its coefficients are whole numbers.
+    one, two, three = (cost_of(family, _reading(config, tokens), shapes).flops for tokens in (1, 2, 3))
+    per_pair = (three - 2 * two + one) // 2
+    per_token = two - one - 3 * per_pair
+    return Costs(parameters, once=one - per_token - per_pair, per_token=per_token, per_pair=per_pair)
+
+
+def _reading(config: Any, tokens: int) -> Any:
+    """The config with a context of so many tokens, which is what FLOPs are counted of."""
+    own = copy.copy(config)
+    own.max_position_embeddings = tokens
+    return own
+
+
+def weights_bytes(checkpoint: Checkpoint) -> int:
+    """Of the files that hold the tensors."""
+    return sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)
+
+
+def graph_bytes(folder: Path) -> int:
+    """Of a graph and its external data."""
+    return sum((folder / name).stat().st_size for name in (GRAPH, DATA) if (folder / name).is_file())

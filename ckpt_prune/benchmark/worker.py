@@ -1,0 +1,115 @@
+"""A process that holds one model and runs it when it is told to.
+
+Nothing heavy is imported before the first lines of `serve`: threads learn how to wait when torch is imported.
+"""
+
+import contextlib
+import os
+import signal
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Literal
+
+from ckpt_prune.benchmark.memory import peak, resident
+from ckpt_prune.errors import UserError
+
+if TYPE_CHECKING:
+    from ckpt_prune.benchmark.workload import Phase
+
+Runtime = Literal["PyTorch", "onnxruntime"]
+Timing = dict["Phase", list[float]]
+"""Phase → seconds of each of its timings: one, or in decode one per step."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one process runs."""
+
+    label: Literal["A", "B"]
+    model: str
+    """As the user named it."""
+    runtime: Runtime
+    folder: str
+    """Of the checkpoint, or of the graph."""
+    device: str
+    """Of PyTorch, or onnxruntime's provider."""
+    threads: int
+    dtype: Literal["fp32", "fp16"]
+    """That PyTorch computes in; a graph has its own."""
+    trust: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model} in {self.runtime}"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model is loaded."""
+
+    device: str
+    """Where it runs: a device of torch's, or a provider."""
+    note: str | None
+    """Why that is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes; None where the system does not say."""
+
+    base: int | None
+    """Resident before the model was loaded: the interpreter and libraries."""
+    peak: int | None
+    """Largest resident size, the base included."""
+    gpu: int | None
+    """Most that PyTorch had allocated on the GPU."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process gave up, in one line."""
+
+    reason: str
+
+
+def serve(connection: Connection, seat: Seat) -> None:
+    """Load a model and time it on every workload that comes; None ends it.
+
+    Sent: `Ready`, a `Timing` per workload, `Memory` at the end; or `Failure` in place of any of them.
+
+    Args:
+        connection: to the parent. Where its other end is closed, the process ends.
+        seat: what to run.
+    """
+    # Ctrl-C reaches every process of the terminal; the parent ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(OSError):  # where standard error is closed
+        os.dup2(2, 1)  # standard output is the parent's, which may be writing JSON
+    try:
+        _serve(connection, seat)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+    except Exception as error:  # loaders and runtimes raise anything
+        connection.send(Failure(_reason(error)))
+
+
+def _serve(connection: Connection, seat: Seat) -> None:
+    from ckpt_prune.benchmark.runners import RUNNERS
+
+    base = resident()
+    runner = RUNNERS[seat.runtime](seat)
+    connection.send(Ready(runner.device, runner.note))
+    while (workload := connection.recv()) is not None:
+        connection.send(runner.time(workload))
+    connection.send(Memory(base, peak(), runner.gpu_memory()))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    said = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory ({said})" if said else "out of memory"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,0 +1,168 @@
+"""`ckpt-prune benchmark`."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt_prune.cli.options import device_option, echo_json, json_option, table, trust_option
+
+if TYPE_CHECKING:
+    from ckpt_prune.benchmark.figures import Block, Result, Row, Run
+
+NONE = "-"
+"""Stands for a figure that is not known."""
+
+
+@click.command("benchmark")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--onnx", is_flag=True, help="Time both in onnxruntime as well.")
+@click.option("--batch", "batches", default="1", show_default=True, metavar="N[,N...]", help="Texts or images at once.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    help="Tokens of each text. [default: 128, or what the shorter context has room for]",
+)
+@click.option(
+    "--generate",
+    "steps",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Tokens to generate after the text, with the cache; 0 for none. [default: 16 where both models can, less in a "
+    "short context]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Times that each is timed.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Rounds before them, not counted."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Of each model. [default: as many as PyTorch takes]")
+@click.option(
+    "--provider",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of onnxruntime. [default: cuda where --device is, else cpu]",
+)
+@device_option
+@click.option(
+    "--optimize",
+    type=click.Choice(["none", "cpu", "cuda"]),
+    help="Fuse graphs made here for this provider. [default: none, a graph in the checkpoint's folder onnx as it is]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "fp16"]),
+    help="Of PyTorch and of graphs made here. [default: fp32, a graph in the checkpoint's folder onnx as it is]",
+)
+@trust_option
+@json_option
+def command(a: str, b: str, batches: str, device: str, as_json: bool, **options: Any) -> None:
+    """Time A, the dense model, against B, the pruned one: latency, throughput, size and peak memory.
+
+    Both are loaded WHOLE, each in a process of its own, a second time for --onnx, and all stay in memory together.
+    They are timed in turns, a round being each of them once, so that whatever else the machine does slows all of
+    them alike; who waits does not compute.
+
+    Both get the same random tokens or images (seed 0). A causal language model reads the text (prefill) and then
+    generates token by token with the cache (decode, timed by the token); other models read it in one pass. Ratios are
+    to A in the same runtime. Peak memory is that of a process, with its base, what it takes without a model, beside it.
+
+    With --onnx a checkpoint is exported to a temporary folder, unless its own folder onnx has a graph of it. A and B
+    may also be folders written by export: these run in onnxruntime alone.
+
+    \b
+      ckpt-prune benchmark MODEL OUT --batch 1,8
+      ckpt-prune benchmark MODEL OUT --onnx --threads 2
+      ckpt-prune benchmark DENSE_GRAPH PRUNED_GRAPH --generate 64
+    """
+    from ckpt_prune.benchmark.run import Settings, compare
+    from ckpt_prune.cli.setup import resolve_device
+
+    settings = Settings(batches=_batches(batches), device=str(resolve_device(device)), **options)
+    result = compare(a, b, settings, lambda line: click.echo(line, err=True))
+    if as_json:
+        echo_json(result.model_dump())
+    else:
+        click.echo(show(result))
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    from ckpt_prune.errors import UserError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"--batch {text}: expected whole numbers from 1, for example 1,8")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def show(result: "Result") -> str:
+    """A result as people read it."""
+    machine = result.machine
+    where = [machine.processor, _some(machine.cores, "core"), f"{_some(machine.threads, 'thread')} a model"]
+    rounds = f"{_some(result.rounds, 'round')} after {result.warmup} of warm-up"
+    used = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    names = {run.label: run.model for run in result.runs}
+    parts = [
+        "\n".join(f"{label}  {name}" for label, name in sorted(names.items())),
+        "\n".join([", ".join(where + ([machine.gpu] if machine.gpu else [])), used, rounds]),
+        _runs(result.runs),
+        *(_block(block) for block in result.blocks),
+    ]
+    return "\n\n".join(parts)
+
+
+def _runs(runs: "list[Run]") -> str:
+    from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+    def size(count: int | None) -> str:
+        return NONE if count is None else human_bytes(count)
+
+    gpu = any(run.gpu_bytes is not None for run in runs)
+    headers = ["", "runtime", "on", "type", "parameters", "on disk", "base memory", "peak memory"]
+    rows = [
+        [
+            run.label,
+            run.runtime,
+            run.device,
+            run.dtype if run.optimize in (None, "none") else f"{run.dtype}, fused for {run.optimize}",
+            NONE if run.parameters is None else human_count(run.parameters),
+            size(run.disk_bytes),
+            size(run.base_bytes),
+            size(run.peak_bytes),
+            *([size(run.gpu_bytes)] if gpu else []),
+        ]
+        for run in runs
+    ]
+    return table([*headers, "GPU memory"] if gpu else headers, rows)
+
+
+def _block(block: "Block") -> str:
+    if block.phase == "decode":
+        what = f"decode, one of {block.steps} tokens after {block.tokens}"
+    elif block.tokens is not None:
+        what = f"{block.phase} of {block.tokens} tokens"
+    else:
+        what = "forward"
+    headers = ["", "runtime", "p50 ms", "p95 ms", f"{block.unit}/s", "p50 to A's", "FLOPs", "FLOPs to A's"]
+    return f"batch {block.batch}, {what}:\n" + table(headers, [_row(row) for row in block.rows])
+
+
+def _row(row: "Row") -> list[str]:
+    from ckpt_prune.checkpoint.units import human_count
+
+    return [
+        row.label,
+        row.runtime,
+        f"{row.p50_ms:.2f}",
+        f"{row.p95_ms:.2f}",
+        f"{row.throughput:,.1f}",
+        _share(row.p50_ratio),
+        NONE if row.flops is None else human_count(row.flops),
+        _share(row.flops_ratio),
+    ]
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _share(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}"

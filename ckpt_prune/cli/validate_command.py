@@ -1,0 +1,64 @@
+"""`ckpt-prune validate`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import Field
+
+from ckpt_prune.cli.options import echo_json, json_option, options_of, provider_option, trust_option
+from ckpt_prune.cli.proof import ProofOptions, proof_lines, proof_samples
+
+
+class ValidateOptions(ProofOptions):
+    """What to compare on, and how strictly."""
+
+    tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest difference that passes, in units of the largest output; means are held to a tenth of it. "
+        "[default: 1e-4 for fp32, 2e-2 for fp16]",
+    )
+
+
+@click.command("validate")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--against", metavar="MODEL", required=True, help="The checkpoint that DIR was exported from.")
+@options_of(ValidateOptions)
+@provider_option
+@trust_option
+@json_option
+def command(folder: Path, against: str, provider: Any, trust: bool, as_json: bool, **options: Any) -> None:
+    """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
+
+    Checks the files' digests, runs onnx.checker, compares inputs and outputs with the model's, and runs both on the
+    same text or images: in several batch sizes and lengths, with padding, and, where the graph has a cache, in chunks
+    and step by step as text is generated. PyTorch computes in float32 with the checkpoint's own values. Then the task's
+    own metric in both: perplexity (of masked tokens for BERT), top-1, or the cosine of features.
+
+    Loads the whole model once. What came out is printed and kept in DIR/validation.json. Exit code 1 if anything is
+    outside the tolerance, with a table of where.
+
+    \b
+      ckpt-prune validate OUT-onnx --against OUT --text held_out.txt
+      ckpt-prune validate OUT-onnx --against OUT --images photos --labels labels.csv
+    """
+    from ckpt_prune.checkpoint.hub import resolve
+    from ckpt_prune.export.manifest import read_manifest
+    from ckpt_prune.export.session import provider_for
+    from ckpt_prune.export.tasks import Task
+    from ckpt_prune.export.validation import validate
+
+    asked = ValidateOptions(**options)
+    manifest = read_manifest(folder)
+    model = resolve(against)
+    task = Task(manifest.task, manifest.modality, manifest.cached)
+    samples = proof_samples(folder, task, asked, trust=trust)
+    chosen = provider or provider_for(manifest.optimize)
+    found = validate(folder, model, samples, provider=chosen, tolerance=asked.tolerance, trust=trust)
+    found.write(folder)
+    if as_json:
+        echo_json(found.model_dump())
+    else:
+        click.echo("\n".join(proof_lines(found)))
+    click.get_current_context().exit(0 if found.passed else 1)

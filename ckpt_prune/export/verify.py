@@ -1,0 +1,83 @@
+"""Proving that an exported folder is whole: its graph loads, is finite, and is the one that passed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir
+
+from ckpt_prune.checkpoint.filenames import VALIDATION
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import Check
+from ckpt_prune.export.integrity import check_files, check_operators
+from ckpt_prune.export.manifest import Manifest, read_manifest
+from ckpt_prune.export.session import GRAPH, open_session
+from ckpt_prune.export.validation import Validation, read_validation
+from ckpt_prune.progress import track
+
+
+def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
+    """Check an exported folder without running its graph on anything.
+
+    Args:
+        folder: as `ckpt-prune export` wrote it.
+        source: the checkpoint that it should be of.
+
+    Raises:
+        UserError: the folder is no export, or its record is damaged.
+    """
+    manifest = read_manifest(folder)
+    checks = [
+        _guarded("files", lambda: check_files(folder, manifest)),
+        _guarded("checker", lambda: check_operators(folder, manifest)),
+        _guarded("finite", lambda: _finite(folder)),
+        _guarded("load", lambda: _load(folder)),
+        _guarded("validation", lambda: _validation(folder, manifest)),
+    ]
+    if source is not None:
+        checks.append(_guarded("source", lambda: _source(manifest, source)))
+    return checks
+
+
+def _guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+    try:
+        passed, detail = check()
+    except UserError as error:
+        passed, detail = False, str(error)
+    return Check(name, passed, detail)
+
+
+def _finite(folder: Path) -> tuple[bool, str]:
+    try:
+        weights = onnx_ir.load(folder / GRAPH).graph.initializers
+        for name, value in track(list(weights.items()), "checking for NaN and Inf", unit="tensor"):
+            tensor = value.const_value
+            if tensor is not None and tensor.dtype.is_floating_point() and not np.isfinite(tensor.numpy()).all():
+                return False, f"{name} has NaN or Inf"
+    except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
+        raise UserError(f"{GRAPH} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    return True, f"no NaN, no Inf in {len(weights)} tensors"
+
+
+def _load(folder: Path) -> tuple[bool, str]:
+    inner = open_session(folder / GRAPH).inner
+    return True, f"onnxruntime loads it: {len(inner.get_inputs())} inputs, {len(inner.get_outputs())} outputs"
+
+
+def _validation(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
+    if not (folder / VALIDATION).is_file():
+        return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
+    found: Validation = read_validation(folder)
+    if {name: manifest.files.get(name) for name in found.files} != found.files:
+        return False, f"{VALIDATION} is about another graph: run `ckpt-prune validate` again"
+    if not found.passed:
+        return False, f"{VALIDATION} says that the graph does not compute what the model does"
+    return True, f"compared with PyTorch on {len(found.cases)} inputs, on {found.provider}: within the tolerance"
+
+
+def _source(manifest: Manifest, source: Path) -> tuple[bool, str]:
+    checkpoint = Checkpoint.open(source)
+    if manifest.source.fingerprint != checkpoint.fingerprint:
+        return False, f"it was exported from another model than {source}: its record names {manifest.source.name}"
+    return True, f"exported from {source}"

@@ -1,0 +1,34 @@
+"""Memory of a process, measured in one of its own."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.benchmark import memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+
+PROGRAM = """
+from ckpt_prune.benchmark import memory
+before = memory.resident(), memory.peak()
+held = bytearray(b"x") * (64 << 20)
+held = None
+print(*before, memory.peak(), memory.resident())
+"""
+SLACK = 4 << 20
+
+
+def test_the_peak_stays_and_what_is_resident_goes():
+    said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    resident, peak, peak_after, resident_after = map(int, said.split())
+    assert 1 << 20 < resident <= peak < 60 << 20
+    assert abs(peak_after - peak - (64 << 20)) <= SLACK
+    assert abs(resident_after - resident) <= SLACK
+
+
+def test_without_the_kernels_file_only_the_peak_is_known(monkeypatch):
+    monkeypatch.setattr(memory, "_STATUS", Path("/nowhere"))
+    assert memory.peak() == memory.resident() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

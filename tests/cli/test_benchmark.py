@@ -1,0 +1,337 @@
+"""`benchmark`: the table, the JSON, one real run, and what is refused."""
+
+import json
+import math
+import multiprocessing
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_prune.benchmark import run as benchmark
+from ckpt_prune.benchmark.figures import Block, Machine, Result, Row, Run
+from ckpt_prune.benchmark.pool import Worker, workers
+from ckpt_prune.benchmark.run import Settings
+from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
+from ckpt_prune.export.manifest import Manifest, Source
+from tests.benchmark import targets
+from tests.cli.running import edit_weights, misused, ok, refused, run
+from tests.graphs import exports
+
+DENSE = {"label": "A", "model": "dense"}
+PRUNED = {"label": "B", "model": "pruned"}
+TORCH = {"runtime": "PyTorch", "device": "cpu", "dtype": "fp32", "optimize": None}
+ONNX = {"runtime": "onnxruntime", "device": "cpu", "dtype": "fp16", "optimize": "cpu"}
+SIZES = {"parameters": 1_234_567, "disk_bytes": 5 << 20, "base_bytes": 300 << 20, "peak_bytes": 1 << 30}
+UNKNOWN = {"parameters": None, "disk_bytes": 999, "base_bytes": None, "peak_bytes": None}
+
+
+def row(who, runtime, p50, p95, throughput, ratio, flops=None, flops_ratio=None) -> Row:
+    return Row(
+        **who,
+        runtime=runtime,
+        p50_ms=p50,
+        p95_ms=p95,
+        throughput=throughput,
+        p50_ratio=ratio,
+        flops=flops,
+        flops_ratio=flops_ratio,
+        latencies_ms=[[p50], [p95]],
+    )
+
+
+RESULT = Result(
+    machine=Machine(processor="Abacus 3", gpu=None, cores=2, threads=1, versions={"torch": "2.13", "onnx": "1.23"}),
+    rounds=2,
+    warmup=1,
+    seed=0,
+    runs=[
+        Run(**DENSE, **TORCH, **SIZES, gpu_bytes=None),
+        Run(**PRUNED, **ONNX, **UNKNOWN, gpu_bytes=None),
+    ],
+    blocks=[
+        Block(
+            phase="prefill",
+            batch=8,
+            tokens=128,
+            steps=16,
+            unit="tokens",
+            rows=[
+                row(DENSE, "PyTorch", 1234.5678, 2000.0, 829.44, 1.0, 856_000_000, 1.0),
+                row(PRUNED, "PyTorch", 802.4690, 900.001, 1276.05, 0.65, 478_000_000, 0.5584),
+                row(PRUNED, "onnxruntime", 0.0454, 0.1, 22_555_000.0, None),
+            ],
+        ),
+        Block(
+            phase="decode",
+            batch=8,
+            tokens=128,
+            steps=16,
+            unit="tokens",
+            rows=[row(DENSE, "PyTorch", 5.0, 6.0, 1600.0, 1.0)],
+        ),
+        Block(
+            phase="forward",
+            batch=1,
+            tokens=None,
+            steps=0,
+            unit="images",
+            rows=[row(DENSE, "PyTorch", 5.0, 6.0, 200.0, 1.0)],
+        ),
+    ],
+)
+TABLE = """\
+A  dense
+B  pruned
+
+Abacus 3, 2 cores, 1 thread a model
+torch 2.13, onnx 1.23
+2 rounds after 1 of warm-up
+
+       runtime   on                 type  parameters   on disk  base memory  peak memory
+A      PyTorch  cpu                 fp32       1.23M  5.00 MiB      300 MiB     1.00 GiB
+B  onnxruntime  cpu  fp16, fused for cpu           -     999 B            -            -
+
+batch 8, prefill of 128 tokens:
+       runtime   p50 ms   p95 ms      tokens/s  p50 to A's  FLOPs  FLOPs to A's
+A      PyTorch  1234.57  2000.00         829.4        1.00   856M          1.00
+B      PyTorch   802.47   900.00       1,276.0        0.65   478M          0.56
+B  onnxruntime     0.05     0.10  22,555,000.0           -      -             -
+
+batch 8, decode, one of 16 tokens after 128:
+   runtime  p50 ms  p95 ms  tokens/s  p50 to A's  FLOPs  FLOPs to A's
+A  PyTorch    5.00    6.00   1,600.0        1.00      -             -
+
+batch 1, forward:
+   runtime  p50 ms  p95 ms  images/s  p50 to A's  FLOPs  FLOPs to A's
+A  PyTorch    5.00    6.00     200.0        1.00      -             -
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the library is asked for; it answers with RESULT, and one remark."""
+    calls = []
+
+    def compare(a, b, settings, say):
+        calls.append((a, b, settings))
+        say("one remark")
+        return RESULT
+
+    monkeypatch.setattr(benchmark, "compare", compare)
+    return calls
+
+
+def test_the_table(asked):
+    result = run("benchmark", "dense", "pruned", "--device", "cpu")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "one remark\n")
+    assert asked == [("dense", "pruned", Settings())]
+
+
+def test_memory_of_a_gpu_has_a_column_where_there_is_one(asked, monkeypatch):
+    runs = [
+        each.model_copy(update={"gpu_bytes": size}) for each, size in zip(RESULT.runs, (1 << 30, None), strict=True)
+    ]
+    runs.reverse()  # A is named first, whichever is timed first
+    machine = RESULT.machine.model_copy(update={"gpu": "H200", "cores": 1, "threads": 4})
+    changed = RESULT.model_copy(update={"runs": runs, "machine": machine, "blocks": []})
+    monkeypatch.setattr(benchmark, "compare", lambda *args: changed)
+    lines = ok("benchmark", "dense", "pruned").splitlines()
+    assert lines[:2] == ["A  dense", "B  pruned"]
+    assert lines[3] == "Abacus 3, 1 core, 4 threads a model, H200"
+    assert [line.split()[-3:] for line in lines[-3:]] == [
+        ["memory", "GPU", "memory"],
+        ["-", "-", "-"],
+        ["GiB", "1.00", "GiB"],
+    ]
+
+
+def test_json(asked):
+    assert json.loads(ok("benchmark", "dense", "pruned", "--json")) == RESULT.model_dump()
+
+
+def test_every_option_arrives(asked):
+    ok(
+        *["benchmark", "a", "b", "--onnx", "--batch", "8, 1,8", "--tokens", "9", "--generate", "0", "--rounds", "4"],
+        *["--warmup", "0", "--threads", "2", "--provider", "cuda", "--device", "cpu", "--optimize", "cpu"],
+        *["--dtype", "fp16", "--trust-remote-code"],
+    )
+    expected = Settings(True, (8, 1), 9, 0, 4, 0, 2, "cpu", "cuda", "cpu", "fp16", True)
+    assert asked == [("a", "b", expected)]
+
+
+@pytest.mark.parametrize("batch", ["0", "1,", "x", "-1", "1.5", ""])
+def test_batch_sizes_are_whole_numbers(asked, batch):
+    assert refused("benchmark", "a", "b", "--batch", batch) == (
+        f"--batch {batch}: expected whole numbers from 1, for example 1,8"
+    )
+
+
+def test_rounds_are_at_least_one():
+    assert (
+        misused("benchmark", "a", "b", "--rounds", "0") == "Invalid value for '--rounds': 0 is not in the range x>=1."
+    )
+
+
+# ---- for real ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def parameters(folder: str) -> int:
+    return sum(tensor.numel() for tensor in load_file(f"{folder}/model.safetensors").values())
+
+
+def size(*files: str) -> int:
+    return sum(len(Path(file).read_bytes()) for file in files)
+
+
+def test_dense_against_pruned_in_both_runtimes(place, scratch, tmp_path_factory):
+    """One graph is there already, the other is made."""
+    model, graph = exports(tmp_path_factory)("llama-gqa-tied")
+    shutil.rmtree("dense")
+    shutil.copytree(model, "dense")
+    shutil.copytree(graph, "dense/onnx")
+    result = run(
+        *["benchmark", "dense", "pruned", "--onnx", "--rounds", "2", "--warmup", "1", "--batch", "2,1"],
+        *["--generate", "3", "--json"],
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == [
+        "dense: the graph is that in dense/onnx",
+        "pruned: exporting a graph, for this run only",
+    ]
+    found = Result.model_validate_json(result.stdout)
+    assert json.loads(result.stdout) == found.model_dump()
+    assert multiprocessing.active_children() == []
+    assert list(scratch.iterdir()) == []
+
+    assert (found.rounds, found.warmup) == (2, 1)
+    assert found.machine.threads == torch.get_num_threads()
+    assert found.machine.cores >= 1
+    assert {"torch", "transformers", "onnxruntime"} <= set(found.machine.versions)
+    seats = [(each.label, each.model, each.runtime) for each in found.runs]
+    models = [("A", "dense"), ("B", "pruned")]
+    assert seats == [(*model, runtime) for runtime in ("PyTorch", "onnxruntime") for model in models]
+    assert [each.parameters for each in found.runs] == [parameters("dense"), parameters("pruned")] * 2
+    disk = [each.disk_bytes for each in found.runs]
+    assert disk[:2] == [size(f"{name}/model.safetensors") for name in ("dense", "pruned")]
+    assert disk[2] == size("dense/onnx/model.onnx")
+    assert disk[3] > 4 * parameters("pruned")
+    for each in found.runs:
+        assert (each.device, each.dtype, each.gpu_bytes) == ("cpu", "fp32", None)
+        assert 0 < each.base_bytes <= each.peak_bytes
+
+    assert [(each.batch, each.phase) for each in found.blocks] == [
+        *[(2, "prefill"), (2, "decode"), (1, "prefill"), (1, "decode")]
+    ]
+    for block in found.blocks:
+        assert (block.tokens, block.steps, block.unit) == (29, 3, "tokens")
+        assert [(each.label, each.model, each.runtime) for each in block.rows] == seats
+        steps = 3 if block.phase == "decode" else 1
+        for each in block.rows:
+            assert [len(timed) for timed in each.latencies_ms] == [steps, steps]
+            assert min(map(min, each.latencies_ms)) > 0
+            assert each.p50_ms <= each.p95_ms <= max(map(max, each.latencies_ms))
+            dense = block.rows[0 if each.runtime == "PyTorch" else 2]
+            assert math.isclose(each.p50_ratio, each.p50_ms / dense.p50_ms)
+            assert math.isclose(each.flops_ratio, each.flops / dense.flops)
+        assert block.rows[1].flops < block.rows[0].flops == block.rows[2].flops
+
+
+def test_a_model_that_does_not_load(place):
+    edit_weights("pruned", lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"), "model.safetensors")
+    assert refused("benchmark", "pruned", "dense").startswith(
+        "pruned in PyTorch: pruned: tensors are missing or of the wrong shape: model.layers.0.mlp.up_proj.weight; "
+    )
+    assert multiprocessing.active_children() == []
+
+
+def test_ctrl_c(place, monkeypatch):
+    def interrupted(worker, workload):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "workers", partial(workers, target=targets.waiting))
+    monkeypatch.setattr(Worker, "time", interrupted)
+    result = run("benchmark", "dense", "pruned")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert multiprocessing.active_children() == []
+
+
+# ---- refused before anything is loaded ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """No process may be started."""
+    monkeypatch.setattr(benchmark, "workers", None)
+
+
+def graph_folder(name: str, *, cached: bool = True, dtype: str = "fp32", optimize: str = "none") -> None:
+    """What says of itself that it is an exported folder."""
+    shutil.copytree("dense", name, ignore=shutil.ignore_patterns("*.safetensors"))
+    manifest = Manifest(
+        **{"versions": {}, "source": Source(name="dense", fingerprint=""), "task": "text-generation"},
+        **{"modality": "text", "cached": cached, "dtype": dtype, "opset": 20, "optimize": optimize},
+        **{"inputs": [], "outputs": [], "files": {}, "tensors": {}},
+    )
+    Path(name, GRAPH_RECORD).write_text(manifest.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "graph is an exported graph, which runs in onnxruntime alone: say --onnx to time both there"),
+        (
+            ("--onnx", "--dtype", "fp16"),
+            "graph is an exported graph, and it is fp32: give the checkpoint, or leave that option out",
+        ),
+    ],
+)
+def test_a_graph_beside_a_checkpoint(place, idle, options, said):
+    graph_folder("graph")
+    assert refused("benchmark", "graph", "dense", *options) == said
+
+
+def test_graphs_with_and_without_a_cache(place, idle):
+    graph_folder("graph")
+    graph_folder("bare", cached=False)
+    assert refused("benchmark", "graph", "bare") == (
+        "of the two graphs only that of graph has a cache, so they do not do the same work: export both with --cache "
+        "or both with --no-cache"
+    )
+
+
+def test_options_of_onnxruntime_without_it(place, idle):
+    assert refused("benchmark", "dense", "pruned", "--optimize", "cpu") == (
+        "--optimize is for onnxruntime: say --onnx as well"
+    )
+    assert refused("benchmark", "dense", "pruned", "--provider", "cpu") == (
+        "--provider is for onnxruntime: say --onnx as well"
+    )
+
+
+def test_what_the_models_cannot_read(place, idle):
+    assert refused("benchmark", "dense", "pruned", "--tokens", "33") == (
+        "a text of 33 tokens is more than the context of 32 tokens: say --tokens 32 or less"
+    )
+
+
+def test_what_is_no_model(place, idle):
+    assert refused("benchmark", "dense", "nowhere/at/all").startswith("nowhere/at/all does not exist; ")
+    shutil.rmtree("pruned")
+    Path("pruned").mkdir()
+    assert refused("benchmark", "dense", "pruned") == (
+        "pruned has no config.json; give a checkpoint folder as published on the Hub"
+    )

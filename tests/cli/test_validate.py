@@ -1,0 +1,250 @@
+"""`ckpt-prune validate` on graphs that are right, wrong, and none."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from click.testing import Result
+from onnx import numpy_helper
+
+from tests.cli.running import misused, ok, read_json, refused, run
+from tests.encoders import IMAGE
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.graphs import exports
+from tests.images import write_csv, write_image
+
+DECODER, ENCODER, VISION = "llama-gqa-tied", "bert-mlm", "deit-teacher"
+HEADERS = ["onnxruntime - PyTorch", "max abs", "mean abs", "max rel", "mean rel", "top-1"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    export = exports(tmp_path_factory)
+    return {DECODER: export(DECODER), ENCODER: export(ENCODER, embedded=0), VISION: export(VISION)}
+
+
+@pytest.fixture
+def place(made: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a model and its graph of each kind: decoder, encoder, vision and `NAME-onnx`; text.txt."""
+    for name, variant in (("decoder", DECODER), ("encoder", ENCODER), ("vision", VISION)):
+        model, graph = made[variant]
+        shutil.copytree(model, tmp_path / name)
+        shutil.copytree(graph, tmp_path / f"{name}-onnx")
+    (tmp_path / "text.txt").write_text("the cat sat on a mat and then the dog ran far away " * 10)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def lines_without_figures(result: Result) -> list[str]:
+    """The lines printed, small numbers as ~ and columns one blank apart."""
+    return [re.sub(r"\d\.\de[-+]\d\d", "~", " ".join(line.split())) for line in result.stdout.splitlines()]
+
+
+def test_a_decoders_table(place: Path) -> None:
+    result = run("validate", "decoder-onnx", "--against", "decoder", "--text", "text.txt", "--samples", "4")
+    assert result.exit_code == 0, result.output
+    assert re.split(r" {2,}", result.stdout.splitlines()[0]) == HEADERS
+    expected = [
+        "logits: 1 x 1 tokens",
+        "logits: 1 x 16 tokens",
+        "logits: 2 x 7 tokens, padded right",
+        "logits: 3 x 24 tokens, padded left",
+        "logits: 1 x 32 tokens",
+        "logits: 1 x 24 tokens, cached in chunks",
+        "present.*: 1 x 24 tokens, cached in chunks",
+        "logits: 2 x 6 tokens, cached in chunks",
+        "present.*: 2 x 6 tokens, cached in chunks",
+        "logits: 3 x 24 tokens, padded left, cached in chunks",
+        "present.*: 3 x 24 tokens, padded left, cached in chunks",
+        "logits: 1 x 24 tokens, generated",
+        "logits: 2 x 24 tokens, padded left, generated",
+    ]
+    lines = lines_without_figures(result)
+    rows = [f"{name} ~ ~ ~ ~ {'100.00% ' if name.startswith('logits') else ''}ok" for name in expected]
+    assert lines[1 : 1 + len(rows)] == rows
+    perplexity, *rest = lines[1 + len(rows) :]
+    found = re.fullmatch(
+        r"perplexity (\d+\.\d{3}) in onnxruntime, (\d+\.\d{3}) in PyTorch \(4 windows of 32 tokens\)", perplexity
+    )
+    assert found
+    assert found[1] == found[2]
+    assert rest == [
+        "compared on: text.txt",
+        "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)",
+    ]
+    assert result.stderr == ""
+    # The figure is the one that `evaluate` finds on the same windows.
+    measured = ok("evaluate", "decoder", "--text", "text.txt", "--window", "32", "--limit", "4")
+    assert measured.splitlines()[1].split()[1] == found[1]
+    record = read_json("decoder-onnx/validation.json")
+    assert record["passed"] is True
+    assert record["data"] == {"what": "text.txt", "files": ["text.txt"], "samples": 4, "window": 32, "seed": 0}
+    assert record["against"]["name"] == "decoder"
+
+
+def test_without_data_text_is_pythons_and_images_are_noise(place: Path) -> None:
+    lines = ok("validate", "encoder-onnx", "--against", "encoder").splitlines()
+    assert re.fullmatch(
+        r"compared on: \d+ Python sources of this machine's standard library, no --text being given", lines[-2]
+    )
+    assert lines[-3] == "metric: its tokenizer has no mask token, so nothing can be masked"
+    lines = ok("validate", "vision-onnx", "--against", "vision").splitlines()
+    assert lines[-3:-1] == [
+        "metric: not measured on noise: give --images",
+        "compared on: normal noise for pixels, no --images being given",
+    ]
+    assert lines[1].startswith("logits: 1 image ")
+    assert lines[4].startswith("logits: 2 images ")
+
+
+def test_a_folder_without_a_tokenizer_is_compared_on_noise(place: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        Path("decoder-onnx", name).unlink()
+    lines = ok("validate", "decoder-onnx", "--against", "decoder").splitlines()
+    assert lines[-3] == "metric: not measured on noise: give --text"
+    assert lines[-2].startswith("compared on: random tokens (decoder-onnx: no tokenizer (tokenizer.json, ")
+    assert refused("validate", "decoder-onnx", "--against", "decoder", "--text", "text.txt").startswith(
+        "decoder-onnx: no tokenizer"
+    )
+
+
+def test_a_tokenizer_of_another_model_is_no_use(place: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(30)])
+    tokenizer.add_tokens(["cat"])
+    large = tokenizer.convert_tokens_to_ids("cat")
+    assert large > 40
+    tokenizer.save_pretrained("encoder-onnx")
+    said = refused("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt")
+    assert said == f"token id {large} is outside the model's vocabulary of 40: the tokenizer belongs to another model"
+
+
+def test_images_with_classes_give_top_1(place: Path) -> None:
+    for index in range(6):
+        write_image(Path("photos") / f"{index}.png", index, size=(IMAGE + 4, IMAGE))
+    lines = ok("validate", "vision-onnx", "--against", "vision", "--images", "photos").splitlines()
+    assert lines[-3:] == [
+        "agreement 100.00% (6 images)",
+        "compared on: photos",
+        "the graph agrees with vision (fp32, cpu, tolerance 0.0001 of the largest output)",
+    ]
+    write_csv(Path("labels.csv"), "file,label", *(f"photos/{index}.png,{index}" for index in range(6)))
+    options = ["--images", "photos", "--labels", "labels.csv", "--samples", "4"]
+    lines = ok("validate", "vision-onnx", "--against", "vision", *options).splitlines()
+    found = re.fullmatch(r"top-1 ([\d.]+%) in onnxruntime, ([\d.]+%) in PyTorch \(4 images\)", lines[-3])
+    assert found
+    assert found[1] == found[2]
+
+
+def test_json_is_what_the_record_holds(place: Path) -> None:
+    printed = json.loads(ok("validate", "vision-onnx", "--against", "vision", "--json", "--seed", "3"))
+    assert printed == read_json("vision-onnx/validation.json")
+    assert printed["data"]["seed"] == 3
+    assert list(printed) == [
+        "version",
+        "passed",
+        "provider",
+        "note",
+        "dtype",
+        "tolerance",
+        "against",
+        "data",
+        "checks",
+        "cases",
+        "metrics",
+        "versions",
+        "files",
+    ]
+
+
+def test_a_tolerance_too_tight_fails_with_the_table(place: Path) -> None:
+    result = run("validate", "vision-onnx", "--against", "vision", "--tolerance", "1e-12")
+    assert result.exit_code == 1, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split()[-1] for line in lines[1:10]] == ["FAILED"] * 9
+    assert re.fullmatch(
+        r"logits: 1 image: row 0, unit \d is [-\d.e]+, in PyTorch [-\d.e]+; the largest is [\d.]+", lines[10]
+    )
+    assert lines[19] == "outputs FAILED: 9 of 9 outputs are outside the tolerance of 1e-12"
+    assert lines[-1] == "the graph does NOT agree with vision (fp32, cpu, tolerance 1e-12 of the largest output)"
+    assert read_json("vision-onnx/validation.json")["passed"] is False
+
+
+def test_a_changed_weight_is_named_and_a_cut_file_not_run(place: Path) -> None:
+    proto = onnx.load("vision-onnx/model.onnx")
+    (weight,) = [each for each in proto.graph.initializer if each.name == "cls_classifier.bias"]
+    values = numpy_helper.to_array(weight).copy()
+    values[4] += 3
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    onnx.save(proto, "vision-onnx/model.onnx")
+    result = run("validate", "vision-onnx", "--against", "vision")
+    assert result.exit_code == 1
+    assert re.search(
+        r"^files FAILED: model.onnx changed since it was written: 1 of \d+ weights differ or cannot be read: "
+        r"cls_classifier.bias$",
+        result.stdout,
+        re.MULTILINE,
+    )
+    assert re.search(r"^cls_logits: 1 image: row 0, unit 4 is ", result.stdout, re.MULTILINE)
+
+    data = Path("encoder-onnx/model.onnx.data").read_bytes()
+    Path("encoder-onnx/model.onnx.data").write_bytes(data[:100])
+    result = run("validate", "encoder-onnx", "--against", "encoder")
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("files FAILED: model.onnx.data changed since it was written: ")
+    assert lines[1].startswith("load FAILED: encoder-onnx/model.onnx: onnxruntime cannot load it: ")
+    assert lines[2:4] == ["outputs: not run: it does not load", "metric: not run: it does not load"]
+    assert read_json("encoder-onnx/validation.json")["cases"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="onnxruntime may run on this GPU")
+def test_cuda_that_is_not_there_is_said_in_a_line(place: Path) -> None:
+    result = run("validate", "vision-onnx", "--against", "vision", "--provider", "cuda")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].startswith("CUDA was asked for and onnxruntime cannot load it here")
+    assert result.stdout.splitlines()[-1] == (
+        "the graph agrees with vision (fp32, cpu, tolerance 0.0001 of the largest output)"
+    )
+    assert read_json("vision-onnx/validation.json")["provider"] == "cpu"
+
+
+def test_bad_input_is_refused_in_one_line(place: Path) -> None:
+    def said(*args: str) -> str:
+        return refused("validate", *args)
+
+    assert said("decoder", "--against", "decoder") == (
+        "decoder has no ckpt_prune_onnx.json: it was not written by `ckpt-prune export`"
+    )
+    assert said("decoder-onnx", "--against", "encoder") == (
+        "decoder-onnx was not made from encoder: its record names llama-gqa-tied"
+    )
+    assert said("decoder-onnx", "--against", "nowhere/at/all").startswith("nowhere/at/all does not exist")
+    assert said("decoder-onnx", "--against", "decoder-onnx").startswith("decoder-onnx")
+    assert said("vision-onnx", "--against", "vision", "--text", "text.txt") == (
+        "vision-onnx reads images: --text and --window do not go with it; give --images DIR"
+    )
+    assert said("decoder-onnx", "--against", "decoder", "--images", ".") == (
+        "decoder-onnx reads text: --images does not go with it; give --text FILE"
+    )
+    assert said("vision-onnx", "--against", "vision", "--labels", "labels.csv") == "--labels goes with --images"
+    assert said("vision-onnx", "--against", "vision", "--images", "gone") == "gone: no such image folder"
+    Path("short.txt").write_text("the cat")
+    assert said("decoder-onnx", "--against", "decoder", "--text", "short.txt") == (
+        "the text is too short for one window: it has 7 tokens, a window takes 32; give more text or a smaller window"
+    )
+    assert said("decoder-onnx", "--against", "decoder", "--text", "gone.txt") == "gone.txt: no such text file"
+    assert said("decoder-onnx", "--against", "decoder", "--text", "text.txt", "--window", "33") == (
+        "--window 33 is longer than the model's context of 32 tokens: give at most that"
+    )
+    Path("decoder-onnx/ckpt_prune_onnx.json").write_text("{}")
+    assert said("decoder-onnx", "--against", "decoder") == (
+        "decoder-onnx/ckpt_prune_onnx.json is damaged: export again"
+    )
+    assert misused("validate", "decoder-onnx") == "Missing option '--against'."
+    for bad in ("0", "-1", "nan"):
+        assert "tolerance" in misused("validate", "decoder-onnx", "--against", "decoder", "--tolerance", bad)

@@ -1,0 +1,136 @@
+"""The card's snippet runs where there is nothing but numpy and onnxruntime, and says what PyTorch says."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import yaml
+
+from tests.graphs import Exported
+
+from .exports import in_pytorch, made
+
+ALONE = """
+import sys
+class Alone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy", "onnxruntime"}:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+sys.meta_path.insert(0, Alone())
+for name in ("torch", "transformers", "onnx", "ckpt_prune", "tokenizers"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(f"{name} is here")
+"""
+IDS = torch.tensor([[3, 4, 5]])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Exported:
+    return made(tmp_path_factory)
+
+
+def snippet(folder: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)\n```", (folder / "README.md").read_text(), re.DOTALL)
+    return code
+
+
+def printed(folder: Path, place: Path) -> str:
+    """What the snippet prints in a copy of the folder, in a Python that has nothing else."""
+    shutil.copytree(folder, place / "copy")
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "error", "-c", ALONE + snippet(folder)],
+        cwd=place / "copy",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"-?\d+", text)]
+
+
+@torch.inference_mode()
+def continued(model: Any, steps: int) -> list[int]:
+    """The likeliest tokens, reading the whole text anew for each."""
+    ids = IDS
+    for _ in range(steps):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("llama", {}), ("uneven-llama", {}), ("narrow-opt", {}), ("opt", {"dtype": "fp16"})]
+)
+def test_generation_with_a_cache(exported, tmp_path, name, settings):
+    model, folder = exported(name, **settings)
+    expected = continued(in_pytorch(model), 20)
+    assert len(set(expected)) > 5  # not one token over and over
+    assert numbers(printed(folder, tmp_path)) == expected
+
+
+def test_the_next_token_without_one(exported, tmp_path):
+    model, folder = exported("rotated-llama", cache=False, opset=18)
+    assert numbers(printed(folder, tmp_path)) == continued(in_pytorch(model), 1)[3:]
+
+
+@torch.inference_mode()
+def test_an_image_classifier(exported, tmp_path):
+    model, folder = exported("deit-teacher")
+    expected = in_pytorch(model)(pixel_values=torch.zeros(1, 3, 12, 12)).logits.argmax(-1)
+    assert numbers(printed(folder, tmp_path)) == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("dinov2-model", [1, 10, 16]), ("bert-mlm", [1, 3, 40]), ("bert-model", [1, 3, 16])]
+)
+def test_features_and_encoders(exported, tmp_path, name, shape):
+    assert numbers(printed(exported(name)[1], tmp_path)) == shape
+
+
+def test_the_card(exported):
+    _, folder = exported("llama")
+    card = (folder / "README.md").read_text()
+    _, head, body = card.split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "onnx",
+        "pipeline_tag": "text-generation",
+        "tags": ["ckpt-prune", "onnx"],
+    }
+    assert body.startswith("\n# llama, ONNX\n\nExported by ckpt_prune ")
+    assert " from `llama` (llama): text-generation, fp32, opset 20.\n" in body
+    graph = onnx.load(folder / "model.onnx").graph
+    rows = re.findall(r"^\| (in|out) \| `(.*)` \| (.*) \| (.*) \|$", body, re.MULTILINE)
+    assert [(what, name) for what, name, _, _ in rows] == [
+        *(("in", value.name) for value in graph.input),
+        *(("out", value.name) for value in graph.output),
+    ]
+    assert rows[3] == ("in", "past_key_values.0.key", "float32", "batch_size × 4 × past_sequence_length × 4")
+    assert "validation.json" not in body or (folder / "validation.json").exists() or "compared" in body
+    assert len([line for line in snippet(folder).splitlines() if line]) <= 12
+
+
+def test_the_card_of_a_fused_graph(exported):
+    card = (exported("turned-llama", optimize="cpu")[1] / "README.md").read_text()
+    assert ": text-generation, fp32, opset 20, fused for onnxruntime's CPU provider.\n" in card
+
+
+@pytest.mark.xfail(strict=True, reason="a card of a graph that was not compared names validation.json")
+def test_files_that_the_card_names_are_there(exported):
+    _, folder = exported("llama")
+    for name in re.findall(
+        r"`([\w.]+\.(?:json|onnx))`|\"([\w.]+\.(?:json|onnx))\"", (folder / "README.md").read_text()
+    ):
+        assert (folder / "".join(name)).is_file(), name

@@ -1,0 +1,177 @@
+"""onnxruntime computes what PyTorch does: every family, every kind of output, every way to export."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from tests.graphs import Exported
+
+from .exports import (
+    WINDOW,
+    Graph,
+    Text,
+    assert_near,
+    assert_reads,
+    assert_reads_in_chunks,
+    expected_of,
+    in_pytorch,
+    made,
+    pixels,
+    ports_of,
+)
+
+EXACT, HALF = 1e-5, 1e-2
+"""Share of the largest output: what float32 rounding leaves, and float16's."""
+DECODERS = ["llama", "llama-gqa-tied", "llama-biases", "mistral-window", "qwen2", "seed_oss", "opt"]
+DECODERS += ["opt-350m-like", "uneven-llama", "narrow-opt"]
+IMAGES = ["vit", "deit", "deit-teacher", "dinov2-model", "dinov2-swiglu-classifier", "narrow-vit"]
+ENCODERS = ["bert-mlm", "bert-two-heads", "bert-model", "few-headed-bert"]
+WAYS = {
+    "qwen3": {"opset": 23},
+    "turned-llama": {"optimize": "cpu"},
+    "rotated-llama": {"cache": False, "opset": 18},
+    "llama-gqa-tied": {"optimize": "cuda", "dtype": "fp16"},
+    "opt": {"dtype": "fp16"},
+    "padded-vit": {"optimize": "cpu", "opset": 23},
+    "vit": {"optimize": "cuda", "opset": 18, "task": "feature-extraction"},
+    "narrow-vit": {"dtype": "fp16"},
+}
+"""Every way to export, two at a time, next to those above."""
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory) -> Exported:
+    return made(tmp_path_factory)
+
+
+def assert_decodes(graph: Graph, module, limit: float) -> None:
+    """Alone and in batches, without padding and padded on the left, in one pass, in chunks and token by token."""
+    for batch, length in ((1, 1), (1, 23), (4, 2), (3, 17)):
+        assert_reads(graph, module, Text.random(batch, length), limit)
+    padded = Text.random(3, 14, side="left")
+    assert (padded.mask == 0).any()
+    assert_reads(graph, module, padded, limit)
+    if not graph.cached:
+        return
+    assert_reads_in_chunks(graph, module, Text.random(1, 20), (7, 1, 1, 6, 5), limit)
+    assert_reads_in_chunks(graph, module, Text.random(2, 9), (1,) * 9, limit)
+    assert_reads_in_chunks(graph, module, padded, (10, 1, 1, 2), limit)
+
+
+def assert_sees(graph: Graph, module, limit: float) -> None:
+    for batch in (1, 2, 5):
+        feed = {"pixel_values": pixels(batch)}
+        found = graph(feed)
+        expected = expected_of(module, feed, graph.outputs)
+        assert expected
+        for name, theirs in expected.items():
+            assert_near(name, found[name], theirs, limit)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(graphs, name):
+    model, graph = graphs(name)
+    assert_decodes(Graph(graph), in_pytorch(model), EXACT)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images(graphs, name):
+    model, graph = graphs(name)
+    assert_sees(Graph(graph), in_pytorch(model), EXACT)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(graphs, name):
+    model, folder = graphs(name)
+    graph, module = Graph(folder), in_pytorch(model)
+    assert "position_ids" not in graph.inputs
+    for batch, length in ((1, 1), (1, 23), (4, 2), (3, 17)):
+        assert_reads(graph, module, Text.random(batch, length), EXACT)
+    padded = Text.random(3, 14, side="right")
+    assert (padded.mask == 0).any()
+    assert_reads(graph, module, padded, EXACT)
+    # It reads which sentence a token is in.
+    feed = padded.feed(0, 14)
+    feed["token_type_ids"] = (np.arange(14)[None] > 6).astype(np.int64).repeat(3, 0)
+    found, before = graph(feed), graph(padded.feed(0, 14))
+    main = graph.outputs[0]
+    assert_near(main, found[main], expected_of(module, feed, [main])[main], EXACT, padded.mask)
+    assert np.abs(found[main] - before[main]).max() > 0.01
+
+
+# ---- what these models have that others have not -------------------------------------------------------------------
+
+
+def test_the_window_is_in_the_graph(graphs):
+    """What a token reads before the window changes nothing, and just inside it does."""
+    _, folder = graphs("mistral-window")
+    graph, text = Graph(folder), Text.random(1, 20)
+    logits = graph(text.feed(0, 20) | graph.no_past(1))["logits"]
+    # What is in one layer's window is in the next one's with its own: two layers reach 2 (WINDOW - 1) back.
+    reach = 2 * (WINDOW - 1)
+    for back, seen in ((reach, True), (reach + 1, False)):
+        changed = Text(text.ids.copy(), text.mask)
+        changed.ids[0, 19 - back] = 3 if changed.ids[0, 19 - back] != 3 else 4
+        other = graph(changed.feed(0, 20) | graph.no_past(1))["logits"]
+        assert bool((other[0, 19] != logits[0, 19]).any()) is seen
+
+
+def test_layers_have_their_own_widths(graphs):
+    _, folder = graphs("uneven-llama")
+    ports = ports_of(folder)
+    assert [ports[f"past_key_values.{layer}.key"][1][1] for layer in range(2)] == [2, 1]
+    assert [ports[f"present.{layer}.value"][1][1] for layer in range(2)] == [2, 1]
+
+
+def test_narrow_keys_beside_wide_values(graphs):
+    ports = ports_of(graphs("narrow-opt")[1])
+    assert ports["present.0.key"][1] == ["batch_size", 3, "total_sequence_length", 2]
+    assert ports["present.0.value"][1] == ["batch_size", 3, "total_sequence_length", 4]
+
+
+def test_narrow_queries_are_not_padded_in_the_graph(graphs):
+    """In PyTorch on a CPU they are, for its fused kernel; a graph has none."""
+    for name in ("narrow-vit", "narrow-opt"):
+        assert "Pad" not in operators(graphs(name)[1])
+
+
+def operators(folder) -> set[str]:
+    return {node.op_type for node in onnx.load(folder / "model.onnx").graph.node}
+
+
+# ---- ways to export ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways(graphs, name):
+    settings = WAYS[name]
+    model, folder = graphs(name, **settings)
+    graph = Graph(folder)
+    stated = onnx.load(folder / "model.onnx")
+    assert {each.domain: each.version for each in stated.opset_import}[""] == settings.get("opset", 20)
+    domains = {node.domain for node in stated.graph.node} - {""}
+    assert domains == ({"com.microsoft"} if "optimize" in settings else set())
+    half = settings.get("dtype") == "fp16"
+    kinds = {kind for kind, _ in ports_of(folder).values()} - {"int64"}
+    assert kinds == {"float16" if half else "float32"}
+    assert graph.cached is ("vit" not in name and settings.get("cache", True))
+    module = in_pytorch(model)
+    if "task" in settings:
+        assert graph.outputs[0] == "last_hidden_state"
+        module = module.base_model
+    check = assert_sees if "vit" in name else assert_decodes
+    check(graph, module, HALF if half else EXACT)
+    if half:  # not float32 under another name
+        with pytest.raises(AssertionError):
+            check(graph, module, EXACT)
+
+
+def test_the_oracle_can_fail(graphs):
+    """A weight off by a hundredth of a per cent shows."""
+    model, folder = graphs("llama")
+    module = in_pytorch(model)
+    with torch.no_grad():
+        module.model.layers[1].mlp.up_proj.weight[0] *= 1.01
+    with pytest.raises(AssertionError):
+        assert_reads(Graph(folder), module, Text.random(1, 9), EXACT)

@@ -1,0 +1,225 @@
+"""ONNX graphs of the models in ../shared/data, dense and pruned: that they are right, how large, and how fast.
+
+    python tools/bench_export.py graphs --out graphs.jsonl [--models NAME ...]
+    python tools/bench_export.py speed --out speed.jsonl [--models NAME ...]
+    python tools/bench_export.py widths --out widths.jsonl
+
+Everything is done by the command line, as a user would. Each line of the output is one measurement; a run goes on where
+the last one stopped, and ends by printing the table. `speed` times dense and pruned models in turns, in one run, two
+threads each, in PyTorch and in onnxruntime; `widths` does it for one made-up Llama at MLP widths beside each other.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_perplexity import SHARED, subjects
+
+RATIOS = (0.3, 0.5)
+GRAPHS = {"fp32": (), "fp32, fused for cpu": ("--optimize", "cpu"), "fp16": ("--dtype", "fp16")}
+TEXT, IMAGES = "ridge", "corp"
+"""Recipes: heads and MLP of a language model, the MLP and q and k of a ViT."""
+WIDTHS = (2048, 1792, 1664, 1536, 1434, 1433, 1408, 1024)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, what it is pruned with and what its graph is proved on."""
+
+    name: str
+    folder: Path
+    recipe: str
+    calibration: tuple[str, ...]
+    proof: tuple[str, ...]
+
+
+def models() -> list[Model]:
+    found = []
+    for subject in subjects().values():
+        if subject.calibration:
+            data = ("--text", subject.calibration, "--window", str(subject.window), "--samples", "32")
+            proof = ("--text", subject.evaluation, "--window", str(subject.window), "--samples", "16")
+        else:
+            text = sorted(str(p) for p in (SHARED / "text-pystdlib").glob("*.txt"))
+            data = ("--text", text[0], "--window", str(subject.window), "--samples", "32")
+            proof = ("--window", str(subject.window), "--samples", "16")
+        found.append(Model(subject.name, subject.folder, TEXT, data, proof))
+    plays = SHARED / "text-tinyshakespeare"
+    found.append(
+        Model(
+            "opt-shakespeare-char-0.8m",
+            SHARED / "opt-shakespeare-char-0.8m",
+            TEXT,
+            ("--text", f"{plays}/calib_first90.txt", "--window", "64", "--samples", "64"),
+            ("--text", f"{plays}/eval_last10.txt", "--window", "64", "--samples", "64"),
+        )
+    )
+    images = str(SHARED / "imagenet-1per-class")
+    found.append(
+        Model(
+            "vit-tiny-imagenet",
+            SHARED / "vit-tiny-imagenet",
+            IMAGES,
+            ("--images", images, "--samples", "128", "--no-diagnostics"),
+            ("--images", images, "--samples", "256"),
+        )
+    )
+    return found
+
+
+def ckpt_prune(*arguments: str) -> str:
+    """Run a command of the package; what it printed."""
+    done = subprocess.run([sys.executable, "-m", "ckpt_prune", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise RuntimeError(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def checkpoint(model: Model, ratio: float, work: Path) -> Path:
+    """The dense model, or it pruned; made once."""
+    if not ratio:
+        return model.folder
+    out = work / f"{model.name}-{ratio:g}"
+    if not out.exists():
+        ckpt_prune(
+            "prune",
+            str(model.folder),
+            "--recipe",
+            model.recipe,
+            "--ratio",
+            str(ratio),
+            *model.calibration,
+            "-o",
+            str(out),
+        )
+    return out
+
+
+def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
+    for ratio in (0.0, *RATIOS):
+        for variant, options in GRAPHS.items():
+            key = f"{model.name} | {ratio:g} | {variant}"
+            if key in done:
+                continue
+            start = time.monotonic()
+            out = args.work / "graph"
+            printed = ckpt_prune(
+                "export", str(checkpoint(model, ratio, args.work)), "-o", str(out), "--overwrite", "--json",
+                *model.proof, *options,
+            )  # fmt: skip
+            found = json.loads(printed)
+            cases = found["validation"]["cases"]
+            line = {
+                "key": key,
+                "model": model.name,
+                "ratio": ratio,
+                "graph": variant,
+                "written": found["written"],
+                "bytes": found["bytes"],
+                "seconds": time.monotonic() - start,
+                "max_abs": max(case["max_abs"] for case in cases),
+                "mean_abs": max(case["mean_abs"] for case in cases),
+                "agreement": min(case["agreement"] for case in cases if case["agreement"] is not None),
+                "metrics": found["validation"]["metrics"],
+                "proof": model.proof,
+            }
+            record(args.out, line)
+
+
+def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
+    for ratio in RATIOS:
+        key = f"{model.name} | {ratio:g}"
+        if key not in done:
+            other = checkpoint(model, ratio, args.work)
+            record(args.out, {"key": key, "model": model.name, "ratio": ratio} | timed(model.folder, other, args))
+
+
+def widths(args: argparse.Namespace, done: set[str]) -> None:
+    """The dense MLP against narrower ones, some of odd width."""
+    made = Path(__file__).with_name("make_synthetic_llama.py")
+    paths = {}
+    for width in WIDTHS:
+        paths[width] = args.work / f"llama-{width}"
+        if not paths[width].exists():
+            sizes = {"--layers": 6, "--hidden": 768, "--intermediate": width, "--heads": 12}
+            options = [str(each) for pair in sizes.items() for each in pair]
+            subprocess.run([sys.executable, str(made), str(paths[width]), *options, "--dtype", "float32"], check=True)
+    for width in WIDTHS[1:]:
+        key = f"synthetic | {width}"
+        if key not in done:
+            record(args.out, {"key": key, "width": width} | timed(paths[WIDTHS[0]], paths[width], args))
+
+
+def timed(dense: Path, pruned: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What `benchmark` says of two models, without every round's time."""
+    options = ("--onnx", "--threads", "2", "--rounds", str(args.rounds), "--batch", "1,8", "--json")
+    printed = ckpt_prune("benchmark", str(dense), str(pruned), *options)
+    found: dict[str, Any] = json.loads(printed)
+    for block in found["blocks"]:
+        for row in block["rows"]:
+            del row["latencies_ms"]
+    return {"benchmark": found}
+
+
+def print_graphs(lines: list[dict[str, Any]]) -> None:
+    print("\n| model | dropped | graph | MiB | largest difference | metric | PyTorch | onnxruntime |")
+    print("|---|---|---|---|---|---|---|---|")
+    for line in lines:
+        size = f"{line['bytes'] / 2**20:.2f}" if line["written"] else "not written"
+        for metric in line["metrics"]:
+            digits = ".2%" if metric["name"] == "top-1" else ".3f"
+            values = (format(metric[side], digits) for side in ("pytorch", "onnxruntime"))
+            print(
+                f"| {line['model']} | {line['ratio']:.0%} | {line['graph']} | {size} | {line['max_abs']:.1e} | "
+                f"{metric['name']} | {' | '.join(values)} |"
+            )
+
+
+def print_speed(lines: list[dict[str, Any]]) -> None:
+    print("\n| model | what | batch | FLOPs | PyTorch ms | | onnxruntime ms | |")
+    print("|---|---|---|---|---|---|---|---|")
+    for line in lines:
+        what = f"{line['model']}, {line['ratio']:.0%}" if "ratio" in line else f"MLP {line['width']}"
+        for block in line["benchmark"]["blocks"]:
+            cells, share = [], ""
+            for runtime in ("PyTorch", "onnxruntime"):
+                dense, pruned = (row for row in block["rows"] if row["runtime"] == runtime)
+                cells += [f"{dense['p50_ms']:.1f} -> {pruned['p50_ms']:.1f}", f"{pruned['p50_ratio']:.2f}"]
+                share = f"{pruned['flops_ratio']:.2f}"
+            print(f"| {what} | {block['phase']} | {block['batch']} | {share} | {' | '.join(cells)} |")
+
+
+def record(out: Path, line: dict[str, Any]) -> None:
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line)[:300], flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["graphs", "speed", "widths"])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="Folder that pruned models are kept in.")
+    parser.add_argument("--models", nargs="*")
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
+    done = {json.loads(line)["key"] for line in lines}
+    if args.what == "widths":
+        widths(args, done)
+    else:
+        for model in models():
+            if not args.models or model.name in args.models:
+                (graphs if args.what == "graphs" else speed)(model, args, done)
+    found = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
+    (print_graphs if args.what == "graphs" else print_speed)(found)
+
+
+if __name__ == "__main__":
+    main()
