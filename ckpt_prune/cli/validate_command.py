@@ -46,14 +46,12 @@ def command(folder: Path, against: str, provider: Any, trust: bool, as_json: boo
     from ckpt_prune.checkpoint.hub import resolve
     from ckpt_prune.export.manifest import read_manifest
     from ckpt_prune.export.session import provider_for
-    from ckpt_prune.export.tasks import Task
     from ckpt_prune.export.validation import validate
 
     asked = ValidateOptions(**options)
     manifest = read_manifest(folder)
     model = resolve(against)
-    task = Task(manifest.task, manifest.modality, manifest.cached)
-    samples = proof_samples(folder, task, asked, trust=trust)
+    samples = proof_samples(folder, manifest.what, asked, trust=trust)
     chosen = provider or provider_for(manifest.optimize)
     found = validate(folder, model, samples, provider=chosen, tolerance=asked.tolerance, trust=trust)
     found.write(folder)

@@ -40,9 +40,15 @@ def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
 
 def snippet(manifest: Manifest) -> str:
     """Python that runs the graph in the current folder, on made-up tokens or pixels."""
-    lines = ["import numpy as np", "import onnxruntime", "", 'session = onnxruntime.InferenceSession("model.onnx")']
+    on = ', providers=["CUDAExecutionProvider", "CPUExecutionProvider"]' if manifest.optimize == "cuda" else ""
+    lines = [
+        "import numpy as np",
+        "import onnxruntime",
+        "",
+        f'session = onnxruntime.InferenceSession("model.onnx"{on})',
+    ]
     names = [port.name for port in manifest.inputs]
-    kind = "float16" if manifest.dtype == "fp16" else "float32"
+    kind = manifest.float_type
     if manifest.cached:
         lines += _generation(names, kind)
     elif manifest.modality == "image":

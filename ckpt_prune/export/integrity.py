@@ -12,14 +12,13 @@ from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.manifest import Manifest, Port
 from ckpt_prune.export.session import GRAPH
+from ckpt_prune.export.tasks import PAST, PRESENT
 
 NAMED = 3
 """So many of the weights that changed are named."""
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values")
-PAST, PRESENT = "past_key_values.", "present."
 _OWN = {"SimplifiedLayerNormalization"}
 """Operators that onnxruntime registers under ONNX's own name, where ONNX's schemas do not have them."""
-_FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 Shapes = Sequence[tuple[int, ...]]
 """Of one output, for several sizes of batch and length."""
@@ -151,7 +150,7 @@ def _against_record(what: str, found: list[Port], recorded: list[Port]) -> list[
 def _against_model(
     manifest: Manifest, outputs: Mapping[str, Shapes], cache: Mapping[str, Shapes], image: tuple[int, ...] | None
 ) -> list[str]:
-    floats = _FLOATS[manifest.dtype]
+    floats = manifest.float_type
     faults = [
         f"{port.name} is {port.type} in a graph of {manifest.dtype}"
         for port in (*manifest.inputs, *manifest.outputs)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.session import Provider
+from ckpt_prune.export.tasks import Task
 from ckpt_prune.planning.export_recipe import TaskName
 from ckpt_prune.transform.publish import versions
 
@@ -49,9 +50,19 @@ class Manifest(BaseModel):
     inputs: list[Port]
     outputs: list[Port]
     files: dict[str, str]
-    """File → its sha256: the graph's files and config.json."""
+    """File → its sha256: all but this record, the card and validation.json."""
     tensors: dict[str, str]
     """Initializer of the graph → sha256 of its bytes."""
+
+    @property
+    def what(self) -> Task:
+        """What the graph is for."""
+        return Task(self.task, self.modality, self.cached)
+
+    @property
+    def float_type(self) -> str:
+        """Of its floating-point inputs and outputs, as numpy names it."""
+        return "float16" if self.dtype == "fp16" else "float32"
 
 
 def ports(values: Any) -> list[Port]:

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.export.integrity import PRESENT
 from ckpt_prune.export.session import complete
-from ckpt_prune.export.tasks import Task, without_head
+from ckpt_prune.export.tasks import PRESENT, Task, without_head
 
 
 class Reference:

@@ -1,14 +1,15 @@
 """Running an exported graph in onnxruntime, as the model it came from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
@@ -16,6 +17,9 @@ from transformers.utils.generic import ModelOutput
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import read_config
+from ckpt_prune.export.tasks import PAST, PRESENT
+
+T = TypeVar("T")
 
 GRAPH = "model.onnx"
 
@@ -46,13 +50,14 @@ class Session:
     """Why that is not what was asked for."""
 
 
-def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None = None) -> Session:
+def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0) -> Session:
     """Load a graph into onnxruntime.
 
     Args:
         graph: an ONNX file; external data lies beside it.
         provider: what to run it on. Where CUDA is asked for and cannot be loaded, the CPU is used and `note` says so.
         threads: of one operator; by default as many as torch uses, which heeds the cores this process may run on.
+        device: number of the GPU.
 
     Raises:
         UserError: onnxruntime cannot load it.
@@ -63,20 +68,35 @@ def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None
     # Threads that spin while they wait take the cores from whoever else computes (measured: PyTorch beside it 1.7 times
     # slower); alone on the machine it costs 0 to 6 %.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # Its CUDA provider would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
-    wanted: list[Any] = [(_PROVIDERS["cuda"], {"use_tf32": "0"})] if provider == "cuda" else []
-    wanted.append(_PROVIDERS["cpu"])
+    note = None
+    if provider == "cuda":
+        # It would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
+        cuda = (_PROVIDERS["cuda"], {"use_tf32": "0", "device_id": str(device)})
+        found = (
+            _load(graph, options, [cuda, _PROVIDERS["cpu"]]) if _PROVIDERS["cuda"] in _built_for() else "not built in"
+        )
+        if not isinstance(found, str) and _PROVIDERS["cuda"] in found.get_providers():
+            return Session(found, "cuda", None)
+        note = "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for)"
+    found = _load(graph, options, [_PROVIDERS["cpu"]])
+    if isinstance(found, str):
+        raise UserError(f"{graph}: onnxruntime cannot load it: {found}" + (f"; {note}" if note else ""))
+    return Session(found, "cpu", None if note is None else f"{note}: it runs on the CPU")
+
+
+def _built_for() -> list[str]:
+    providers: list[str] = onnxruntime.get_available_providers()
+    return providers
+
+
+def _load(graph: Path, options: Any, providers: list[Any]) -> Any:
+    """An InferenceSession, or in one line why there is none."""
     try:
         with _quiet_onnxruntime():
-            inner = onnxruntime.InferenceSession(str(graph), options, providers=wanted)
+            # Its own way back to other providers prints on stdout and keeps quiet about what it runs on.
+            return onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime's exceptions share no base class
-        reason = " ".join(str(error).split())
-        raise UserError(f"{graph}: onnxruntime cannot load it: {reason[:300]}") from error
-    if _PROVIDERS[provider] in inner.get_providers():
-        return Session(inner, provider, None)
-    return Session(
-        inner, "cpu", "CUDA was asked for and onnxruntime cannot load it here (no GPU, or no CUDA 13 and cuDNN 9): CPU"
-    )
+        return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextmanager
@@ -124,14 +144,22 @@ class OnnxModel:
     @property
     def cached(self) -> bool:
         """Whether keys and values go in and out."""
-        return any(name.startswith("past_key_values.") for name in self.inputs)
+        return any(name.startswith(PAST) for name in self.inputs)
 
     def empty_cache(self, batch: int) -> dict[str, Tensor]:
         """Keys and values of no tokens: `past_key_values.*`, (B, heads, 0, head_dim)."""
         return {
             name: torch.zeros([batch, each.shape[1], 0, each.shape[3]], dtype=_TYPES[each.type])
             for name, each in self.inputs.items()
-            if name.startswith("past_key_values.")
+            if name.startswith(PAST)
+        }
+
+    def arrays(self, feed: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+        """What onnxruntime is given: arrays of the graph's types, of what it has inputs for."""
+        return {
+            name: np.ascontiguousarray(value.to(_TYPES[self.inputs[name].type]).numpy())
+            for name, value in feed.items()
+            if name in self.inputs
         }
 
     def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,11 +168,7 @@ class OnnxModel:
         Raises:
             UserError: onnxruntime fails.
         """
-        arrays = {
-            name: np.ascontiguousarray(value.to(_TYPES[self.inputs[name].type]).numpy())
-            for name, value in feed.items()
-            if name in self.inputs
-        }
+        arrays = self.arrays(feed)
         try:
             values = self.session.inner.run(None, arrays)
         except Exception as error:  # onnxruntime's exceptions share no base class
@@ -172,6 +196,11 @@ def complete(feed: dict[str, Tensor]) -> dict[str, Tensor]:
     mask = feed.get("attention_mask", torch.ones_like(ids))
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     return {"attention_mask": mask, "position_ids": positions, "token_type_ids": torch.zeros_like(ids)} | feed
+
+
+def next_cache(found: Mapping[str, T]) -> dict[str, T]:
+    """The keys and values that came out, as what goes in next."""
+    return {name.replace(PRESENT, PAST, 1): value for name, value in found.items() if name.startswith(PRESENT)}
 
 
 def _config(folder: Path) -> PreTrainedConfig:

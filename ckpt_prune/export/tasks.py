@@ -8,6 +8,9 @@ from ckpt_prune.evaluation.classification import is_vision
 from ckpt_prune.evaluation.loading import auto_class
 from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
+PAST, PRESENT = "past_key_values.", "present."
+"""Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
+
 _TASKS: dict[str, TaskName] = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForMaskedLM": "fill-mask",

@@ -31,12 +31,12 @@ from ckpt_prune.export.cases import (
     text_cases,
 )
 from ckpt_prune.export.differences import difference, positions
-from ckpt_prune.export.integrity import PAST, PRESENT, check_files, check_interface, check_operators
+from ckpt_prune.export.integrity import check_files, check_interface, check_operators
 from ckpt_prune.export.manifest import Manifest, Port, Source, read_manifest, runtime_versions
 from ckpt_prune.export.metrics import MEAN_SHARE, Metric, image_metric, text_metric
 from ckpt_prune.export.reference import Reference
-from ckpt_prune.export.session import GRAPH, OnnxModel, Provider, complete
-from ckpt_prune.export.tasks import Task
+from ckpt_prune.export.session import GRAPH, OnnxModel, Provider, complete, next_cache
+from ckpt_prune.export.tasks import PAST, PRESENT
 from ckpt_prune.export.tracing import image_size
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
@@ -193,8 +193,7 @@ def validate(
     if wrong is not None:
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
     whole = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
-    task = Task(manifest.task, manifest.modality, manifest.cached)
-    reference = Reference(whole, task, {port.name for port in manifest.inputs})
+    reference = Reference(whole, manifest.what, {port.name for port in manifest.inputs})
     allowed = TOLERANCES[manifest.dtype] if tolerance is None else tolerance
     kind = _TextProof if manifest.modality == "text" else _ImageProof
     proof = kind(folder, manifest, reference, samples, allowed)
@@ -470,7 +469,7 @@ class _TextProof(_Proof):
             found = self._run(complete(feed) | cache)
             if isinstance(found, str):
                 return found
-            cache = _next(found)
+            cache = next_cache(found)
             pieces.append(found)
             start = end
         joined = {name: torch.cat([piece[name] for piece in pieces], 1) for name in names if name in pieces[0]}
@@ -490,7 +489,7 @@ class _TextProof(_Proof):
                 if isinstance(found, str):
                     failed = found
                 else:
-                    cache = _next(found)
+                    cache = next_cache(found)
                     ours.append(found["logits"][:, -1])
             given = failed or {"logits": torch.stack(ours, 1)}
             keep = torch.ones(len(case.ids), steps, dtype=torch.bool)
@@ -520,11 +519,6 @@ class _TextProof(_Proof):
 
 def _feed(case: TextCase) -> dict[str, Tensor]:
     return complete({"input_ids": case.ids, "attention_mask": case.keep.long()})
-
-
-def _next(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The keys and values that came out, as what goes in next."""
-    return {name.replace(PRESENT, PAST, 1): value for name, value in found.items() if name.startswith(PRESENT)}
 
 
 def _shapes(runs: list[dict[str, Tensor]]) -> dict[str, list[tuple[int, ...]]]:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, run, set_config
+from tests.export.exports import made as graphs
 
 WELL = """\
 check       result
@@ -225,6 +227,94 @@ def test_what_recovery_may_not_change(place, name):
         "digests": "model.safetensors changed since it was written",
         "kept units": f"{name} is no weight that recovery changes and is not the dense model's",
     }
+
+
+# ---- graphs ------------------------------------------------------------------------------------------------------
+
+GRAPH = """\
+check       result
+files           ok
+checker         ok
+finite          ok
+load            ok
+validation      ok
+source          ok
+
+files: 2 files as written
+checker: onnx.checker, opset 20
+finite: no NaN, no Inf in {tensors} tensors
+load: onnxruntime loads it: 1 inputs, 3 outputs
+validation: compared with PyTorch on 9 inputs, on cpu: within the tolerance
+source: exported from vision
+"""
+
+
+@pytest.fixture
+def vision(tmp_path_factory, tmp_path, monkeypatch) -> Path:
+    """A working folder with a model and its graph in `vision-onnx`, which was compared with it."""
+    model, graph = graphs(tmp_path_factory)("deit-teacher")
+    shutil.copytree(model, tmp_path / "vision")
+    shutil.copytree(graph, tmp_path / "vision-onnx")
+    monkeypatch.chdir(tmp_path)
+    ok("validate", "vision-onnx", "--against", "vision")
+    return tmp_path
+
+
+def test_a_graph(vision):
+    tensors = len(read_json("vision-onnx/ckpt_prune_onnx.json")["tensors"])
+    assert ok("verify", "vision-onnx", "--against", "vision") == GRAPH.format(tensors=tensors)
+    said = json.loads(ok("verify", "vision-onnx", "--json"))
+    assert said["passed"] is True
+    assert [(check["name"], check["passed"]) for check in said["checks"]] == [
+        (name, True) for name in ("files", "checker", "finite", "load", "validation")
+    ]
+
+
+def test_a_graph_that_was_not_compared(vision):
+    Path("vision-onnx/validation.json").unlink()
+    said = ok("verify", "vision-onnx")
+    assert "validation       -\n" in said
+    assert said.endswith("\nvalidation: no validation.json: not compared with PyTorch, `ckpt-prune validate` does it\n")
+
+
+def test_a_byte_of_a_graphs_weight(vision):
+    path = Path("vision-onnx/model.onnx")
+    weight = next(iter(load_file("vision/model.safetensors").items()))
+    data = path.read_bytes()
+    at = data.index(weight[1].numpy().tobytes())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    tensors = len(read_json("vision-onnx/ckpt_prune_onnx.json")["tensors"])
+    result = run("verify", "vision-onnx")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "files       FAILED\nchecker         ok\n" in result.stdout
+    assert (
+        f"\nfiles: model.onnx changed since it was written: 1 of {tensors} weights differ or cannot be read: "
+        f"{weight[0]}\n"
+    ) in result.stdout
+    assert failures("vision-onnx").keys() == {"files"}
+
+
+def test_a_graph_inside_a_model(vision):
+    """The model's own checks, and those of the graph, which has to be of this model."""
+    Path("vision-onnx").rename("vision/onnx")
+    names = [line.split("  ")[0] for line in ok("verify", "vision").split("\n\n")[0].splitlines()[1:]]
+    own = ["tensors", "finite", "load", "digests", "sparsity"]
+    assert names == [
+        *own,
+        *(f"onnx: {name}" for name in ("files", "checker", "finite", "load", "validation", "source")),
+    ]
+    edit_weights("vision", poison("deit.layernorm.weight", 0.25))
+    assert failures("vision") == {
+        "onnx: source": "it was exported from another model than vision: its record names deit-teacher"
+    }
+    # A folder of the Hub's own graphs is nothing of ours.
+    Path("vision/onnx/ckpt_prune_onnx.json").unlink()
+    assert "onnx: " not in ok("verify", "vision")
+
+
+def test_a_damaged_record_of_a_graph(vision):
+    Path("vision-onnx/ckpt_prune_onnx.json").write_text("{}")
+    assert refused("verify", "vision-onnx") == "vision-onnx/ckpt_prune_onnx.json is damaged: export again"
 
 
 # ---- what cannot be checked ------------------------------------------------------------------------------------

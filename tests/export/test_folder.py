@@ -129,8 +129,10 @@ def test_weights_are_the_models_own(exported, name):
             turned = key.endswith(".T")
             assert np.array_equal(weight.T if turned else weight, tensors[key.removesuffix(".T")]), key
     known = {key.removesuffix(".T") for key in weights}
-    # Tied ones have either name.
-    assert set(tensors) - known <= {"model.embed_tokens.weight", "lm_head.weight"}
+    # Tied ones have either name, and nothing is added where a bias is zero.
+    for key in set(tensors) - known - {"model.embed_tokens.weight", "lm_head.weight"}:
+        assert key.endswith("bias"), key
+        assert not tensors[key].any(), key
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,337 @@
+"""`export`: what it says, what it leaves, and what it refuses."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from ckpt_prune.export import folder as export_folder
+from tests.cli.running import edit_weights, listing, misused, ok, poison, read_json, refused, run, set_config
+from tests.export.exports import made, traced_before
+from tests.images import write_image
+
+VISION, DECODER = "deit-teacher", "llama-gqa-tied"
+FILES = ["README.md", "ckpt_prune_onnx.json", "config.json", "model.onnx"]
+VISION_FILES = [*FILES, "preprocessor_config.json"]
+OUTPUTS = ("logits", "cls_logits", "distillation_logits")
+TABLE = [
+    "onnxruntime - PyTorch max abs mean abs max rel mean rel top-1",
+    *(
+        f"{output}: {batch} image{'s' if batch > 1 else ''} ~ ~ ~ ~ 100.00% ok"
+        for batch in (1, 2, 5)
+        for output in OUTPUTS
+    ),
+]
+NOISE = [
+    "metric: not measured on noise: give --images",
+    "compared on: normal noise for pixels, no --images being given",
+]
+AGREES = "the graph agrees with vision (fp32, cpu, tolerance 0.0001 of the largest output)"
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    export = made(tmp_path_factory)
+    return {name: export(name) for name in (VISION, DECODER)}
+
+
+@pytest.fixture
+def vision(graphs, tmp_path, monkeypatch) -> Path:
+    """A working folder with the model `vision`, which is traced no more."""
+    return _place(graphs[VISION], "vision", tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def decoder(graphs, tmp_path, monkeypatch) -> Path:
+    """The same with `decoder`, and text.txt."""
+    (tmp_path / "text.txt").write_text("the cat sat on a mat and then the dog ran far away " * 10)
+    return _place(graphs[DECODER], "decoder", tmp_path, monkeypatch)
+
+
+def _place(model_and_graph: tuple[Path, Path], name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    model, graph = model_and_graph
+    shutil.copytree(model, place / name)
+    monkeypatch.chdir(place)
+    traced_before(monkeypatch, graph)
+    return place
+
+
+def without_figures(text: str) -> list[str]:
+    """Its lines, differences as ~ and columns one blank apart."""
+    return [re.sub(r"\d\.\de[-+]\d\d", "~", " ".join(line.split())) for line in text.splitlines()]
+
+
+def files(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def size(folder: str) -> str:
+    kib = sum((Path(folder) / name).stat().st_size for name in ("model.onnx", "config.json")) / 1024
+    return f"{kib:.0f} KiB" if kib >= 100 else f"{kib:.1f} KiB"
+
+
+# ---- what it says --------------------------------------------------------------------------------------------------
+
+
+def test_traced_compared_and_written(graphs, tmp_path, monkeypatch):
+    """Once with nothing left out: every other test takes the graph that is there."""
+    shutil.copytree(graphs[VISION][0], tmp_path / "vision")
+    monkeypatch.chdir(tmp_path)
+    said = ok("export", "vision", "-o", "out")
+    end = f"image-classification, fp32, opset 20, {size('out')}: written to out"
+    assert without_figures(said) == [*TABLE, *NOISE, AGREES, end]
+    assert files("out") == sorted([*VISION_FILES, "validation.json"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vision"]
+    assert ok("verify", "out", "--against", "vision").count(" ok\n") == 6
+    # It is the graph that the library writes.
+    assert Path("out/model.onnx").read_bytes() == (graphs[VISION][1] / "model.onnx").read_bytes()
+
+
+def test_a_decoder(decoder):
+    said = ok("export", "decoder", "-o", "out", "--text", "text.txt", "--samples", "4").splitlines()
+    assert re.fullmatch(r"perplexity (\d+\.\d{3}) in onnxruntime, \1 in PyTorch \(4 windows of 32 tokens\)", said[-4])
+    assert said[-3:] == [
+        "compared on: text.txt",
+        "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)",
+        f"text-generation, with cache, fp32, opset 20, {size('out')}: written to out",
+    ]
+    record = read_json("out/validation.json")
+    assert (record["passed"], record["data"]["files"], record["data"]["samples"]) == (True, ["text.txt"], 4)
+    assert record["files"] == read_json("out/ckpt_prune_onnx.json")["files"]
+
+
+def test_json_alone_is_on_standard_output(vision):
+    result = run("export", "vision", "-o", "out", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = json.loads(result.stdout)
+    assert set(said) == {"written", "out", "bytes", "manifest", "validation"}
+    total = sum((Path("out") / name).stat().st_size for name in ("model.onnx", "config.json"))
+    assert (said["written"], said["out"], said["bytes"]) == (True, "out", total)
+    assert said["manifest"] == read_json("out/ckpt_prune_onnx.json")
+    assert said["validation"] == read_json("out/validation.json")
+
+
+def test_not_compared(vision):
+    assert ok("export", "vision", "-o", "out", "--no-validate").splitlines() == [
+        "not compared with PyTorch: `ckpt-prune validate` does it",
+        f"image-classification, fp32, opset 20, {size('out')}: written to out",
+    ]
+    assert files("out") == sorted(VISION_FILES)
+    said = json.loads(ok("export", "vision", "-o", "again", "--no-validate", "--json"))
+    assert (said["written"], said["validation"]) == (True, None)
+    assert ok("validate", "out", "--against", "vision").splitlines()[-1] == AGREES
+
+
+def test_outside_the_tolerance_nothing_is_written(vision):
+    before = listing()
+    result = run("export", "vision", "-o", "out", "--tolerance", "1e-12")
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = without_figures(result.stdout)
+    assert lines[: len(TABLE)] == [line.replace(" ok", " FAILED") for line in TABLE]
+    where = r"[a-z_]+: \d images?: row \d, unit \d is \S+, in PyTorch \S+; the largest is \S+"
+    cases = lines[len(TABLE) : 2 * len(TABLE) - 1]
+    assert all(re.fullmatch(where, line) for line in cases)
+    assert lines[2 * len(TABLE) - 1 :] == [
+        "outputs FAILED: 9 of 9 outputs are outside the tolerance of 1e-12",
+        *NOISE,
+        "the graph does NOT agree with vision (fp32, cpu, tolerance 1e-12 of the largest output)",
+        "the graph does not compute what the model does: nothing is written to out",
+    ]
+    assert listing() == before
+    result = run("export", "vision", "-o", "out", "--tolerance", "1e-12", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    said = json.loads(result.stdout)
+    assert [said[key] for key in ("written", "out", "bytes", "manifest")] == [False, "out", 0, None]
+    assert said["validation"]["passed"] is False
+    assert listing() == before
+
+
+def test_a_graph_of_other_weights_is_not_written(vision):
+    """What is traced is held against what the checkpoint says, whatever came in between."""
+    edit_weights("vision", poison("cls_classifier.bias", 5.0))
+    before = listing()
+    result = run("export", "vision", "-o", "out")
+    assert result.exit_code == 1
+    lines = without_figures(result.stdout)
+    assert lines[1].endswith("FAILED")
+    assert any(line.startswith("cls_logits: 1 image: row 0, unit 0 is ") for line in lines)
+    assert listing() == before
+
+
+def test_images_to_compare_on(vision):
+    for index in range(3):
+        write_image(Path("photos") / f"{index}.png", index)
+    lines = without_figures(ok("export", "vision", "-o", "out", "--images", "photos"))
+    assert lines[-2:-1] == [AGREES]
+    assert "compared on: photos" in lines
+    assert any(re.fullmatch(r"agreement \d+\.\d\d% \(3 images\)", line) for line in lines), lines
+
+
+def test_inside_the_model(vision):
+    ok("export", "vision", "-o", "vision/onnx")
+    assert files("vision/onnx") == sorted([*VISION_FILES, "validation.json"])
+    said = ok("verify", "vision")
+    assert "onnx: validation      ok\n" in said
+    assert said.splitlines()[-1] == "onnx: source: exported from vision"
+
+
+def test_cuda_that_is_not_there(vision):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = run("export", "vision", "-o", "out", "--provider", "cuda")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == (
+        "CUDA was asked for and onnxruntime cannot load it here (no GPU, or no CUDA 13 and cuDNN 9): CPU"
+    )
+    assert AGREES in result.stdout.splitlines()
+    assert read_json("out/validation.json")["provider"] == "cpu"
+
+
+def test_overwrite(vision):
+    ok("export", "vision", "-o", "out", "--no-validate")
+    Path("out/note.txt").write_text("mine")
+    assert refused("export", "vision", "-o", "out") == f"{Path.cwd() / 'out'} exists; --overwrite replaces it"
+    before = listing()
+    # A graph that fails does not cost the one that is there.
+    assert run("export", "vision", "-o", "out", "--overwrite", "--tolerance", "1e-12").exit_code == 1
+    assert listing() == before
+    ok("export", "vision", "-o", "out", "--overwrite")
+    assert files("out") == sorted([*VISION_FILES, "validation.json"])
+
+
+def test_help_says_what_an_option_is_for():
+    said = " ".join(ok("export", "--help").split())
+    for part in (
+        "--opset INTEGER RANGE ONNX opset, 18 to 23. Default: 20. [18<=x<=23]",
+        "--dtype [fp32|fp16]",
+        "--cache / --no-cache",
+        "--optimize [cpu|cuda|none]",
+        "--validate / --no-validate",
+        "--task [auto|text-generation|",
+        "--provider [cpu|cuda]",
+        "past_key_values.i.key",
+        "outside the tolerance nothing is written and the exit code is 1",
+        "ckpt-prune export OUT -o OUT/onnx",
+        "This loads the WHOLE model, and once more to compare.",
+    ):
+        assert part in said, part
+    assert " export Write an ONNX graph, compared with PyTorch in onnxruntime. " in " ".join(ok("--help").split())
+
+
+# ---- what it refuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Nothing is loaded or traced before the input is checked."""
+
+    def loaded(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(export_folder, "load_model", loaded)
+
+
+@pytest.mark.parametrize("opset", ["17", "24", "x"])
+def test_an_unsupported_opset(vision, opset):
+    said = misused("export", "vision", "-o", "out", "--opset", opset)
+    assert said == (
+        "Invalid value for '--opset': 'x' is not a valid integer range."
+        if opset == "x"
+        else f"Invalid value for '--opset': {opset} is not in the range 18<=x<=23."
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--dtype", "bf16", "Invalid value for '--dtype': 'bf16' is not one of 'fp32', 'fp16'."),
+        ("--optimize", "tpu", "Invalid value for '--optimize': 'tpu' is not one of 'cpu', 'cuda', 'none'."),
+        ("--tolerance", "0", "Invalid value for '--tolerance': 0.0 is not in the range x>0."),
+        ("--provider", "tpu", "Invalid value for '--provider': 'tpu' is not one of 'cpu', 'cuda'."),
+    ],
+)
+def test_values_that_no_option_has(vision, option, value, message):
+    assert misused("export", "vision", "-o", "out", option, value) == message
+
+
+def test_what_a_model_cannot_do(vision, untraced):
+    assert refused("export", "vision", "-o", "out", "--task", "fill-mask") == (
+        "this model has no head for fill-mask: it can be exported for image-classification or feature-extraction"
+    )
+    assert refused("export", "vision", "-o", "out", "--cache") == (
+        "a graph for image-classification has no keys and values to keep: leave out --cache"
+    )
+
+
+def test_a_place_that_will_not_do(vision, untraced):
+    holds = "holds the model vision: choose another place, or a new folder inside"
+    assert refused("export", "vision", "-o", "vision") == f"output vision {holds}"
+    assert refused("export", "vision", "-o", ".", "--overwrite") == f"output . {holds}"
+    assert refused("export", "vision", "-o", "a/b") == f"the folder {Path.cwd() / 'a'} does not exist; create it first"
+    Path("thesis").mkdir()
+    assert refused("export", "vision", "-o", "thesis", "--overwrite") == (
+        f"{Path.cwd() / 'thesis'} exists and is not an exported folder, so it is never replaced; choose another name"
+    )
+
+
+def test_data_of_the_wrong_kind(decoder, untraced):
+    assert refused("export", "decoder", "-o", "out", "--text", "nowhere.txt").startswith("nowhere.txt")
+    assert refused("export", "decoder", "-o", "out", "--images", ".") == (
+        "decoder reads text: --images does not go with it; give --text FILE"
+    )
+    assert refused("export", "decoder", "-o", "out", "--text", "text.txt", "--window", "33") == (
+        "--window 33 is longer than the model's context of 32 tokens: give at most that"
+    )
+
+
+def test_code_of_others(vision, untraced):
+    set_config("vision", auto_map={"AutoModelForImageClassification": "other.Model"})
+    said = refused("export", "vision", "-o", "out")
+    assert said.startswith("vision asks for remote code that is not this tool's (auto_map in config.json)")
+    assert said.endswith("where you have read and trust it, say --trust-remote-code")
+
+
+def test_what_is_no_model(vision):
+    message = "{} has no config.json; give a checkpoint folder as published on the Hub"
+    Path("empty").mkdir()
+    assert refused("export", "empty", "-o", "out") == message.format("empty")
+    ok("export", "vision", "-o", "graph", "--no-validate")
+    assert refused("export", "graph", "-o", "out").startswith("graph has neither model.safetensors nor ")
+
+
+def test_a_weight_that_is_missing(vision):
+    edit_weights("vision", lambda tensors: tensors.pop("deit.layernorm.weight"))
+    assert refused("export", "vision", "-o", "out") == (
+        "vision: tensors are missing or of the wrong shape: deit.layernorm.weight; "
+        "run `ckpt-prune verify vision` for all of them"
+    )
+
+
+def test_weights_that_are_no_numbers(vision):
+    """They go into the graph and do not pass: what is not a number is no small difference."""
+    edit_weights("vision", poison("cls_classifier.bias"))
+    before = listing()
+    result = run("export", "vision", "-o", "out")
+    assert result.exit_code == 1
+    assert "logits: 1 image: row 0, unit 0 is " in result.stdout
+    assert "the model is damaged, or overflows in float32" in result.stdout
+    assert result.stdout.splitlines()[-1].endswith("nothing is written to out")
+    assert listing() == before
+
+
+def test_control_c_leaves_nothing(vision, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    before = listing()
+    monkeypatch.setattr(export_folder, "build_graph", stop)
+    result = CliRunner().invoke(main, ["export", "vision", "-o", "out"])
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert listing() == before
+    assert result.stderr == "Interrupted.\n"

@@ -1,0 +1,276 @@
+"""A recipe that ends in a graph: one `prune` from a dense model to what is deployed."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_prune.checkpoint import writing
+from ckpt_prune.cli.main import main
+from ckpt_prune.errors import UserError
+from ckpt_prune.export import folder as export_folder
+from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
+from tests.cli.test_prune import COSTS
+from tests.export.exports import traced_before, undisturbed
+
+PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)
+EXPORT = ("--set", "export.format=onnx")
+GRAPH = ["README.md", "ckpt_prune_onnx.json", "config.json", "generation_config.json", "model.onnx", "tokenizer.json"]
+GRAPH += ["tokenizer_config.json"]
+INSIDE = """\
+onnx: files           ok
+onnx: checker         ok
+onnx: finite          ok
+onnx: load            ok
+onnx: validation      ok
+onnx: source          ok
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(made, tmp_path_factory) -> Path:
+    """A folder with `out`, pruned and exported by one command, and what that printed in `said`."""
+    here = tmp_path_factory.mktemp("finished")
+    shutil.copytree(made / "dense", here / "dense")
+    shutil.copy(made / "calib.txt", here)
+    with pytest.MonkeyPatch.context() as patch, undisturbed():
+        patch.chdir(here)
+        (here / "said").write_text(ok(*PRUNE, *EXPORT, "-o", "out"))
+    return here
+
+
+@pytest.fixture
+def again(place, finished, monkeypatch) -> Path:
+    """A working folder where the same model is pruned and its graph is taken from there."""
+    traced_before(monkeypatch, finished / "out" / "onnx")
+    return place
+
+
+def files(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def assert_complete(out: str) -> None:
+    """An output whose only want is its graph."""
+    assert set(files(out)) - {"onnx.log"} == {
+        *("README.md", "ckpt_prune.json", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+    assert ok("verify", out, "--against", "dense").count(" ok\n") == 5
+
+
+# ---- one command ---------------------------------------------------------------------------------------------------
+
+
+def test_text(finished):
+    said = (finished / "said").read_text()
+    assert said.startswith(COSTS)
+    pruned, graph = said.split("\nwritten to out\n")
+    assert pruned.splitlines()[-1].startswith("mlp: mean error of the outputs on the calibration samples ")
+    lines = graph.splitlines()
+    assert lines[0].startswith("onnxruntime - PyTorch ")
+    assert not [line for line in lines if "FAILED" in line]
+    assert re.fullmatch(r"perplexity (\d+\.\d{3}) in onnxruntime, \1 in PyTorch \(16 windows of 16 tokens\)", lines[-4])
+    assert lines[-3:-1] == [
+        "compared on: calib.txt",
+        "the graph agrees with out (fp32, cpu, tolerance 0.0001 of the largest output)",
+    ]
+    assert re.fullmatch(r"text-generation, with cache, fp32, opset 20, \d+\.\d KiB: written to out/onnx", lines[-1])
+
+
+def test_what_is_there(finished):
+    out = finished / "out"
+    assert files(out / "onnx") == sorted([*GRAPH, "validation.json"])
+    assert sorted(path.name for path in finished.iterdir()) == ["calib.txt", "dense", "out", "said"]
+    assert read_json(out / "onnx" / "validation.json")["passed"] is True
+    recipe = read_json(out / "ckpt_prune.json")["recipe"]
+    assert (recipe["export"]["format"], recipe["export"]["validate"]) == ("onnx", True)
+    # The same model as without it.
+    assert files(out) == sorted([*files(finished / "dense"), "README.md", "ckpt_prune.json", "onnx"])
+
+
+def test_verify_checks_model_and_graph(finished, monkeypatch):
+    monkeypatch.chdir(finished)
+    said = ok("verify", "out", "--against", "dense")
+    assert INSIDE in said
+    assert said.splitlines()[-1] == "onnx: source: exported from out"
+    assert [line.split(":")[0] for line in said.splitlines()[14:]][:6] == [
+        *("tensors", "finite", "load", "digests", "sparsity", "kept units")
+    ]
+    assert said.count(" ok\n") == 11
+    inside = ok("verify", "out/onnx", "--against", "out")
+    assert [line.removeprefix("onnx: ") for line in said.splitlines()[-6:]] == inside.splitlines()[-6:]
+
+
+def test_a_graph_of_another_model_inside(again, finished):
+    """An output that is pruned anew, or changed, no longer is what its graph was made from."""
+    shutil.copytree(finished / "out", "out")
+    edit_weights("out", poison("model.norm.weight", 0.5))
+    result = run("verify", "out", "--json")
+    assert result.exit_code == 1
+    failed = {check["name"]: check["detail"] for check in json.loads(result.stdout)["checks"] if not check["passed"]}
+    failed.pop("sparsity")
+    assert failed == {
+        "digests": "model.safetensors changed since it was written",
+        "onnx: source": "it was exported from another model than out: its record names out",
+    }
+    result = run("verify", "out/onnx", "--against", "dense")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == (
+        "source: it was exported from another model than dense: its record names out"
+    )
+
+
+def test_json_alone_is_on_standard_output(again):
+    result = run(*PRUNE, *EXPORT, "-o", "out", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = json.loads(result.stdout)
+    graph = said.pop("onnx")
+    assert said == read_json("out/ckpt_prune.json")
+    assert (graph["written"], graph["out"]) == (True, "out/onnx")
+    assert graph["manifest"] == read_json("out/onnx/ckpt_prune_onnx.json")
+    assert graph["validation"] == read_json("out/onnx/validation.json")
+    # Without a graph there is no word of one.
+    assert "onnx" not in json.loads(ok(*PRUNE, "-o", "plain", "--json"))
+    assert not Path("plain/onnx").exists()
+
+
+def test_not_compared(again):
+    said = ok(*PRUNE, *EXPORT, "--set", "export.validate=false", "-o", "out").splitlines()
+    assert said[-3:-1] == ["written to out", "not compared with PyTorch: `ckpt-prune validate` does it"]
+    assert said[-1].endswith(": written to out/onnx")
+    assert files("out/onnx") == sorted(GRAPH)
+
+
+def test_a_recipe_file(again):
+    Path("mine.yaml").write_text(
+        "version: 1\nname: mine\nspaces:\n"
+        "  heads: {score: rcpu, ratio: 0.5, compensation: {method: rotation}}\n"
+        "  mlp: {score: rcpu, ratio: 0.5, compensation: {method: rotation}}\n"
+        "target: sequential\n"
+        "export: {format: onnx, validate: false, dtype: fp32}\n"
+    )
+    ok("prune", "dense", "--recipe", "mine.yaml", *TEXT, "-o", "out")
+    assert files("out/onnx") == sorted(GRAPH)
+
+
+def test_a_plan_ends_in_a_graph(again):
+    plan = ("plan", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "plan.json")
+    ok(*plan, *EXPORT, "--set", "export.validate=false")
+    assert read_json("plan.json")["recipe"]["export"]["validate"] is False
+    said = ok("prune", "dense", "--plan", "plan.json", "-o", "out").splitlines()
+    assert said[-3] == "written to out"
+    assert files("out/onnx") == sorted(GRAPH)
+    assert read_json("out/onnx/ckpt_prune_onnx.json")["source"]["name"] == "out"
+
+
+# ---- a dry run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_so(place):
+    before = listing()
+    said = ok(*PRUNE, *EXPORT, "--set", "export.dtype=fp16", "-o", "out", "--dry-run")
+    assert said == (COSTS + "to be exported to the output's folder onnx, fp16\neverything checked, nothing written\n")
+    recipe = json.loads(ok(*PRUNE, *EXPORT, "-o", "out", "--dry-run", "--json"))["recipe"]
+    assert recipe["export"]["dtype"] == "fp32"
+    assert listing() == before
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("fp16", 2)])
+def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
+    """For a recipe that measures before it writes, as for a dry run."""
+    args = ["prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out"]
+    after = json.loads(ok(*args, "--dry-run", "--json"))["after"]
+    needed = after["bytes"] + size * after["parameters"]
+    args += [*EXPORT, "--set", f"export.dtype={dtype}"]
+    monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    for more in ([], ["--dry-run"]):
+        assert refused(*args, *more) == (
+            f"{Path.cwd()} has {(needed - 1) / 1024:.1f} KiB free and the output needs {needed / 1024:.1f} KiB; "
+            "free space or choose another place"
+        )
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    ok(*args, "--dry-run")
+
+
+# ---- what fails before the first block -----------------------------------------------------------------------------
+
+
+def test_what_the_model_cannot_do(place):
+    args = [*PRUNE, "-o", "out", *EXPORT, "--set"]
+    assert refused(*args, "export.task=fill-mask") == (
+        "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
+    )
+    assert refused(*args, "export.task=feature-extraction", "--set", "export.cache=true") == (
+        "a graph for feature-extraction has no keys and values to keep: leave out --cache"
+    )
+
+
+def test_settings_that_are_none(place):
+    """Named by their path, with what is allowed."""
+    for setting, words in (
+        ("export.opset=17", ("export.opset", "18")),
+        ("export.opset=24", ("export.opset", "23")),
+        ("export.format=tflite", ("export.format", "onnx")),
+        ("export.dtype=bf16", ("export.dtype", "fp32", "fp16")),
+        ("export.tolerance=0", ("export.tolerance", "0")),
+        ("export.fuse=true", ("export.fuse", "optimize")),
+    ):
+        said = refused(*PRUNE, "-o", "out", *EXPORT, "--set", setting)
+        assert all(word in said for word in words), said
+
+
+# ---- what fails after the last -------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_does_not_pass(again):
+    result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "out")
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = result.stdout.splitlines()
+    assert "written to out" in lines
+    assert lines[-1] == "the graph does not compute what the model does: nothing is written to out/onnx"
+    assert_complete("out")
+    result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "other", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    said = json.loads(result.stdout)
+    assert (said["onnx"]["written"], said["onnx"]["manifest"]) == (False, None)
+    assert said["onnx"]["validation"]["passed"] is False
+    assert_complete("other")
+
+
+def stop_with(error: BaseException):
+    def stop(*_, **__):
+        raise error
+
+    return stop
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [(KeyboardInterrupt(), 130, "Interrupted."), (UserError("cannot be exported"), 2, "Error: cannot be exported")],
+)
+def test_an_export_that_ends_in_the_middle(again, monkeypatch, error, code, last, as_json):
+    monkeypatch.setattr(export_folder, "build_graph", stop_with(error))
+    result = CliRunner().invoke(main, [*PRUNE, *EXPORT, "-o", "out", *(["--json"] if as_json else [])])
+    assert result.exit_code == code
+    assert result.stderr.splitlines() == [
+        "out is complete without its graph: `ckpt-prune export out -o out/onnx` writes it",
+        last,
+    ]
+    assert result.stdout == "" if as_json else result.stdout.endswith("written to out\n")
+    assert_complete("out")
+
+
+def test_the_command_that_is_named_then_writes_it(again, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(export_folder, "build_graph", stop_with(UserError("cannot be exported")))
+        result = run(*PRUNE, *EXPORT, "-o", "out")
+    (command,) = re.findall(r"`ckpt-prune (.*)`", result.stderr)
+    ok(*command.split(), "--text", "calib.txt", "--window", "16")
+    assert INSIDE in ok("verify", "out", "--against", "dense")
