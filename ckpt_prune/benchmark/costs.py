@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckpt_prune.architectures.fitting import fitting_family
@@ -10,8 +9,6 @@ from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.benchmark.workload import Phase, Workload
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.export.folder import DATA
-from ckpt_prune.export.session import GRAPH
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.transform.layout import source_shapes
 
@@ -71,8 +68,3 @@ def _reading(config: Any, tokens: int) -> Any:
 def weights_bytes(checkpoint: Checkpoint) -> int:
     """Of the files that hold the tensors."""
     return sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)
-
-
-def graph_bytes(folder: Path) -> int:
-    """Of a graph and its external data."""
-    return sum((folder / name).stat().st_size for name in (GRAPH, DATA) if (folder / name).is_file())

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_prune.benchmark.workload import Reads, reads_of
-from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.checkpoint.hub import resolve
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.folder import GraphWriter
 from ckpt_prune.export.manifest import Manifest, read_manifest
+from ckpt_prune.export.tasks import Task, chosen_task
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 Say = Callable[[str], None]
@@ -82,13 +83,20 @@ def open_entrant(label: Literal["A", "B"], name: str, wish: GraphWish, say: Say,
         return entrant
     manifest = read_manifest(own)
     reason = wish.refuses(manifest)
+    task = chosen_task(checkpoint.config)
     if manifest.source.fingerprint != checkpoint.fingerprint:
         reason = "it was made of other weights"
+    elif manifest.what != task:
+        reason = f"it is {_purpose(manifest.what)}, not {_purpose(task)}"
     if reason is not None:
         say(f"{name}: the graph in {own} is not used: {reason}")
         return entrant
     say(f"{name}: the graph is that in {own}")
     return replace(entrant, graph=own, manifest=manifest)
+
+
+def _purpose(task: Task) -> str:
+    return f"for {task.name}{' with a cache' if task.cached else ''}"
 
 
 def with_graph(entrant: Entrant, wish: GraphWish, scratch: Path, say: Say, *, trust: bool) -> Entrant:
@@ -112,7 +120,7 @@ def with_graph(entrant: Entrant, wish: GraphWish, scratch: Path, say: Say, *, tr
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder; of what is in it only logs stay, which errors speak of."""
+    """A temporary folder; of what is in it only the logs of failed exports stay, which errors speak of."""
     folder = Path(tempfile.mkdtemp(prefix="ckpt-prune-benchmark-"))
     try:
         yield folder
@@ -120,7 +128,7 @@ def scratch_folder() -> Iterator[Path]:
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix != ".log":
+            elif not path.name.endswith(EXPORT_ERROR):
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()

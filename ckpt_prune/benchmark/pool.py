@@ -19,6 +19,9 @@ T = TypeVar("T")
 _PATIENCE = 5.0
 """Seconds that a process gets to end by itself."""
 
+_SIGKILL = -9
+"""Windows does not have its name."""
+
 Serve = Callable[[Connection, Seat], None]
 
 
@@ -99,13 +102,21 @@ class Worker:
 
     def _died(self) -> UserError:
         self._process.join(_PATIENCE)
-        code = self._process.exitcode
-        if code == -signal.SIGKILL:
-            return UserError(f"{self.seat}: its process was killed, as systems do where memory runs out")
-        how = (
-            f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
-        )
-        return UserError(f"{self.seat}: its process {how}")
+        return UserError(f"{self.seat}: its process {how_it_ended(self._process.exitcode)}")
+
+
+def how_it_ended(code: int | None) -> str:
+    """What an exit code of `multiprocessing` means; below 0 it is that of a signal, which Windows has few names for."""
+    if code is None:
+        return "hung up"
+    if code >= 0:
+        return f"ended with code {code}"
+    if code == _SIGKILL:
+        return "was killed, as systems do where memory runs out"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"was ended by signal {-code}"
 
 
 @contextmanager

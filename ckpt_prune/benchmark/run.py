@@ -10,13 +10,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from ckpt_prune.benchmark.costs import Costs, costs_of, graph_bytes, weights_bytes
+from ckpt_prune.benchmark.costs import Costs, costs_of, weights_bytes
 from ckpt_prune.benchmark.entrants import Entrant, GraphWish, Say, open_entrant, scratch_folder, with_graph
 from ckpt_prune.benchmark.figures import Label, Machine, Result, Run, blocks_of
 from ckpt_prune.benchmark.pool import workers
 from ckpt_prune.benchmark.worker import Memory, Ready, Seat, Timing
 from ckpt_prune.benchmark.workload import SEED, Workload, choose_workloads
 from ckpt_prune.errors import UserError
+from ckpt_prune.export.folder import graph_bytes
 from ckpt_prune.export.manifest import runtime_versions
 from ckpt_prune.progress import meter
 
@@ -107,7 +108,7 @@ def compare(a: str, b: str, settings: Settings, say: Say) -> Result:
             memory = [worker.finish() for worker in pool]
         runs = [_run(*each, pair, costs) for each in zip(seats, ready, memory, strict=True)]
     return Result(
-        machine=_machine(threads, seats),
+        machine=_machine(threads, [each.device for each in ready]),
         rounds=settings.rounds,
         warmup=settings.warmup,
         seed=SEED,
@@ -184,9 +185,11 @@ def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool
         if each.checkpoint is not None
     ]
     if onnx:
-        provider = settings.provider or ("cuda" if settings.device.startswith("cuda") else "cpu")
+        # The same GPU, where both are on one.
+        kind = torch.device(settings.device).type
+        device = settings.device if settings.provider in (None, kind) else settings.provider
         seats += [
-            Seat(each.label, each.name, "onnxruntime", str(each.graph), provider, threads, each.manifest.dtype)
+            Seat(each.label, each.name, "onnxruntime", str(each.graph), device, threads, each.manifest.dtype)
             for each in pair
             if each.manifest is not None
         ]
@@ -218,11 +221,11 @@ def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], cost
     )
 
 
-def _machine(threads: int, seats: Sequence[Seat]) -> Machine:
-    gpu = any(seat.device.startswith("cuda") for seat in seats) and torch.cuda.is_available()
+def _machine(threads: int, devices: Sequence[str]) -> Machine:
+    gpus = [torch.device(each) for each in devices if each != "cpu" and torch.cuda.is_available()]
     return Machine(
         processor=_processor(),
-        gpu=torch.cuda.get_device_name() if gpu else None,
+        gpu=torch.cuda.get_device_name(gpus[0].index or 0) if gpus else None,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=threads,
         versions=runtime_versions(),

@@ -11,9 +11,8 @@ from torch import Tensor
 from ckpt_prune.benchmark.worker import Runtime, Seat, Timing
 from ckpt_prune.benchmark.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.export.session import OnnxModel, Provider, complete
-
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
+from ckpt_prune.export.session import OnnxModel, Provider, complete, next_cache
+from ckpt_prune.export.tasks import PRESENT
 
 
 class Runner(Protocol):
@@ -50,8 +49,9 @@ class TorchRunner:
         torch.set_num_threads(seat.threads)
         self._device = torch.device(seat.device)
         self.device = seat.device
+        dtype = torch.float16 if seat.dtype == "fp16" else torch.float32
         self._model: Any = load_model(
-            Path(seat.folder), device=self._device, dtype=_TYPES[seat.dtype], trust_remote_code=seat.trust
+            Path(seat.folder), device=self._device, dtype=dtype, trust_remote_code=seat.trust
         )
 
     @torch.inference_mode()
@@ -105,20 +105,24 @@ class OnnxRunner:
 
     def __init__(self, seat: Seat) -> None:
         torch.set_num_threads(1)  # it only makes inputs
-        provider: Provider = "cuda" if seat.device.startswith("cuda") else "cpu"
-        self._model = OnnxModel(Path(seat.folder), provider=provider, threads=seat.threads)
-        self.device: str = self._model.session.provider
-        self.note = self._model.session.note
-        self._run = self._called if self.device == "cpu" else self._bound
+        device = torch.device(seat.device)
+        provider: Provider = "cuda" if device.type == "cuda" else "cpu"
+        self._gpu = device.index or 0
+        self._model = OnnxModel(Path(seat.folder), provider=provider, threads=seat.threads, device=self._gpu)
+        session = self._model.session
+        self.device = seat.device if session.provider == provider else session.provider
+        self.note = session.note
+        self._run = self._called if session.provider == "cpu" else self._bound
 
     def time(self, workload: Workload) -> Timing:
         """Run a workload once."""
         inputs = workload.inputs()
-        feed = complete(inputs) if workload.modality == "text" else inputs
-        empty = self._arrays(self._model.empty_cache(workload.batch)) if workload.modality == "text" else {}
-        arrays = self._arrays(feed)
+        feed = inputs
+        if workload.modality == "text":
+            feed = complete(inputs) | self._model.empty_cache(workload.batch)
+        arrays = self._model.arrays(feed)
         start = perf_counter()
-        result = self._run(arrays | empty, {})
+        result = self._run(arrays, {})
         if not workload.steps:
             return {workload.phase: [perf_counter() - start]}
         ids = _next(result)
@@ -127,13 +131,8 @@ class OnnxRunner:
         for _ in range(workload.steps):
             start = perf_counter()
             mask = torch.cat([mask, mask[:, :1]], dim=1)
-            arrays = self._arrays(complete({"input_ids": ids, "attention_mask": mask}))
-            past = {
-                name.replace("present.", "past_key_values."): value
-                for name, value in result.items()
-                if name.startswith("present.")
-            }
-            result = self._run(arrays, past)
+            arrays = self._model.arrays(complete({"input_ids": ids, "attention_mask": mask}))
+            result = self._run(arrays, next_cache(result))
             ids = _next(result)
             steps.append(perf_counter() - start)
         return {"prefill": [first], "decode": steps}
@@ -141,15 +140,6 @@ class OnnxRunner:
     def gpu_memory(self) -> int | None:
         """Unknown: onnxruntime does not say."""
         return None
-
-    def _arrays(self, feed: dict[str, Tensor]) -> dict[str, Any]:
-        """What of these the graph takes, of the types it takes."""
-        kinds = {"tensor(float16)": torch.float16, "tensor(float)": torch.float32}
-        return {
-            name: np.ascontiguousarray(value.to(kinds.get(self._model.inputs[name].type, value.dtype)).numpy())
-            for name, value in feed.items()
-            if name in self._model.inputs
-        }
 
     def _called(self, arrays: dict[str, Any], past: dict[str, Any]) -> dict[str, Any]:
         """Outputs by name, arrays all of them."""
@@ -165,7 +155,10 @@ class OnnxRunner:
         for name, value in past.items():
             binding.bind_ortvalue_input(name, value)
         for name in self._model.outputs:
-            binding.bind_output(name, self.device if name.startswith("present.") else "cpu")
+            if name.startswith(PRESENT):
+                binding.bind_output(name, self._model.session.provider, self._gpu)
+            else:
+                binding.bind_output(name, "cpu")
         session.run_with_iobinding(binding)
         return dict(zip(self._model.outputs, binding.get_outputs(), strict=True))
 

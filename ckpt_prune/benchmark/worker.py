@@ -33,7 +33,7 @@ class Seat:
     folder: str
     """Of the checkpoint, or of the graph."""
     device: str
-    """Of PyTorch, or onnxruntime's provider."""
+    """As torch names it: cpu, cuda or cuda:1."""
     threads: int
     dtype: Literal["fp32", "fp16"]
     """That PyTorch computes in; a graph has its own."""
@@ -48,7 +48,7 @@ class Ready:
     """A model is loaded."""
 
     device: str
-    """Where it runs: a device of torch's, or a provider."""
+    """Where it runs, named in the same way."""
     note: str | None
     """Why that is not what was asked for."""
 

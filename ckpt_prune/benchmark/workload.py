@@ -3,19 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from ckpt_prune.architectures.remote import remote_class
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import quiet_transformers, read_config
+from ckpt_prune.evaluation.loading import config_of, read_config
 from ckpt_prune.export.manifest import Manifest
-from ckpt_prune.export.tasks import Task, chosen_task
+from ckpt_prune.export.tasks import chosen_task
 from ckpt_prune.export.tracing import image_size
+from ckpt_prune.planning.export_recipe import TaskName
 
 Phase = Literal["prefill", "decode", "forward"]
 
@@ -28,6 +26,7 @@ SEED = 0
 class Reads:
     """What a model takes."""
 
+    task: TaskName
     modality: Literal["text", "image"]
     vocabulary: int | None
     """Tokens it knows; None of a model of images."""
@@ -35,10 +34,13 @@ class Reads:
     """Tokens it reads at most; None where its config sets no limit."""
     image: tuple[int, int, int] | None
     """Channels, height and width; None of a model of text."""
-    generates: bool
-    """Whether it predicts the next token."""
     cached: bool
     """Whether it keeps keys and values of earlier tokens, and its graph, where there is one, does too."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it predicts the next token."""
+        return self.task == "text-generation"
 
 
 @dataclass(frozen=True)
@@ -94,40 +96,26 @@ def reads_of(folder: Path, manifest: Manifest | None, *, trust: bool = False) ->
         trust: run the checkpoint's own code for its config, where it is not this tool's.
 
     Raises:
-        UserError: the config cannot be read, wants code that is not trusted, or is of no class that can be timed.
+        UserError: the config cannot be read, wants code that is not trusted, is of no class that can be timed, or does
+            not say how large an input is.
     """
-    raw = read_config(folder)
-    task = chosen_task(raw) if manifest is None else Task(manifest.task, manifest.modality, manifest.cached)
-    config = _config(folder, raw, trust)
+    task = chosen_task(read_config(folder)) if manifest is None else manifest.what
+    config = config_of(folder, trust=trust)
     if task.modality == "image":
         size = (int(getattr(config, "num_channels", 3)), *image_size(config))
-        return Reads("image", None, None, size, generates=False, cached=False)
+        return Reads(task.name, "image", vocabulary=None, context=None, image=size, cached=False)
     text = config.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise UserError(f"{folder}: config.json has no vocab_size, so no tokens can be chosen for it")
     return Reads(
+        task.name,
         "text",
-        vocabulary=int(text.vocab_size),
+        vocabulary=vocabulary,
         context=getattr(text, "max_position_embeddings", None),
         image=None,
-        generates=task.name == "text-generation",
         cached=task.cached,
     )
-
-
-def _config(folder: Path, raw: dict[str, Any], trust: bool) -> Any:
-    try:
-        remote_class(raw, folder)
-    except UserError as error:
-        if not trust:
-            raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
-        try:
-            with quiet_transformers():
-                return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=True)
-        except Exception as failure:  # the folder's own code raises anything
-            reason = " ".join(str(failure).split()) or type(failure).__name__
-            raise UserError(f"{folder}: its config cannot be loaded: {reason[:300]}") from failure
-    if not isinstance(raw.get("model_type"), str):
-        raise UserError(f"{folder}: config.json has no model_type, so nothing can load it")
-    return parse_config(raw)
 
 
 def choose_workloads(
@@ -151,19 +139,22 @@ def choose_workloads(
         kinds = ["images" if each.modality == "image" else "text" for each in reads]
         what = " and ".join(f"{name} reads {kind}" for name, kind in zip(names, kinds, strict=True))
         raise UserError(f"{what}: they cannot be timed on the same input")
+    if reads[0].task != reads[1].task:
+        raise UserError(
+            f"{names[0]} is for {reads[0].task} and {names[1]} for {reads[1].task}, so they do not do the same work: "
+            "give two of one task"
+        )
     if reads[0].modality == "image":
         return _images(reads, names, batches, tokens, steps)
-    generates = all(each.generates for each in reads)
-    if generates and reads[0].cached != reads[1].cached:
+    if reads[0].cached != reads[1].cached:
         with_cache = names[0] if reads[0].cached else names[1]
         raise UserError(
             f"of the two graphs only that of {with_cache} has a cache, so they do not do the same work: export both "
             "with --cache or both with --no-cache"
         )
-    cached = generates and all(each.cached for each in reads)
+    generates, cached = reads[0].generates, reads[0].cached
     if steps and not cached:
-        lacking = next(name for name, each in zip(names, reads, strict=True) if not (each.generates and each.cached))
-        raise UserError(f"--generate {steps}: {lacking} generates no text with a cache; leave it out")
+        raise UserError(f"--generate {steps}: {names[0]} generates no text with a cache; leave it out")
     context = min((each.context for each in reads if each.context is not None), default=None)
     if steps is None:
         steps = _default_steps(context, tokens) if cached else 0

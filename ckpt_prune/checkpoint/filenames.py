@@ -17,5 +17,8 @@ GRAPH_RECORD = "ckpt_prune_onnx.json"
 VALIDATION = "validation.json"
 """What came out when an exported graph was compared with PyTorch."""
 
+EXPORT_ERROR = ".export-error.log"
+"""Ending of the file beside an export that has all that was said where a model could not be traced."""
+
 GRAPH_FOLDER = "onnx"
 """Folder in an output that a recipe's export goes to, as in the Hub's repositories."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
+from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
 from ckpt_prune.checkpoint.hub import resolve
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
@@ -27,8 +27,10 @@ _CONVERT = (
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
 )
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-_NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS, GRAPH_RECORD, VALIDATION}
+_NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
+_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS}
+_OF_A_GRAPH = {GRAPH_RECORD, VALIDATION}
+"""Where both a checkpoint and its graph are in one folder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,9 @@ class Checkpoint:
 
         Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew.
         """
-        return sorted(path for path in self.path.iterdir() if path.is_file() and _is_side_file(path))
+        found = (path for path in self.path.iterdir() if path.is_file() and _is_side_file(path))
+        exported = (self.path / GRAPH_RECORD).is_file()
+        return sorted(path for path in found if not (exported and path.name in _OF_A_GRAPH))
 
     def check_finite(self) -> None:
         """Scan every floating-point tensor in order, holding about 256 MiB at most; once for an opened checkpoint.
@@ -201,7 +205,7 @@ def _is_side_file(path: Path) -> bool:
     return not (
         name.startswith(".")
         or name in _REWRITTEN
-        or name.endswith(".index.json")
+        or name.endswith((".index.json", ".onnx.data", EXPORT_ERROR))
         or path.suffix.lower() in _NOT_CARRIED
     )
 

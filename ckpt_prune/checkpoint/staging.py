@@ -234,7 +234,8 @@ def disk_failures(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); free space or choose another place") from error
+        reason = error.strerror or error  # numpy's own errors of a full disk have no number
+        raise UserError(f"cannot write {path} ({reason}); free space or choose another place") from error
 
 
 def sync(path: Path) -> None:

@@ -63,10 +63,12 @@ def command(a: str, b: str, batches: str, device: str, as_json: bool, **options:
 
     Both get the same random tokens or images (seed 0). A causal language model reads the text (prefill) and then
     generates token by token with the cache (decode, timed by the token); other models read it in one pass. Ratios are
-    to A in the same runtime. Peak memory is that of a process, with its base, what it takes without a model, beside it.
+    to A in the same runtime. Peak memory is that of a process, with its base, what it takes without a model, beside it;
+    GPU memory is known of PyTorch, not of onnxruntime.
 
-    With --onnx a checkpoint is exported to a temporary folder, unless its own folder onnx has a graph of it. A and B
-    may also be folders written by export: these run in onnxruntime alone.
+    With --onnx a checkpoint is exported, unless its own folder onnx has a graph of it for the same task. Such graphs
+    are in the folder for temporary files (TMPDIR) until the run ends: it must have room for both. A and B may also be
+    folders written by export: these run in onnxruntime alone.
 
     \b
       ckpt-prune benchmark MODEL OUT --batch 1,8

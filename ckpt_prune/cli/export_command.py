@@ -39,8 +39,8 @@ def command(
     """Write MODEL (a folder or a Hub id, any output of this tool included) as an ONNX graph that onnxruntime runs.
 
     OUT is complete for deployment: model.onnx, with model.onnx.data beside it above 1 GiB of weights, config.json,
-    tokenizer or image processor, generation config, validation.json, and a README.md with ten lines that run it. It may
-    be a new folder inside MODEL, as in the Hub's repositories.
+    tokenizer or image processor, generation config, validation.json, and a README.md with a few lines that run it.
+    It may be a new folder inside MODEL, as in the Hub's repositories.
 
     Batch and length are dynamic. A model that generates text takes input_ids, attention_mask, position_ids and
     past_key_values.i.key and .value, of which the first call gives none (length 0), and returns logits and

@@ -1,5 +1,6 @@
 """Writing a graph and proving it, for the commands that end in one."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.cli.options import CalibrationOptions, ImageOptions
 from ckpt_prune.cli.proof import ProofOptions, proof_lines, proof_samples
-from ckpt_prune.export.folder import GraphWriter, dtype_of
+from ckpt_prune.export.folder import GraphWriter, dtype_of, graph_bytes
 from ckpt_prune.export.manifest import Manifest
 from ckpt_prune.export.session import Provider, provider_for
 from ckpt_prune.export.tasks import chosen_task
 from ckpt_prune.export.validation import ProofSamples, Validation, validate
-from ckpt_prune.planning.export_recipe import ExportRecipe
+from ckpt_prune.planning.export_recipe import ExportRecipe, GraphSettings
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,7 @@ def write_graph(
         return validation.passed
 
     manifest = writer.write(prove=prove if samples is not None else None, trust=trust)
-    size = sum((out / name).stat().st_size for name in manifest.files) if manifest is not None else 0
-    return Outcome(out, manifest, found[0] if found else None, size)
+    return Outcome(out, manifest, found[0] if found else None, graph_bytes(out) if manifest is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class GraphStep:
                 labels=images.labels,
                 max_corrupt=images.max_corrupt,
             )
-            samples = proof_samples(source.path, task, asked, trust=trust)
+            samples = proof_samples(source.path, task, asked, trust=trust, split="calib")
         return cls(recipe, samples, trust)
 
     def bytes(self, parameters: int) -> int:
@@ -161,7 +161,16 @@ class GraphStep:
                 trust=self.trust,
             )
         except BaseException:
-            click.echo(
-                f"{output} is complete without its graph: `ckpt-prune export {output} -o {out}` writes it", err=True
-            )
+            click.echo(f"{output} is complete without its graph: `{self._command(output, out)}` writes it", err=True)
             raise
+
+    def _command(self, output: Path, out: Path) -> str:
+        """The command that does this step alone."""
+        words = ["ckpt-prune", "export", str(output), "-o", str(out)]
+        for name, field in GraphSettings.model_fields.items():
+            value = getattr(self.recipe, name)
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{name}")
+            elif value != field.default:
+                words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words if self.recipe.proof else [*words, "--no-validate"])

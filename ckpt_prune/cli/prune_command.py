@@ -90,8 +90,8 @@ def command(
     measures the unpruned model first. A recipe without scores or compensation that look at activations (magnitude)
     needs neither. Where a recipe has `recovery` (any does with --set recovery.epochs=10), what stays of each block is
     trained right after it is pruned, as `ckpt-prune recover` does it afterwards. Where it has `export` (--set
-    export.format=onnx), OUT/onnx is its graph, compared with PyTorch as `ckpt-prune export` does it; where that fails,
-    the exit code is 1 and OUT is complete without it.
+    export.format=onnx), OUT/onnx is its graph, compared with PyTorch as `ckpt-prune export` does it. Where it computes
+    something else the exit code is 1, where it cannot be made 2, and OUT is complete without it either way.
 
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
@@ -209,7 +209,11 @@ def command(
     with resumable(out), measured(job, out.absolute().parent, seed=calibration.seed) as ready:
         report = prune(ready, out, resume=resume, overwrite=overwrite)
     if as_json:
-        graph = step.run(out) if step else None
+        try:
+            graph = step.run(out) if step else None
+        except UserError as error:
+            echo_json(report | {"onnx": {"written": False, "error": str(error)}})
+            raise
         echo_json(report | ({"onnx": graph.json()} if graph else {}))
         click.get_current_context().exit(0 if graph is None or graph.passed else 1)
     for message in _messages(ready):

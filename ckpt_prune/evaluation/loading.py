@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import described, known_families
 from ckpt_prune.architectures.remote import remote_class
+from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.errors import UserError
 
 
@@ -158,6 +159,43 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path}: not a JSON object; name a checkpoint folder")
     return config
+
+
+def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
+    """The transformers config object of a folder, of a graph's as well.
+
+    Args:
+        folder: with a config.json.
+        trust: run the folder's own code, where it is not this tool's.
+
+    Returns:
+        That of its model_type; a plain one where transformers does not know the type and the folder has no code for it,
+        as in an exported folder, whose graph needs none.
+
+    Raises:
+        UserError: config.json cannot be read or is refused, or asks for code that is not trusted.
+    """
+    raw = read_config(folder)
+    try:
+        remote_class(raw, folder)
+    except UserError as error:
+        if not trust:
+            raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
+        try:
+            with quiet_transformers():
+                own: PreTrainedConfig = AutoConfig.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=True
+                )
+        except Exception as failure:  # the folder's own code raises anything
+            reason = " ".join(str(failure).split()) or type(failure).__name__
+            raise UserError(f"{folder}: its config cannot be loaded: {reason[:300]}") from failure
+        return own
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{folder}: config.json has no model_type, so nothing can load it")
+    if model_type not in CONFIG_MAPPING:
+        return PreTrainedConfig.from_dict(raw)
+    return parse_config(raw)
 
 
 def auto_class(config: dict[str, Any]) -> str:

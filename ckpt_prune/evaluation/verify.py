@@ -114,18 +114,19 @@ def verify(folder: Path, against: Path | None = None) -> list[Check]:
     report = _report(folder)
     dense = None if against is None else _dense(folder, report, against)
     checks = [
-        _guarded("tensors", lambda: _tensors(checkpoint)),
-        _guarded("finite", lambda: _finite(checkpoint)),
-        _guarded("load", lambda: _load(checkpoint)),
-        _guarded("digests", lambda: _digests(folder, report)),
-        _guarded("sparsity", lambda: _sparsity(checkpoint, report)),
+        guarded("tensors", lambda: _tensors(checkpoint)),
+        guarded("finite", lambda: _finite(checkpoint)),
+        guarded("load", lambda: _load(checkpoint)),
+        guarded("digests", lambda: _digests(folder, report)),
+        guarded("sparsity", lambda: _sparsity(checkpoint, report)),
     ]
     if report is not None and dense is not None:
-        checks.append(_guarded("kept units", lambda: _kept(checkpoint, dense, report)))
+        checks.append(guarded("kept units", lambda: _kept(checkpoint, dense, report)))
     return checks
 
 
-def _guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+def guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+    """Run a check; a UserError in it is its failure."""
     try:
         passed, detail = check()
     except UserError as error:

@@ -5,8 +5,6 @@ from typing import Any
 from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, VALIDATION
 from ckpt_prune.export.manifest import Manifest
 
-_TOKENS = '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
-
 
 def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
     """README.md of an exported folder.
@@ -50,7 +48,7 @@ def snippet(manifest: Manifest) -> str:
     names = [port.name for port in manifest.inputs]
     kind = manifest.float_type
     if manifest.cached:
-        lines += _generation(names, kind)
+        lines += _generation(names, kind, _hint(manifest))
     elif manifest.modality == "image":
         sizes = ", ".join(str(size) for size in manifest.inputs[0].shape[1:])
         shown = "first.argmax(-1)" if manifest.task == "image-classification" else "first.shape"
@@ -62,11 +60,18 @@ def snippet(manifest: Manifest) -> str:
     else:
         generates = manifest.task == "text-generation"
         lines += [
-            f"ids = np.array([[3, 4, 5]]){_TOKENS}",
+            f"ids = np.array([[3, 4, 5]]){_hint(manifest)}",
             f"first, *others = session.run(None, {{{_feed(names, 'ids', 'ids.shape[1]')}}})",
             "print(first[:, -1].argmax(-1))  # the next token" if generates else "print(first.shape)",
         ]
     return "\n".join(lines)
+
+
+def _hint(manifest: Manifest) -> str:
+    """Where token ids come from, as a comment."""
+    if "tokenizer.json" not in manifest.files:
+        return "  # token ids of a text"
+    return '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
 
 
 def _feed(names: list[str], ids: str, total: str) -> str:
@@ -80,9 +85,9 @@ def _feed(names: list[str], ids: str, total: str) -> str:
     return ", ".join(f'"{name}": {value}' for name, value in known.items() if name in names)
 
 
-def _generation(names: list[str], kind: str) -> list[str]:
+def _generation(names: list[str], kind: str, hint: str) -> list[str]:
     return [
-        f"ids = new = np.array([[3, 4, 5]]){_TOKENS}",
+        f"ids = new = np.array([[3, 4, 5]]){hint}",
         'past = [each for each in session.get_inputs() if each.name.startswith("past_key_values.")]',
         f"cache = {{p.name: np.zeros((1, p.shape[1], 0, p.shape[3]), np.{kind}) for p in past}}",
         "for _ in range(20):",

@@ -1,6 +1,6 @@
 """Which inputs a graph is compared with PyTorch on: batches, lengths, padding, and texts cut for the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,15 +28,18 @@ class TextCase:
     padding: Padding
     chunks: tuple[int, ...] = ()
     """How many tokens go through the cache at a time, T in all; empty: all in one pass."""
+    segments: Tensor | None = None
+    """int64 (B, T), the `token_type_ids`: one in the second half of each text. None: all zeros."""
 
 
-def text_cases(windows: Tensor, *, pad: int, left: bool) -> list[TextCase]:
+def text_cases(windows: Tensor, *, pad: int, left: bool, segments: bool = False) -> list[TextCase]:
     """Batches of several sizes and lengths, of the windows' own tokens.
 
     Args:
         windows: int64 (N, T).
         pad: token that stands where there is none.
         left: pad a batch on the left too, as generation does.
+        segments: texts of a batch are in two segments; one text alone is in one.
     """
     window = windows.shape[1]
     long = min(LONG, window)
@@ -45,7 +48,15 @@ def text_cases(windows: Tensor, *, pad: int, left: bool) -> list[TextCase]:
     cases.append(_case(windows, 3, long, "left" if left else "right", pad))
     cases.append(_case(windows, 1, window, "none", pad))
     # In a short context several come out alike.
-    return list({(case.ids.shape, case.padding): case for case in cases}.values())
+    found = list({(case.ids.shape, case.padding): case for case in cases}.values())
+    return [_in_two(case) if segments and len(case.ids) > 1 else case for case in found]
+
+
+def _in_two(case: TextCase) -> TextCase:
+    """With the second half of each text, padding apart, as a segment of its own."""
+    place = case.keep.cumsum(1)  # 1 for a text's first token
+    second = case.keep & (2 * place > case.keep.sum(1, keepdim=True) + 1)
+    return replace(case, segments=second.long())
 
 
 def chunk_cases(windows: Tensor, *, pad: int) -> list[TextCase]:

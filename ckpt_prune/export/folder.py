@@ -7,9 +7,11 @@ from pathlib import Path
 
 import onnx_ir
 import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
+from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_RECORD
 from ckpt_prune.checkpoint.jsonfile import pretty
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
@@ -23,7 +25,7 @@ from ckpt_prune.export.session import GRAPH
 from ckpt_prune.export.tasks import chosen_task, without_head
 from ckpt_prune.export.tracing import example_of
 from ckpt_prune.planning.export_recipe import GraphSettings
-from ckpt_prune.progress import Meter, meter
+from ckpt_prune.progress import meter
 
 DATA = f"{GRAPH}.data"
 """External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
@@ -63,7 +65,7 @@ class GraphWriter:
             layout="",
             resume=False,
             overwrite=overwrite,
-            holds=GRAPH,
+            holds=GRAPH_RECORD,
             what="an exported folder",
             resumable=False,
         )
@@ -93,9 +95,19 @@ class GraphWriter:
         check_room(self._out.absolute().parent, weights, "the graph needs")
         self._staging.start()
         try:
-            with disk_failures(self._staging.path), meter(3, "exporting") as bar:
-                manifest = self._fill(self._staging.path, dtype, trust, embedded, bar)
-            gc.collect()  # the model, before it is loaded again
+            with meter(3, "exporting") as bar:
+                bar.say("loading the model")
+                model = load_model(self._source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
+                bar.to(1)
+                bar.say("tracing")
+                graph = self._traced(model)
+                bar.to(2)
+                bar.say("writing")
+                with disk_failures(self._staging.path):
+                    manifest = self._fill(self._staging.path, graph, model.generation_config, embedded)
+                bar.to(3)
+            _let_go(graph, model)
+            del graph, model
             if prove is not None and not prove(self._staging.path):
                 self._staging.discard()
                 return None
@@ -106,10 +118,8 @@ class GraphWriter:
             raise
         return manifest
 
-    def _fill(self, folder: Path, dtype: torch.dtype, trust: bool, embedded: int, bar: Meter) -> Manifest:
+    def _fill(self, folder: Path, graph: onnx_ir.Model, generation: GenerationConfig | None, embedded: int) -> Manifest:
         source, settings, task = self._source, self._settings, self._task
-        graph = self._traced(dtype, trust, bar)
-        bar.say("writing")
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
         for path in source.side_files():
@@ -117,7 +127,8 @@ class GraphWriter:
         # The code it names does not travel: the graph needs none.
         config = {key: value for key, value in read_config(source.path).items() if key != "auto_map"}
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
-        files = [name for name in (GRAPH, DATA, CONFIG) if (folder / name).is_file()]
+        if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
+            generation.save_pretrained(folder)
         manifest = Manifest(
             versions=runtime_versions(),
             source=Source(name=source.path.name, fingerprint=source.fingerprint),
@@ -129,28 +140,40 @@ class GraphWriter:
             optimize=settings.optimize,
             inputs=ports(graph.graph.inputs),
             outputs=ports(graph.graph.outputs),
-            files=sha256_files(folder, files),
+            files=sha256_files(folder, sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))),
             tensors=tensor_digests(graph),
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(graph_card(manifest, config), encoding="utf-8")
-        bar.to(3)
         return manifest
 
-    def _traced(self, dtype: torch.dtype, trust: bool, bar: Meter) -> onnx_ir.Model:
-        settings, task = self._settings, self._task
-        bar.say("loading the model")
-        model = load_model(self._source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
-        module = without_head(model, task)
-        bar.to(1)
-        bar.say("tracing")
+    def _traced(self, model: PreTrainedModel) -> onnx_ir.Model:
+        module = without_head(model, self._task)
+        log = self._out.absolute().with_name(f"{self._out.name}{EXPORT_ERROR}")
         graph = build_graph(
             module,
-            example_of(module, task),
-            task,
-            opset=settings.opset or DEFAULT_OPSET,
-            fusions=None if settings.optimize == "none" else settings.optimize,
-            log=self._out.absolute().with_name(f"{self._out.name}.log"),
+            example_of(module, self._task),
+            self._task,
+            opset=self._settings.opset or DEFAULT_OPSET,
+            fusions=None if self._settings.optimize == "none" else self._settings.optimize,
+            log=log,
         )
-        bar.to(2)
+        log.unlink(missing_ok=True)  # of an earlier attempt
         return graph
+
+
+def _let_go(graph: onnx_ir.Model, model: PreTrainedModel) -> None:
+    """Free the weights, before the model is loaded again to be compared with.
+
+    Caches of torch's and of onnxscript's keep graph and model as long as the process lives.
+    """
+    for value in graph.graph.initializers.values():
+        value.const_value = None
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    gc.collect()
+
+
+def graph_bytes(folder: Path) -> int:
+    """Size of an exported graph with its weights."""
+    return sum((folder / name).stat().st_size for name in (GRAPH, DATA) if (folder / name).is_file())

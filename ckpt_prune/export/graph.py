@@ -34,6 +34,8 @@ def build_graph(
 ) -> onnx_ir.Model:
     """Trace a model into an ONNX graph.
 
+    By transformers' own exporter, which is torch's dynamo exporter with patches for its models.
+
     Inputs and outputs have the names that the Hub's ONNX models have: those of the forward, and for layer i
     `past_key_values.i.key`, `past_key_values.i.value` in and `present.i.key`, `present.i.value` out. Dynamic axes are
     named `batch_size`, `sequence_length`, `past_sequence_length` and `total_sequence_length` (past and new).

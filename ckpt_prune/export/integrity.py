@@ -25,17 +25,19 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def check_files(folder: Path, manifest: Manifest) -> tuple[bool, str]:
-    """Whether the files of a graph are those that were written; names the weights that are not."""
+    """Whether the files of a folder are those that were written; of the graph's, names the weights that are not."""
     absent = [name for name in manifest.files if not (folder / name).is_file()]
     if absent:
         return False, f"{absent[0]} is gone"
     changed = [name for name, digest in sha256_files(folder, manifest.files).items() if digest != manifest.files[name]]
     if not changed:
         return True, f"{len(manifest.files)} files as written"
-    what = f"{', '.join(changed)} changed since it was written"
-    if all(name.endswith(".json") for name in changed):
-        return False, what
-    return False, f"{what}: {_changed_weights(folder, manifest)}"
+    graph = [name for name in changed if name in (GRAPH, f"{GRAPH}.data")]
+    beside = [name for name in changed if name not in graph]
+    faults = [f"{', '.join(names)} changed since it was written" for names in (beside, graph) if names]
+    if graph:
+        faults[-1] += f": {_changed_weights(folder, manifest)}"
+    return False, "; ".join(faults)
 
 
 def _changed_weights(folder: Path, manifest: Manifest) -> str:
@@ -99,6 +101,7 @@ def check_interface(
     outputs: Mapping[str, Shapes],
     cache: Mapping[str, Shapes],
     image: tuple[int, ...] | None,
+    gone: Sequence[str] = (),
 ) -> tuple[bool, str]:
     """Whether inputs and outputs are those of the record, and those of the model.
 
@@ -108,6 +111,7 @@ def check_interface(
         outputs: what PyTorch returns for several sizes of batch and length: name → shapes, the main one first.
         cache: keys and values it keeps, `present.i.key` and `present.i.value` → shapes (B, heads, T, head_dim).
         image: (C, H, W) that it reads, or None.
+        gone: inputs that its outputs depend on and the record does not name.
     """
     try:
         graph = onnx.load(folder / GRAPH, load_external_data=False).graph
@@ -120,6 +124,7 @@ def check_interface(
         ("output", list(graph.output), manifest.outputs),
     ):
         faults += _against_record(what, [_port(value) for value in values], ports)
+    faults += [f"{name}, which the model's outputs depend on, is no input" for name in gone]
     faults += _against_model(manifest, outputs, cache, image)
     if faults:
         return False, faults[0] + (f"; and {len(faults) - 1} more" if len(faults) > 1 else "")

@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import onnx
 import onnx_ir
@@ -15,7 +15,9 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.export.session import Provider
 from ckpt_prune.export.tasks import Task
 from ckpt_prune.planning.export_recipe import TaskName
-from ckpt_prune.transform.publish import versions
+from ckpt_prune.versions import versions
+
+R = TypeVar("R", bound=BaseModel)
 
 
 class Port(BaseModel):
@@ -101,10 +103,26 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         UserError: it is not one, or the record is damaged.
     """
-    path = folder / GRAPH_RECORD
+    return read_record(
+        folder / GRAPH_RECORD, Manifest, absent="it was not written by `ckpt-prune export`", damaged="export again"
+    )
+
+
+def read_record(path: Path, model: type[R], *, absent: str, damaged: str) -> R:
+    """One of the JSON files of an exported folder.
+
+    Args:
+        path: of the file.
+        model: what it holds.
+        absent: what it means that it is not there.
+        damaged: what is to be done where it is damaged.
+
+    Raises:
+        UserError: it is not there, or damaged.
+    """
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return model.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{folder} has no {GRAPH_RECORD}: it was not written by `ckpt-prune export`") from error
+        raise UserError(f"{path.parent} has no {path.name}: {absent}") from error
     except ValidationError as error:
-        raise UserError(f"{path} is damaged: export again") from error
+        raise UserError(f"{path} is damaged: {damaged}") from error

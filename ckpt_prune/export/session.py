@@ -11,12 +11,10 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import read_config
+from ckpt_prune.evaluation.loading import config_of
 from ckpt_prune.export.tasks import PAST, PRESENT
 
 T = TypeVar("T")
@@ -25,6 +23,7 @@ GRAPH = "model.onnx"
 
 Provider = Literal["cpu", "cuda"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_WHY = "onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for)"
 _TYPES = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
@@ -72,15 +71,15 @@ def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None
     if provider == "cuda":
         # It would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
         cuda = (_PROVIDERS["cuda"], {"use_tf32": "0", "device_id": str(device)})
-        found = (
-            _load(graph, options, [cuda, _PROVIDERS["cpu"]]) if _PROVIDERS["cuda"] in _built_for() else "not built in"
-        )
+        there = _PROVIDERS["cuda"] in _built_for()
+        found = _load(graph, options, [cuda, _PROVIDERS["cpu"]]) if there else "not built in"
         if not isinstance(found, str) and _PROVIDERS["cuda"] in found.get_providers():
             return Session(found, "cuda", None)
-        note = "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for)"
+        note = f"CUDA was asked for and {_WHY}"
     found = _load(graph, options, [_PROVIDERS["cpu"]])
     if isinstance(found, str):
-        raise UserError(f"{graph}: onnxruntime cannot load it: {found}" + (f"; {note}" if note else ""))
+        more = f"; {note}" if note else ""
+        raise UserError(f"{graph}: onnxruntime cannot load it: {found}{more}")
     return Session(found, "cpu", None if note is None else f"{note}: it runs on the CPU")
 
 
@@ -116,6 +115,7 @@ class OnnxModel:
         folder: of an export: `model.onnx` and config.json.
         provider: what to run it on.
         threads: of one operator.
+        device: number of the GPU.
 
     Attributes:
         config: of the model.
@@ -130,9 +130,11 @@ class OnnxModel:
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: Path, *, provider: Provider = "cpu", threads: int | None = None) -> None:
-        self.config = _config(folder)
-        self.session = open_session(folder / GRAPH, provider=provider, threads=threads)
+    def __init__(
+        self, folder: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0
+    ) -> None:
+        self.config = config_of(folder)
+        self.session = open_session(folder / GRAPH, provider=provider, threads=threads, device=device)
         self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
         self.outputs = {each.name: each for each in self.session.inner.get_outputs()}
         self.dtype = next(_TYPES.get(each.type, torch.float32) for each in self.outputs.values())
@@ -201,12 +203,3 @@ def complete(feed: dict[str, Tensor]) -> dict[str, Tensor]:
 def next_cache(found: Mapping[str, T]) -> dict[str, T]:
     """The keys and values that came out, as what goes in next."""
     return {name.replace(PRESENT, PAST, 1): value for name, value in found.items() if name.startswith(PRESENT)}
-
-
-def _config(folder: Path) -> PreTrainedConfig:
-    """A folder's config, of its own class where transformers has one: the graph needs none."""
-    values = read_config(folder)
-    try:
-        return parse_config(values)
-    except UserError:
-        return PreTrainedConfig.from_dict(values)

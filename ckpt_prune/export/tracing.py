@@ -65,7 +65,9 @@ def _text(model: Any, task: Task) -> Example:
         raise UserError(f"a context of {context} tokens is too short to trace: {past + _TOKENS} are needed")
     takes = inspect.signature(model.forward).parameters
     ids = torch.ones(_BATCH, _TOKENS, dtype=torch.int64)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": ids.new_ones(_BATCH, past + _TOKENS)}
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "attention_mask" in takes:
+        inputs["attention_mask"] = ids.new_ones(_BATCH, past + _TOKENS)
     if task.name == "text-generation" and "position_ids" in takes:
         inputs["position_ids"] = torch.arange(past, past + _TOKENS).repeat(_BATCH, 1)
     if "token_type_ids" in takes:
@@ -90,7 +92,10 @@ def _filled_cache(model: Any, tokens: int) -> DynamicCache:
     """
     cache = DynamicCache()
     ids = torch.ones(_BATCH, tokens, dtype=torch.int64)
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
+    try:
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception:  # a model that keeps other things fails over this cache in ways of its own
+        cache = DynamicCache()
     if len(cache.layers) == 0 or any(getattr(layer, "keys", None) is None for layer in cache.layers):
         raise UserError(
             f"{type(model).__name__} keeps other things than keys and values of earlier tokens: say --no-cache"

@@ -63,7 +63,7 @@ class ProofSamples:
         return int((self.description or {}).get("seed") or 0)
 
 
-class Check(BaseModel):
+class ProofCheck(BaseModel):
     """One thing that was checked: passed is None where it could not be."""
 
     name: CheckName
@@ -92,6 +92,8 @@ class Case(BaseModel):
     padding: Padding
     cache: Literal["none", "chunks", "steps"]
     """Whether the text went through it in one pass, in pieces or token by token."""
+    segments: bool = False
+    """Whether the second half of each text had `token_type_ids` of one."""
     output: str
     max_abs: float | None = None
     mean_abs: float | None = None
@@ -121,7 +123,7 @@ class Validation(BaseModel):
     """In units of the largest output of a case; means are held to a tenth of it."""
     against: Source
     data: dict[str, Any]
-    checks: list[Check]
+    checks: list[ProofCheck]
     cases: list[Case]
     metrics: list[Metric]
     versions: dict[str, str]
@@ -233,7 +235,7 @@ class _Proof:
         self.tolerance = tolerance
         self.ports = {port.name: port for port in manifest.outputs}
         self.graph: OnnxModel | None = None
-        self.checks: list[Check] = []
+        self.checks: list[ProofCheck] = []
         self.cases: list[Case] = []
         self.metrics: list[Metric] = []
 
@@ -253,14 +255,14 @@ class _Proof:
             if sound and loaded:
                 self._check(name, check)
             else:
-                self.checks.append(Check(name=name, passed=None, detail=f"not run: {why}"))
+                self.checks.append(ProofCheck(name=name, passed=None, detail=f"not run: {why}"))
 
     def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
         try:
             passed, detail = check()
         except UserError as error:
             passed, detail = False, str(error)
-        self.checks.append(Check(name=name, passed=passed, detail=detail))
+        self.checks.append(ProofCheck(name=name, passed=passed, detail=detail))
         return passed is not False
 
     def _interface(self) -> tuple[bool, str]:
@@ -274,6 +276,11 @@ class _Proof:
 
     def _metric(self) -> tuple[bool | None, str]:
         raise NotImplementedError
+
+    def _gone(self) -> list[str]:
+        """Inputs that the model's outputs depend on and the graph does not have."""
+        there = {port.name for port in self.manifest.inputs}
+        return [name for name in self.reference.needs if name not in there and self.reference.heeds(name)]
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
@@ -303,6 +310,7 @@ class _Proof:
         padding: Padding = "none",
         keep: Tensor | None = None,
         cache: Literal["none", "chunks", "steps"] = "none",
+        segments: bool = False,
     ) -> list[Case]:
         """A case for each output that PyTorch returns too, or for the main one where onnxruntime failed.
 
@@ -312,10 +320,12 @@ class _Proof:
             padding: of the input.
             keep: bool (B, T), false where a token is padding; None for images.
             cache: how the text was read.
+            segments: whether it was in two.
         """
         batch = len(next(iter(expected.values())))
         tokens = None if keep is None else keep.shape[1]
         about: dict[str, Any] = {"batch": batch, "tokens": tokens, "padding": padding, "cache": cache}
+        about["segments"] = segments
         if isinstance(given, str):
             return [Case(**about, output=next(iter(expected)), passed=False, note=given)]
         return [
@@ -394,7 +404,7 @@ class _ImageProof(_Proof):
 
     def _interface(self) -> tuple[bool, str]:
         found = [self.reference.run({"pixel_values": torch.zeros(batch, *self.size)}) for batch in (2, 3)]
-        return check_interface(self.folder, self.manifest, _shapes(found), {}, self.size)
+        return check_interface(self.folder, self.manifest, _shapes(found), {}, self.size, self._gone())
 
     def _outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
@@ -434,15 +444,16 @@ class _TextProof(_Proof):
         feeds = [complete({"input_ids": torch.ones(size, dtype=torch.int64)}) for size in ((2, 2), (3, 3))]
         cache = _shapes([self.reference.cache(feed) for feed in feeds]) if self.manifest.cached else {}
         found = [self.reference.run(feed) for feed in feeds]
-        return check_interface(self.folder, self.manifest, _shapes(found), cache, None)
+        return check_interface(self.folder, self.manifest, _shapes(found), cache, None, self._gone())
 
     def _outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
         generation = self.manifest.task == "text-generation"
-        for case in text_cases(self.windows, pad=self.pad, left=generation):
+        for case in text_cases(self.windows, pad=self.pad, left=generation, segments=self.reference.segments > 1):
             expected = self.reference.run(_feed(case))
             given = self._run(_feed(case) | self._empty(case))
-            cases += self._compare(given, expected, padding=case.padding, keep=case.keep)
+            two = case.segments is not None
+            cases += self._compare(given, expected, padding=case.padding, keep=case.keep, segments=two)
         if self.manifest.cached:
             for case in chunk_cases(self.windows, pad=self.pad):
                 cases += self._chunks(case)
@@ -518,7 +529,8 @@ class _TextProof(_Proof):
 
 
 def _feed(case: TextCase) -> dict[str, Tensor]:
-    return complete({"input_ids": case.ids, "attention_mask": case.keep.long()})
+    segments = {} if case.segments is None else {"token_type_ids": case.segments}
+    return complete({"input_ids": case.ids, "attention_mask": case.keep.long()} | segments)
 
 
 def _shapes(runs: list[dict[str, Tensor]]) -> dict[str, list[tuple[int, ...]]]:

@@ -1,6 +1,5 @@
 """Proving that an exported folder is whole: its graph loads, is finite, and is the one that passed."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +8,10 @@ import onnx_ir
 from ckpt_prune.checkpoint.filenames import VALIDATION
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.verify import Check
+from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.export.integrity import check_files, check_operators
 from ckpt_prune.export.manifest import Manifest, read_manifest
-from ckpt_prune.export.session import GRAPH, open_session
+from ckpt_prune.export.session import GRAPH, open_session, provider_for
 from ckpt_prune.export.validation import Validation, read_validation
 from ckpt_prune.progress import track
 
@@ -29,23 +28,15 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
     """
     manifest = read_manifest(folder)
     checks = [
-        _guarded("files", lambda: check_files(folder, manifest)),
-        _guarded("checker", lambda: check_operators(folder, manifest)),
-        _guarded("finite", lambda: _finite(folder)),
-        _guarded("load", lambda: _load(folder)),
-        _guarded("validation", lambda: _validation(folder, manifest)),
+        guarded("files", lambda: check_files(folder, manifest)),
+        guarded("checker", lambda: check_operators(folder, manifest)),
+        guarded("finite", lambda: _finite(folder)),
+        guarded("load", lambda: _load(folder, manifest)),
+        guarded("validation", lambda: _validation(folder, manifest)),
     ]
     if source is not None:
-        checks.append(_guarded("source", lambda: _source(manifest, source)))
+        checks.append(guarded("source", lambda: _source(manifest, source)))
     return checks
-
-
-def _guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    try:
-        passed, detail = check()
-    except UserError as error:
-        passed, detail = False, str(error)
-    return Check(name, passed, detail)
 
 
 def _finite(folder: Path) -> tuple[bool, str]:
@@ -60,16 +51,23 @@ def _finite(folder: Path) -> tuple[bool, str]:
     return True, f"no NaN, no Inf in {len(weights)} tensors"
 
 
-def _load(folder: Path) -> tuple[bool, str]:
-    inner = open_session(folder / GRAPH).inner
-    return True, f"onnxruntime loads it: {len(inner.get_inputs())} inputs, {len(inner.get_outputs())} outputs"
+def _load(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
+    wanted = provider_for(manifest.optimize)
+    try:
+        session = open_session(folder / GRAPH, provider=wanted)
+    except UserError as error:
+        # Operators for CUDA alone say nothing on a machine without it.
+        return (None if wanted == "cuda" else False), str(error)
+    inner = session.inner
+    loaded = f"onnxruntime loads it: {len(inner.get_inputs())} inputs, {len(inner.get_outputs())} outputs"
+    return True, loaded if session.note is None else f"{loaded}; {session.note}"
 
 
 def _validation(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
     if not (folder / VALIDATION).is_file():
         return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
     found: Validation = read_validation(folder)
-    if {name: manifest.files.get(name) for name in found.files} != found.files:
+    if found.files != manifest.files or found.against.fingerprint != manifest.source.fingerprint:
         return False, f"{VALIDATION} is about another graph: run `ckpt-prune validate` again"
     if not found.passed:
         return False, f"{VALIDATION} says that the graph does not compute what the model does"

@@ -15,9 +15,10 @@ from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import RecoveredLayer
 from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.job import Job
-from ckpt_prune.transform.publish import publish, versions
+from ckpt_prune.transform.publish import publish
 from ckpt_prune.transform.rotations import WrittenRotations
 from ckpt_prune.transform.sources import SequentialMoments
+from ckpt_prune.versions import versions
 
 _REST = "rest"
 

@@ -4,10 +4,6 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
-import torch
-import transformers
-
-from ckpt_prune._version import __version__
 from ckpt_prune.architectures.remote import REMOTE_MODULE
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.filenames import REPORT
@@ -15,11 +11,6 @@ from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.transform.card import model_card
 from ckpt_prune.transform.containers import Container
-
-
-def versions() -> dict[str, str]:
-    """Of this tool and of what it computes with, for a report."""
-    return {"ckpt_prune": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def publish(

@@ -40,9 +40,10 @@ from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.containers import Container, stored_container
 from ckpt_prune.transform.engine import fill_biases
 from ckpt_prune.transform.layout import check_source, check_stored, source_shapes
-from ckpt_prune.transform.publish import publish, versions
+from ckpt_prune.transform.publish import publish
 from ckpt_prune.transform.rotated import RotatedCheckpoint
 from ckpt_prune.transform.rotations import RotationSizes, WrittenRotations
+from ckpt_prune.versions import versions
 
 _REST = "rest"
 
