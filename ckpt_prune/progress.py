@@ -1,5 +1,6 @@
 """Progress bars: one place decides how long work is shown."""
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,8 @@ T = TypeVar("T")
 
 def track(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "block") -> Iterator[T]:
     """Iterate with a tqdm bar on stderr that says what is being done; silent when stderr is not a terminal."""
-    # Not tqdm's own measure of the width: a terminal that reports none (0 columns) would get an empty line.
-    columns = shutil.get_terminal_size().columns
-    yield from tqdm(items, desc=what, total=total, unit=unit, disable=None, ncols=columns)
+    size = _size()
+    yield from tqdm(items, desc=what, total=total, unit=unit, disable=None, ncols=size.columns, nrows=size.lines)
 
 
 class Meter:
@@ -44,6 +44,11 @@ class Meter:
 @contextmanager
 def meter(total: int, what: str, *, unit: str = "step") -> Iterator[Meter]:
     """A tqdm bar as `track` shows it, moved by hand."""
-    columns = shutil.get_terminal_size().columns
-    with tqdm(total=total, desc=what, unit=unit, disable=None, ncols=columns) as bar:
+    size = _size()
+    with tqdm(total=total, desc=what, unit=unit, disable=None, ncols=size.columns, nrows=size.lines) as bar:
         yield Meter(bar)
+
+
+def _size() -> os.terminal_size:
+    """Not as tqdm measures it: a terminal that reports no size (0 columns, 0 lines) would get empty lines."""
+    return shutil.get_terminal_size()

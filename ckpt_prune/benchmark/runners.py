@@ -50,9 +50,7 @@ class TorchRunner:
         self._device = torch.device(seat.device)
         self.device = seat.device
         dtype = torch.float16 if seat.dtype == "fp16" else torch.float32
-        self._model: Any = load_model(
-            Path(seat.folder), device=self._device, dtype=dtype, trust_remote_code=seat.trust
-        )
+        self._model: Any = load_model(Path(seat.folder), device=self._device, dtype=dtype, trust_remote_code=seat.trust)
 
     @torch.inference_mode()
     def time(self, workload: Workload) -> Timing:

@@ -10,6 +10,7 @@ from ckpt_prune.cli.options import table
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ckpt_prune.calibration.images import Split
     from ckpt_prune.export.tasks import Task
     from ckpt_prune.export.validation import Case, ProofSamples, Validation
 
@@ -44,7 +45,9 @@ class ProofOptions(BaseModel):
     max_corrupt: float = Field(default=0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
 
 
-def proof_samples(folder: Path, task: "Task", options: ProofOptions, *, trust: bool = False) -> "ProofSamples":
+def proof_samples(
+    folder: Path, task: "Task", options: ProofOptions, *, trust: bool = False, split: "Split" = "eval"
+) -> "ProofSamples":
     """What to compare on, as the options say.
 
     Without --text a model of text reads Python sources, and without --images a model of images noise; text is noise
@@ -54,7 +57,8 @@ def proof_samples(folder: Path, task: "Task", options: ProofOptions, *, trust: b
         folder: of the graph or of its model: config.json, and a tokenizer or an image processor.
         task: of the graph.
         options: which text or images.
-        trust: run the image processor's own code.
+        trust: run the checkpoint's own code for its config and image processor.
+        split: which rows of a labels.csv with a split to take images from.
 
     Raises:
         UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
@@ -66,20 +70,19 @@ def proof_samples(folder: Path, task: "Task", options: ProofOptions, *, trust: b
     if task.modality == "image":
         if options.text or options.window is not None:
             raise UserError(f"{folder} reads images: --text and --window do not go with it; give --images DIR")
-        return _images(folder, task, options, trust)
+        return _images(folder, task, options, trust, split)
     if options.images is not None:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
-    return _text(folder, task, options)
+    return _text(folder, task, options, trust)
 
 
-def _text(folder: Path, task: "Task", options: ProofOptions) -> "ProofSamples":
-    from ckpt_prune.architectures.skeleton import parse_config
+def _text(folder: Path, task: "Task", options: ProofOptions, trust: bool) -> "ProofSamples":
     from ckpt_prune.calibration.text import evaluation_windows, frame_length, framed, load_tokenizer, read_text
     from ckpt_prune.errors import UserError
-    from ckpt_prune.evaluation.loading import read_config
+    from ckpt_prune.evaluation.loading import config_of
     from ckpt_prune.export.validation import ProofSamples
 
-    config = parse_config(read_config(folder)).get_text_config()
+    config = config_of(folder, trust=trust).get_text_config()
     context = getattr(config, "max_position_embeddings", None) or WINDOW
     window = options.window or min(context, WINDOW)
     if window > context:
@@ -95,7 +98,7 @@ def _text(folder: Path, task: "Task", options: ProofOptions) -> "ProofSamples":
         frame = 0 if task.name == "text-generation" else frame_length(tokenizer)
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
-        stream = _stream(tokenizer, text, task.name == "text-generation", config.vocab_size)
+        stream = _stream(tokenizer, text, task.name == "text-generation", getattr(config, "vocab_size", None))
         windows = evaluation_windows(stream, window=window - frame, limit=options.samples or WINDOWS)
         windows = framed(windows, tokenizer) if frame else windows
     except UserError as error:
@@ -114,12 +117,12 @@ def _text(folder: Path, task: "Task", options: ProofOptions) -> "ProofSamples":
     )
 
 
-def _stream(tokenizer: "PreTrainedTokenizerBase", text: str, causal: bool, vocabulary: int) -> Any:
+def _stream(tokenizer: "PreTrainedTokenizerBase", text: str, causal: bool, vocabulary: int | None) -> Any:
     from ckpt_prune.calibration.text import token_stream
     from ckpt_prune.errors import UserError
 
     stream = token_stream(tokenizer, text, bos="auto" if causal else "never")
-    if len(stream) and int(stream.max()) >= vocabulary:
+    if vocabulary is not None and len(stream) and int(stream.max()) >= vocabulary:
         raise UserError(
             f"token id {int(stream.max())} is outside the model's vocabulary of {vocabulary}: the tokenizer belongs "
             "to another model"
@@ -145,7 +148,7 @@ def _python_sources() -> tuple[str, str]:
     return "\n".join(texts), f"{len(texts)} Python sources of this machine's standard library, no --text being given"
 
 
-def _images(folder: Path, task: "Task", options: ProofOptions, trust: bool) -> "ProofSamples":
+def _images(folder: Path, task: "Task", options: ProofOptions, trust: bool, split: "Split") -> "ProofSamples":
     from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
     from ckpt_prune.evaluation.classification import class_names
     from ckpt_prune.evaluation.loading import read_config
@@ -154,7 +157,7 @@ def _images(folder: Path, task: "Task", options: ProofOptions, trust: bool) -> "
     if options.images is None:
         return ProofSamples(description=_noise(options, "normal noise for pixels, no --images being given"))
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
-    files = find_images(options.images, labels=options.labels, split="eval", id2label=classes)
+    files = find_images(options.images, labels=options.labels, split=split, id2label=classes)
     chosen = choose_images(
         files, samples=options.samples or min(IMAGES, len(files.paths)), seed=options.seed, choose="random"
     )
@@ -223,11 +226,13 @@ def _row(case: "Case") -> list[str]:
 
 def _named(case: "Case") -> str:
     """A case in words: its output, and what it was read from."""
-    images = f"{case.batch} image{'s' if case.batch != 1 else ''}"
-    size = images if case.tokens is None else f"{case.batch} x {case.tokens} tokens"
+    from ckpt_prune.export.metrics import counted
+
+    size = counted(case.batch, "image") if case.tokens is None else f"{case.batch} x {counted(case.tokens, 'token')}"
     padding = "" if case.padding == "none" else f", padded {case.padding}"
+    segments = ", two segments" if case.segments else ""
     cache = {"none": "", "chunks": ", cached in chunks", "steps": ", generated"}[case.cache]
-    return f"{case.output}: {size}{padding}{cache}"
+    return f"{case.output}: {size}{padding}{segments}{cache}"
 
 
 def _where(case: "Case") -> str:

@@ -153,6 +153,16 @@ def command(
     if after is not None and not recovers:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {loaded.name} has not")
     checkpoint = open_source(model, trust=trust)
+    if resume and loaded.export is not None and _only_graph_missing(checkpoint, loaded, out):
+        from ckpt_prune.cli.exporting import GraphStep
+
+        click.echo(f"{out} is complete: only its graph is missing", err=True)
+        made = GraphStep.of(loaded.export, checkpoint, calibration, images, trust=trust).run(out)
+        if as_json:
+            echo_json({"onnx": made.json()})
+        else:
+            click.echo("\n".join(made.lines()))
+        click.get_current_context().exit(0 if made.passed else 1)
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
     if plan is not None and plan.statistics is not None:
         statistics = statistics or Path(plan.statistics.path)
@@ -236,6 +246,18 @@ def command(
         for line in graph.lines():
             click.echo(line)
         click.get_current_context().exit(0 if graph.passed else 1)
+
+
+def _only_graph_missing(checkpoint: Any, recipe: Any, out: Path) -> bool:
+    """Whether OUT is what an interrupted run of this recipe on this model left before its export."""
+    from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER, REPORT
+    from ckpt_prune.checkpoint.jsonfile import read_object
+
+    if not (out / REPORT).is_file() or (out / GRAPH_FOLDER).exists():
+        return False
+    report = read_object(out / REPORT)
+    made_from = report.get("source", {}).get("fingerprint")
+    return bool(report.get("recipe_digest") == recipe.digest and made_from == checkpoint.fingerprint)
 
 
 def _messages(job: Any) -> list[str]:

@@ -13,7 +13,8 @@ from ckpt_prune.cli.options import echo_json, json_option, table
 @click.option(
     "--against",
     metavar="MODEL",
-    help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit.",
+    help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit. Of an "
+    "exported folder the model that it was exported from.",
 )
 @json_option
 @click.pass_context
@@ -23,7 +24,7 @@ def command(ctx: click.Context, folder: Path, against: str | None, as_json: bool
     Of a masked OUT, the zeros and the pattern that its report states are counted in every weight.
 
     Of an exported graph, alone or in OUT/onnx, the files, operators and weights, that onnxruntime loads it, and that it
-    is the one that validation.json says passed. MODEL is then what it was exported from.
+    is the one that validation.json says passed.
 
     Loads the whole model once. Exit code 1 if a check fails.
     """
@@ -32,10 +33,12 @@ def command(ctx: click.Context, folder: Path, against: str | None, as_json: bool
     from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER, GRAPH_RECORD
     from ckpt_prune.checkpoint.hub import resolve
     from ckpt_prune.evaluation.verify import verify
+    from ckpt_prune.export.session import GRAPH
     from ckpt_prune.export.verify import verify_graph
 
     dense = resolve(against) if against else None
-    if (folder / GRAPH_RECORD).is_file():
+    holds_graph = (folder / GRAPH).is_file() and not any(folder.glob("*.safetensors"))
+    if holds_graph or (folder / GRAPH_RECORD).is_file():
         checks = verify_graph(folder, dense)
     else:
         checks = verify(folder, dense)

@@ -27,6 +27,7 @@ def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
         f"({config.get('model_type')}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}{fused}.",
         f"What came out when it was compared with PyTorch is in `{VALIDATION}`, what it was made from in "
         f"`{GRAPH_RECORD}`.",
+        *_context(manifest, config),
         "",
         "| | name | type | shape |",
         "|---|---|---|---|",
@@ -34,6 +35,14 @@ def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
     for what, ports in (("in", manifest.inputs), ("out", manifest.outputs)):
         lines += [f"| {what} | `{port.name}` | {port.type} | {' × '.join(map(str, port.shape))} |" for port in ports]
     return "\n".join([*lines, "", "```python", snippet(manifest), "```", ""])
+
+
+def _context(manifest: Manifest, config: dict[str, Any]) -> list[str]:
+    """How long a text may be; beyond, a graph fails over an index or reads positions it was never trained on."""
+    limit = config.get("max_position_embeddings")
+    if manifest.modality == "image" or not isinstance(limit, int):
+        return []
+    return [f"Texts have at most {limit} tokens, a prompt and what is generated after it together."]
 
 
 def snippet(manifest: Manifest) -> str:
@@ -86,6 +95,7 @@ def _feed(names: list[str], ids: str, total: str) -> str:
 
 
 def _generation(names: list[str], kind: str, hint: str) -> list[str]:
+    shown = "  # as text: the tokenizer's decode(ids[0])" if "tokenizer.json" in hint else ""
     return [
         f"ids = new = np.array([[3, 4, 5]]){hint}",
         'past = [each for each in session.get_inputs() if each.name.startswith("past_key_values.")]',
@@ -95,5 +105,5 @@ def _generation(names: list[str], kind: str, hint: str) -> list[str]:
         "    logits, *present = session.run(None, feed | cache)",
         "    new, cache = logits[:, -1:].argmax(-1), dict(zip(cache, present))",
         "    ids = np.hstack([ids, new])",
-        "print(ids)",
+        f"print(ids){shown}",
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.calibration.images import ImageSamples
@@ -32,7 +32,7 @@ from ckpt_prune.export.cases import (
 )
 from ckpt_prune.export.differences import difference, positions
 from ckpt_prune.export.integrity import check_files, check_interface, check_operators
-from ckpt_prune.export.manifest import Manifest, Port, Source, read_manifest, runtime_versions
+from ckpt_prune.export.manifest import Manifest, Port, Source, read_manifest, read_record, runtime_versions
 from ckpt_prune.export.metrics import MEAN_SHARE, Metric, image_metric, text_metric
 from ckpt_prune.export.reference import Reference
 from ckpt_prune.export.session import GRAPH, OnnxModel, Provider, complete, next_cache
@@ -145,13 +145,9 @@ def read_validation(folder: Path) -> Validation:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    path = folder / VALIDATION
-    try:
-        return Validation.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{folder} has no {VALIDATION}: `ckpt-prune validate` writes it") from error
-    except ValidationError as error:
-        raise UserError(f"{path} is damaged: validate again") from error
+    return read_record(
+        folder / VALIDATION, Validation, absent="`ckpt-prune validate` writes it", damaged="validate again"
+    )
 
 
 def validate(

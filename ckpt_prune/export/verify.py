@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 
+from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.filenames import VALIDATION
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
@@ -67,8 +68,9 @@ def _validation(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
     if not (folder / VALIDATION).is_file():
         return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
     found: Validation = read_validation(folder)
-    if found.files != manifest.files or found.against.fingerprint != manifest.source.fingerprint:
-        return False, f"{VALIDATION} is about another graph: run `ckpt-prune validate` again"
+    there = sha256_files(folder, [name for name in manifest.files if (folder / name).is_file()])
+    if found.files != there or found.against.fingerprint != manifest.source.fingerprint:
+        return False, f"{VALIDATION} is not about these files: run `ckpt-prune validate`"
     if not found.passed:
         return False, f"{VALIDATION} says that the graph does not compute what the model does"
     return True, f"compared with PyTorch on {len(found.cases)} inputs, on {found.provider}: within the tolerance"
