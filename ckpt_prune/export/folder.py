@@ -104,7 +104,9 @@ class GraphWriter:
                 bar.to(2)
                 bar.say("writing")
                 with disk_failures(self._staging.path):
-                    manifest = self._fill(self._staging.path, graph, model.generation_config, embedded)
+                    manifest = self._fill(
+                        self._staging.path, graph, getattr(model, "generation_config", None), embedded
+                    )
                 bar.to(3)
             _let_go(graph, model)
             del graph, model

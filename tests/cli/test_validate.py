@@ -11,6 +11,9 @@ import torch
 from click.testing import Result
 from onnx import numpy_helper
 
+from ckpt_prune.cli.proof import ProofOptions, proof_samples
+from ckpt_prune.errors import UserError
+from ckpt_prune.export.tasks import Task
 from tests.cli.running import misused, ok, read_json, refused, run
 from tests.encoders import IMAGE
 from tests.evaluation.tiny import tiny_tokenizer
@@ -49,7 +52,7 @@ def test_a_decoders_table(place: Path) -> None:
     assert result.exit_code == 0, result.output
     assert re.split(r" {2,}", result.stdout.splitlines()[0]) == HEADERS
     expected = [
-        "logits: 1 x 1 tokens",
+        "logits: 1 x 1 token",
         "logits: 1 x 16 tokens",
         "logits: 2 x 7 tokens, padded right",
         "logits: 3 x 24 tokens, padded left",
@@ -102,8 +105,11 @@ def test_without_data_text_is_pythons_and_images_are_noise(place: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_compared_on_noise(place: Path) -> None:
+    record = read_json("decoder-onnx/ckpt_prune_onnx.json")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         Path("decoder-onnx", name).unlink()
+        del record["files"][name]
+    Path("decoder-onnx/ckpt_prune_onnx.json").write_text(json.dumps(record))
     lines = ok("validate", "decoder-onnx", "--against", "decoder").splitlines()
     assert lines[-3] == "metric: not measured on noise: give --text"
     assert lines[-2].startswith("compared on: random tokens (decoder-onnx: no tokenizer (tokenizer.json, ")
@@ -138,6 +144,54 @@ def test_images_with_classes_give_top_1(place: Path) -> None:
     found = re.fullmatch(r"top-1 ([\d.]+%) in onnxruntime, ([\d.]+%) in PyTorch \(4 images\)", lines[-3])
     assert found
     assert found[1] == found[2]
+
+
+def test_images_are_of_the_split_that_is_asked_for(place: Path) -> None:
+    for index in range(3):
+        write_image(Path("photos") / f"{index}.png", index, size=(IMAGE + 4, IMAGE))
+    write_csv(Path("photos/labels.csv"), "file,label,split", "0.png,0,calib", "2.png,1,calib")
+    task, options = Task("image-classification", "image", cached=False), ProofOptions(images=Path("photos"))
+    found = proof_samples(Path("vision"), task, options, split="calib")
+    assert found.images is not None
+    assert len(found.images) == 2
+    with pytest.raises(UserError, match="no row of split eval; its splits are calib"):
+        proof_samples(Path("vision"), task, options)
+    assert "no row of split eval" in refused("validate", "vision-onnx", "--against", "vision", "--images", "photos")
+
+
+def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place / "modules"))
+    Path("decoder/configuration_ours.py").write_text(
+        "from transformers import PreTrainedConfig\n\n\n"
+        "class Ours(PreTrainedConfig):\n"
+        '    model_type = "nobody-else-has-it"\n'
+        "    max_position_embeddings: int = 12\n"
+        "    vocab_size: int = 40\n"
+    )
+    Path("decoder/config.json").write_text(
+        json.dumps({"model_type": "nobody-else-has-it", "auto_map": {"AutoConfig": "configuration_ours.Ours"}})
+    )
+    task = Task("text-generation", "text", cached=True)
+    options = ProofOptions(text=(Path("text.txt"),))
+    windows = proof_samples(Path("decoder"), task, options, trust=True).windows
+    assert windows is not None
+    assert windows.shape[1] == 12  # the context that its own class says
+    with pytest.raises(UserError, match="say --trust-remote-code"):
+        proof_samples(Path("decoder"), task, options)
+
+
+def test_two_segments_are_said_and_one_is_one(place: Path) -> None:
+    result = run("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt", "--samples", "1")
+    names = [re.split(r" {2,}", line)[0] for line in result.stdout.splitlines()[1:6]]
+    assert names == [
+        "logits: 1 x 1 token",
+        "logits: 1 x 16 tokens",
+        "logits: 2 x 7 tokens, padded right, two segments",
+        "logits: 3 x 24 tokens, padded right, two segments",
+        "logits: 1 x 32 tokens",
+    ]
+    lines = ok("validate", "decoder-onnx", "--against", "decoder", "--text", "text.txt", "--samples", "1").splitlines()
+    assert lines[-3].endswith(" in PyTorch (1 window of 32 tokens)")
 
 
 def test_json_is_what_the_record_holds(place: Path) -> None:

@@ -6,23 +6,28 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import numpy_helper
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.calibration.images import ImageSamples, find_images, load_processor
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.export import validation
 from ckpt_prune.export.cases import chunk_cases, prompts, text_cases
-from ckpt_prune.export.integrity import check_interface
+from ckpt_prune.export.integrity import check_files, check_interface
 from ckpt_prune.export.manifest import Manifest, read_manifest
+from ckpt_prune.export.metrics import Metric, image_metric
 from ckpt_prune.export.reference import Reference
 from ckpt_prune.export.session import OnnxModel, complete
 from ckpt_prune.export.tasks import Task
@@ -98,9 +103,13 @@ def test_a_decoder_with_a_cache_is_proved_in_one_pass_in_chunks_and_step_by_step
     assert all(0 < case.max_abs < 1e-4 and case.largest > 0.1 for case in found.cases)
     assert found.against.name == DECODER
     assert found.against.fingerprint == read_manifest(graph).source.fingerprint
+    assert {"model.onnx", "config.json", "tokenizer.json"} <= set(found.files)
     assert found.files == {
-        name: hashlib.sha256((graph / name).read_bytes()).hexdigest() for name in ("model.onnx", "config.json")
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in graph.iterdir()
+        if path.name not in ("README.md", "ckpt_prune_onnx.json")
     }
+    assert not any(case.segments for case in found.cases)  # a llama knows of none
     assert found.data == TEXT.description
     assert (found.provider, found.note, found.dtype, found.tolerance) == ("cpu", None, "fp32", 1e-4)
     assert found.versions["onnxruntime"]
@@ -129,7 +138,8 @@ def test_an_encoder_is_padded_on_the_right_and_asked_for_masked_tokens(copy: Cal
         (3, 24, "right"),
         (1, 32, "none"),
     ]
-    assert sorted(found.files) == ["config.json", "model.onnx", "model.onnx.data"]
+    assert [case.segments for case in found.cases] == [False, False, True, True, False]
+    assert {"config.json", "model.onnx", "model.onnx.data"} <= set(found.files)
     assert checks(found)["metric"] is None
     assert detail(found, "metric") == "its tokenizer has no mask token, so nothing can be masked"
     tokenizer = tiny_tokenizer()
@@ -215,6 +225,73 @@ def test_no_figure_is_lost_between_writing_and_reading(exported: Exported, tmp_p
         read_validation(tmp_path)
 
 
+# ---- the share of images in another class --------------------------------------------------------------------------
+
+
+class Rows:
+    """A classifier, and images for it: image i, whose pixel is i, has the logits of row i."""
+
+    device, dtype, labels, size = torch.device("cpu"), torch.float64, None, (1, 1, 1)
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        self.rows = torch.tensor(rows, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def eval(self) -> "Rows":
+        return self
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        return {"pixel_values": torch.arange(len(self.rows))[rows].view(-1, 1, 1, 1)}
+
+    def __call__(self, pixel_values: Tensor) -> Any:
+        return ModelOutput(logits=self.rows[pixel_values.flatten().long()])
+
+
+def top_1(ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> Metric:
+    graph: Any = Rows(ours)
+    reference: Any = SimpleNamespace(model=Rows(theirs))
+    found = image_metric(graph, reference, "image-classification", graph, tolerance)
+    assert isinstance(found, Metric)
+    return found
+
+
+@st.composite
+def two_of_logits(draw: st.DrawFn) -> tuple[list[list[float]], list[list[float]]]:
+    images, classes = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    rows = st.lists(st.lists(st.integers(-8, 8), min_size=classes, max_size=classes), min_size=images, max_size=images)
+    return draw(rows), draw(rows)
+
+
+@settings(deadline=None)
+@given(two_of_logits(), st.sampled_from([0.0, 1 / 16, 1 / 8, 1 / 2]))
+def test_an_image_may_change_its_class_only_where_pytorch_itself_has_the_two_near(
+    pair: tuple[list[list[float]], list[list[float]]], tolerance: float
+) -> None:
+    ours, theirs = pair
+    largest = max(abs(value) for row in theirs for value in row)
+    flips = [(a.index(max(a)), b.index(max(b)), b) for a, b in zip(ours, theirs, strict=True)]
+    flips = [(mine, other, row) for mine, other, row in flips if mine != other]
+    found = top_1(ours, theirs, tolerance)
+    assert found.difference == pytest.approx(len(flips) / len(ours))
+    assert found.passed == all(row[other] - row[mine] <= 2 * tolerance * largest for mine, other, row in flips)
+
+
+def test_an_image_that_is_near_does_not_excuse_another() -> None:
+    near, far = [1.0, 0.99], [10.0, 1.0]
+    assert top_1([near[::-1], far], [near, far], 1e-3).passed
+    found = top_1([near, far[::-1]], [near, far], 1e-3)
+    assert (found.passed, found.difference, found.tolerance) == (False, 0.5, 0.0)
+    # Nor a class that is near one that is not.
+    assert not top_1([[1.0, 0.99, 2.0]], [[1.0, 0.99, -5.0]], 1e-2).passed
+
+
+def test_one_is_counted_as_one() -> None:
+    assert top_1([[1.0, 2.0]], [[1.0, 2.0]], 1e-3).of == "1 image"
+    assert top_1([[1.0, 2.0]] * 2, [[1.0, 2.0]] * 2, 1e-3).of == "2 images"
+
+
 # ---- what both are run on ------------------------------------------------------------------------------------------
 
 
@@ -242,6 +319,13 @@ def test_cases_are_of_the_text_and_padded_where_they_say(window: int) -> None:
             assert sum(case.chunks) == case.ids.shape[1]
             assert len(case.chunks) > 1
             assert bool(case.keep[:, : case.chunks[0]].any(1).all())  # no text starts later
+        assert case.segments is None
+    for case in text_cases(windows, pad=0, left=True, segments=True):
+        assert (case.segments is None) == (len(case.ids) == 1)
+        for kinds, kept in zip(case.segments if case.segments is not None else [], case.keep, strict=False):
+            count = int(kept.sum())
+            assert kinds[kept].tolist() == [0] * (count - count // 2) + [1] * (count // 2)
+            assert not kinds[~kept].any()
     sizes = [(tuple(case.ids.shape), case.padding) for case in text_cases(windows, pad=0, left=True)]
     assert len(set(sizes)) == len(sizes)
     assert ((1, window), "none") in sizes
@@ -414,8 +498,27 @@ def test_a_missing_file_is_named(copy: Callable[..., tuple[Path, Path]]) -> None
     (graph / "model.onnx.data").unlink()
     found = validate(graph, model, TEXT)
     assert detail(found, "files") == "model.onnx.data is gone"
-    assert sorted(found.files) == ["config.json", "model.onnx"]
+    assert "model.onnx" in found.files
+    assert "model.onnx.data" not in found.files
     assert checks(found)["load"] is False
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_changed_file_beside_the_graph_is_named_and_nothing_said_of_weights(
+    copy: Callable[..., tuple[Path, Path]], name: str
+) -> None:
+    model, graph = copy(ENCODER)
+    with (graph / name).open("a") as file:
+        file.write(" ")
+    found = validate(graph, model, TEXT)
+    assert {check for check, passed in checks(found).items() if passed is False} == {"files"}
+    assert detail(found, "files") == f"{name} changed since it was written"
+    edit_weight(graph, BIAS, lambda values: values.__iadd__(1), honest=False)
+    assert check_files(graph, read_manifest(graph)) == (
+        False,
+        f"{name} changed since it was written; model.onnx changed since it was written: 1 of "
+        f"{len(read_manifest(graph).tensors)} weights differ or cannot be read: {BIAS}",
+    )
 
 
 def test_a_changed_node_is_told_from_a_changed_weight(copy: Callable[..., tuple[Path, Path]]) -> None:
@@ -497,6 +600,19 @@ def test_each_way_to_be_wrong_shows_in_the_cases_made_for_it_and_in_no_other(
         assert checks(found)["generation"] is False
     else:
         assert {case.output for case in failed(found)} <= {f"present.{i}.key" for i in range(families.BLOCKS)}
+
+
+def test_segments_that_are_not_looked_at_show_in_batches(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph = exported(ENCODER)
+    run = OnnxModel.run
+
+    def broken(self: OnnxModel, feed: Feed) -> Feed:
+        return run(self, feed | {"token_type_ids": torch.zeros_like(feed["input_ids"])})
+
+    monkeypatch.setattr(OnnxModel, "run", broken)
+    found = validate(graph, model, TEXT)
+    assert [case.passed for case in found.cases] == [True, True, False, False, True]
+    assert [case.passed for case in found.cases] == [not case.segments for case in found.cases]
 
 
 def test_a_graph_that_fails_on_some_inputs_fails_those_cases(
@@ -633,6 +749,83 @@ def test_other_names_than_the_record_has_are_refused(copy: Callable[..., tuple[P
     found = validate(graph, model, TEXT)
     assert detail(found, "interface").startswith("the graph's outputs are logits, its record says scores")
     assert checks(found)["load"] is False
+
+
+CONSTANT = {
+    "attention_mask": [("Equal", "same"), ("Cast", "attention_mask")],
+    "token_type_ids": [("Sub", "token_type_ids")],
+}
+"""Nodes that make an input of ones, or of zeros, out of input_ids."""
+
+
+def without_input(graph: Path, name: str) -> None:
+    """Put a constant in the place of an input, honestly recorded."""
+    path = graph / "model.onnx"
+    proto = onnx.load(path)
+    for index, (operator, made) in reversed(list(enumerate(CONSTANT[name]))):
+        reads = ["input_ids"] * 2 if index == 0 else ["same"]
+        to = {"to": onnx.TensorProto.INT64} if operator == "Cast" else {}
+        proto.graph.node.insert(0, onnx.helper.make_node(operator, reads, [made], **to))
+    proto.graph.input.remove(next(each for each in proto.graph.input if each.name == name))
+    onnx.save(proto, path)
+    record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
+    record["inputs"] = [port for port in record["inputs"] if port["name"] != name]
+    record["files"]["model.onnx"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_an_input_that_the_model_reads_must_be_there(copy: Callable[..., tuple[Path, Path]], name: str) -> None:
+    model, graph = copy(ENCODER)
+    without_input(graph, name)
+    found = validate(graph, model, TEXT)
+    assert detail(found, "interface") == f"{name}, which the model's outputs depend on, is no input"
+    assert {check for check, passed in checks(found).items() if passed is False} == {"interface"}
+
+
+def test_an_input_that_the_model_ignores_may_be_gone(
+    copy: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = copy(ENCODER)
+    without_input(graph, "token_type_ids")
+
+    def deaf(*args: Any, **options: Any) -> PreTrainedModel:
+        loaded = load_model(*args, **options)
+        with torch.no_grad():
+            kinds = loaded.get_parameter("bert.embeddings.token_type_embeddings.weight")
+            kinds[1] = kinds[0]
+        return loaded
+
+    monkeypatch.setattr(validation, "load_model", deaf)
+    found = validate(graph, model, TEXT)
+    assert found.passed
+    assert detail(found, "interface") == "2 inputs and 1 outputs as the model has them"
+
+
+@pytest.mark.parametrize(
+    ("variant", "task", "needs"),
+    [
+        (DECODER, GENERATION, ["input_ids", "attention_mask", "position_ids"]),
+        (ENCODER, Task("fill-mask", "text", cached=False), ["input_ids", "attention_mask", "token_type_ids"]),
+        ("deit-teacher", Task("image-classification", "image", cached=False), ["pixel_values"]),
+    ],
+)
+def test_models_depend_on_what_they_are_traced_with(
+    exported: Exported, variant: str, task: Task, needs: list[str]
+) -> None:
+    model, _ = exported(variant)
+    reference = Reference(load_model(model, device="cpu", dtype=torch.float32), task, set())
+    assert reference.needs == needs
+    assert all(reference.heeds(name) for name in needs)
+
+
+def test_segments_of_which_there_is_one_kind_are_not_read(exported: Exported) -> None:
+    model, _ = exported(ENCODER)
+    loaded = load_model(model, device="cpu", dtype=torch.float32)
+    loaded.config.type_vocab_size = 1
+    reference = Reference(loaded, Task("fill-mask", "text", cached=False), set())
+    assert reference.segments == 1
+    assert not reference.heeds("token_type_ids")
 
 
 # ---- bad arguments -------------------------------------------------------------------------------------------------
