@@ -71,7 +71,7 @@ def _text(model: Any, task: Task) -> Example:
     if task.name == "text-generation" and "position_ids" in takes:
         inputs["position_ids"] = torch.arange(past, past + _TOKENS).repeat(_BATCH, 1)
     # GPT-2's takes them too, and for zeros adds the embedding of a token.
-    if "token_type_ids" in takes and getattr(model.config, "type_vocab_size", 0):
+    if "token_type_ids" in takes and getattr(model.config, "type_vocab_size", None):
         inputs["token_type_ids"] = torch.zeros_like(ids)
     dynamic: dict[str, Any] = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs}
     if task.cached:
