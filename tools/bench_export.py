@@ -105,6 +105,7 @@ def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
                 *model.proof, *options,
             )  # fmt: skip
             found = json.loads(printed)
+            # A graph that did not pass is a result too.
             cases = found["validation"]["cases"]
             line = {
                 "key": key,
@@ -114,13 +115,19 @@ def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
                 "written": found["written"],
                 "bytes": found["bytes"],
                 "seconds": time.monotonic() - start,
-                "max_abs": max(case["max_abs"] for case in cases),
-                "mean_abs": max(case["mean_abs"] for case in cases),
-                "agreement": min(case["agreement"] for case in cases if case["agreement"] is not None),
+                "max_abs": largest(cases, "max_abs"),
+                "mean_abs": largest(cases, "mean_abs"),
+                "agreement": min((case["agreement"] for case in cases if case["agreement"] is not None), default=None),
                 "metrics": found["validation"]["metrics"],
                 "proof": model.proof,
             }
             record(args.out, line)
+
+
+def largest(cases: list[dict[str, Any]], figure: str) -> float | None:
+    """Of all cases; None where a case has none, as where its outputs are infinite."""
+    found = [case[figure] for case in cases]
+    return None if None in found else max(found, default=None)
 
 
 def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
@@ -163,13 +170,18 @@ def print_graphs(lines: list[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for line in lines:
         size = f"{line['bytes'] / 2**20:.2f}" if line["written"] else "not written"
-        for metric in line["metrics"]:
+        difference = cell(line["max_abs"], ".1e")
+        for metric in line["metrics"] or [{"name": "-", "pytorch": None, "onnxruntime": None}]:
             digits = ".2%" if metric["name"] == "top-1" else ".3f"
-            values = (format(metric[side], digits) for side in ("pytorch", "onnxruntime"))
+            values = (cell(metric[side], digits) for side in ("pytorch", "onnxruntime"))
             print(
-                f"| {line['model']} | {line['ratio']:.0%} | {line['graph']} | {size} | {line['max_abs']:.1e} | "
+                f"| {line['model']} | {line['ratio']:.0%} | {line['graph']} | {size} | {difference} | "
                 f"{metric['name']} | {' | '.join(values)} |"
             )
+
+
+def cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def print_speed(lines: list[dict[str, Any]]) -> None:
@@ -200,15 +212,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
+    known = {model.name: model for model in models()}
+    if unknown := set(args.models or ()) - set(known):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    chosen = [known[name] for name in args.models or known]
     args.work.mkdir(parents=True, exist_ok=True)
     lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
     done = {json.loads(line)["key"] for line in lines}
     if args.what == "widths":
         widths(args, done)
     else:
-        for model in models():
-            if not args.models or model.name in args.models:
-                (graphs if args.what == "graphs" else speed)(model, args, done)
+        for model in chosen:
+            (graphs if args.what == "graphs" else speed)(model, args, done)
     found = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
     (print_graphs if args.what == "graphs" else print_speed)(found)
 

@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_prune.benchmark import entrants
 from ckpt_prune.benchmark.entrants import GraphWish, open_entrant, scratch_folder, with_graph
+from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_RECORD
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.folder import GraphWriter
 from tests.cli.running import edit_weights
@@ -53,6 +54,24 @@ def test_a_graph_of_other_weights_is_not_taken(output):
     found, said = opened(output)
     assert found.graph is None
     assert said == [f"{output}: the graph in {output / 'onnx'} is not used: it was made of other weights"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"task": "feature-extraction", "cached": False},
+            "it is for feature-extraction, not for text-generation with a cache",
+        ),
+        ({"cached": False}, "it is for text-generation, not for text-generation with a cache"),
+    ],
+)
+def test_a_graph_for_another_task_is_not_taken(output, record, reason):
+    path = output / "onnx" / GRAPH_RECORD
+    path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    found, said = opened(output)
+    assert (found.graph, found.manifest) == (None, None)
+    assert said == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
 
 
 def test_without_onnx_no_graph_is_looked_for(output):
@@ -104,15 +123,16 @@ def test_what_cannot_be_exported_is_named(exported, tmp_path):
     assert str(caught.value).startswith(f"{tmp_path / 'model'} in onnxruntime: ")
 
 
-def test_of_the_temporary_folder_only_logs_stay():
+def test_of_the_temporary_folder_only_logs_of_failed_exports_stay():
     with scratch_folder() as folder:
         (folder / "A").mkdir()
         (folder / "A" / "model.onnx").write_bytes(b"graph")
-        (folder / "left").write_bytes(b"")
+        (folder / "left.log").write_bytes(b"")
     assert not folder.exists()
     with contextlib.suppress(UserError), scratch_folder() as folder:
         (folder / "A").mkdir()
-        (folder / "B.log").write_text("what was said")
+        log = folder / f"B{EXPORT_ERROR}"
+        log.write_text("what was said")
         raise UserError("it cannot be traced")
-    assert [path.name for path in folder.iterdir()] == ["B.log"]
+    assert list(folder.iterdir()) == [log]
     shutil.rmtree(folder)

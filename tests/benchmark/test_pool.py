@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.benchmark import pool
-from ckpt_prune.benchmark.pool import Worker, workers
+from ckpt_prune.benchmark.pool import Worker, how_it_ended, workers
 from ckpt_prune.benchmark.worker import Memory, Ready, Seat
 from ckpt_prune.errors import UserError
 from tests.benchmark import targets
@@ -64,6 +64,22 @@ def test_a_model_that_fails_while_it_is_timed(target, said):
         with pytest.raises(UserError) as caught:
             worker.time("work")
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-9, "was killed, as systems do where memory runs out"),
+        (-15, "was ended by SIGTERM"),
+        (-99, "was ended by signal 99"),
+        (0, "ended with code 0"),
+        (0xC0000005, "ended with code 3221225477"),
+        (None, "hung up"),
+    ],
+)
+def test_what_exit_codes_mean_on_windows_too(code, said, monkeypatch):
+    monkeypatch.delattr(signal, "SIGKILL")  # which Windows does not have
+    assert how_it_ended(code) == said
 
 
 def test_a_process_that_is_gone_when_it_is_spoken_to():

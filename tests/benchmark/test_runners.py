@@ -1,5 +1,7 @@
 """What is timed is what transformers does: the same tokens are read and generated."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from ckpt_prune.benchmark.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmark.worker import Seat
 from ckpt_prune.benchmark.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.export.session import OnnxModel
+from ckpt_prune.export.session import OnnxModel, Session
 from tests.encoders import IMAGE
 
 GENERATION = Workload("text", batch=2, tokens=6, steps=4, generates=True, cached=True, vocabulary=30, image=(0, 0, 0))
@@ -116,12 +118,51 @@ def test_type_and_threads_are_as_asked(exported, monkeypatch):
     assert runner._model.dtype == call["pixel_values"].dtype == torch.float16
     asked = []
 
-    def opened(folder, *, provider, threads):
-        asked.append((folder, provider, threads))
-        return OnnxModel(folder, provider=provider, threads=threads)
+    def opened(folder, **options):
+        asked.append((folder, options))
+        return OnnxModel(folder, **options)
 
     monkeypatch.setattr(runners, "OnnxModel", opened)
     graph = exported("deit-teacher")[1]
     OnnxRunner(seat(graph, "onnxruntime", threads=2))
-    assert asked == [(graph, "cpu", 2)]
+    assert asked == [(graph, {"provider": "cpu", "threads": 2, "device": 0})]
     torch.set_num_threads(before)
+
+
+class Binding:
+    """What onnxruntime is told of a run."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def bind_output(self, *args):
+        self.outputs.append(args)
+
+    def get_outputs(self):
+        return ["logits", "key"]
+
+
+def test_onnxruntime_runs_on_the_gpu_that_is_asked_for(monkeypatch):
+    """This machine has none: what onnxruntime is asked for, and what is said of where it ran."""
+    asked, binding = [], Binding()
+    inner = SimpleNamespace(io_binding=lambda: binding, run_with_iobinding=lambda _: None)
+
+    def opened(folder, **options):
+        asked.append(options)
+        outputs = dict.fromkeys(["logits", "present.0.key"])
+        return SimpleNamespace(session=Session(inner, options["provider"], None), outputs=outputs)
+
+    monkeypatch.setattr(runners, "OnnxModel", opened)
+    runner = OnnxRunner(Seat("A", "tiny", "onnxruntime", "graph", "cuda:1", 1, "fp32"))
+    assert asked == [{"provider": "cuda", "threads": 1, "device": 1}]
+    assert runner.device == "cuda:1"
+    assert runner._run({}, {}) == {"logits": "logits", "present.0.key": "key"}
+    assert binding.outputs == [("logits", "cpu"), ("present.0.key", "cuda", 1)]
+    runner = OnnxRunner(Seat("A", "tiny", "onnxruntime", "graph", "cuda", 1, "fp32"))
+    assert (asked[1]["device"], runner.device) == (0, "cuda")
+
+
+def test_onnxruntime_without_a_gpu_says_where_it_runs(exported):
+    runner = OnnxRunner(Seat("A", "tiny", "onnxruntime", str(exported("deit-teacher")[1]), "cuda:1", 1, "fp32"))
+    assert runner.device == "cpu"
+    assert runner.note.startswith("CUDA was asked for")

@@ -8,15 +8,22 @@ import torch
 
 from ckpt_prune.benchmark.workload import Reads, Workload, choose_workloads, reads_of
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.export_recipe import TaskName
 from tests import encoders, families
 
 
-def text(vocabulary: int = 40, context: int | None = 256, *, generates: bool = True, cached: bool = True) -> Reads:
-    return Reads("text", vocabulary, context, None, generates, cached)
+def text(
+    vocabulary: int = 40, context: int | None = 256, *, task: TaskName = "text-generation", cached: bool = True
+) -> Reads:
+    return Reads(task, "text", vocabulary, context, None, cached)
 
 
-def image(*size: int) -> Reads:
-    return Reads("image", None, None, size, False, False)
+def encoder(task: TaskName = "feature-extraction") -> Reads:
+    return text(task=task, cached=False)
+
+
+def image(*size: int, task: TaskName = "image-classification") -> Reads:
+    return Reads(task, "image", None, None, size, False)
 
 
 def choose(a: Reads, b: Reads, *, batches=(1,), tokens=None, steps=None) -> list[Workload]:
@@ -96,9 +103,8 @@ def test_inputs_come_from_the_seed_alone():
     assert pixels[0].equal(pixels[1])
 
 
-@pytest.mark.parametrize("other", [text(generates=False, cached=False), text()])
-def test_encoders_are_read_in_one_pass(other):
-    (found,) = choose(other, text(generates=False, cached=False))
+def test_encoders_are_read_in_one_pass():
+    (found,) = choose(encoder(), encoder())
     assert (found.phases, found.steps, found.generates, found.cached) == (("forward",), 0, False, False)
     assert found.tokens == 128
 
@@ -139,10 +145,31 @@ def test_graphs_without_a_cache_have_no_decode():
             "--tokens and --generate are for text, and dense reads images: leave them out",
         ),
         (
-            text(),
-            text(generates=False, cached=False),
+            encoder(),
+            encoder(),
             {"steps": 4},
-            "--generate 4: pruned generates no text with a cache; leave it out",
+            "--generate 4: dense generates no text with a cache; leave it out",
+        ),
+        (
+            encoder(),
+            text(),
+            {},
+            "dense is for feature-extraction and pruned for text-generation, so they do not do the same work: give two "
+            "of one task",
+        ),
+        (
+            encoder("fill-mask"),
+            encoder("text-classification"),
+            {"steps": 0},
+            "dense is for fill-mask and pruned for text-classification, so they do not do the same work: give two of "
+            "one task",
+        ),
+        (
+            image(3, 8, 8),
+            image(3, 8, 8, task="feature-extraction"),
+            {},
+            "dense is for image-classification and pruned for feature-extraction, so they do not do the same work: "
+            "give two of one task",
         ),
         (
             text(cached=False),
@@ -166,14 +193,23 @@ def test_no_decode_is_right_for_images():
 @pytest.mark.parametrize(
     ("maker", "variant", "reads"),
     [
-        (families.make, "llama", Reads("text", 40, families.CONTEXT, None, True, True)),
-        (encoders.make, "opt", Reads("text", 40, encoders.CONTEXT, None, True, True)),
-        (encoders.make, "opt-model", Reads("text", 40, encoders.CONTEXT, None, False, False)),
-        (encoders.make, "vit", Reads("image", None, None, (3, encoders.IMAGE, encoders.IMAGE), False, False)),
+        (families.make, "llama", text(context=families.CONTEXT)),
+        (encoders.make, "opt", text(context=encoders.CONTEXT)),
+        (encoders.make, "opt-model", text(context=encoders.CONTEXT, task="feature-extraction", cached=False)),
+        (encoders.make, "vit", image(3, encoders.IMAGE, encoders.IMAGE)),
     ],
 )
 def test_what_models_take(tmp_path, maker, variant, reads):
     assert reads_of(maker(tmp_path / "model", variant), None) == reads
+
+
+def test_a_config_without_a_vocabulary(tmp_path):
+    """Of a type that transformers does not know: its own would have a default."""
+    config = {"model_type": "ours", "architectures": ["OursForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as caught:
+        reads_of(tmp_path, None)
+    assert str(caught.value) == f"{tmp_path}: config.json has no vocab_size, so no tokens can be chosen for it"
 
 
 def test_foreign_code_is_not_run(tmp_path):

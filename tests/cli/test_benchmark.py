@@ -17,6 +17,8 @@ from ckpt_prune.benchmark.figures import Block, Machine, Result, Row, Run
 from ckpt_prune.benchmark.pool import Worker, workers
 from ckpt_prune.benchmark.run import Settings
 from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
 from ckpt_prune.export.manifest import Manifest, Source
 from tests.benchmark import targets
 from tests.cli.running import edit_weights, misused, ok, refused, run
@@ -278,12 +280,12 @@ def idle(monkeypatch):
     monkeypatch.setattr(benchmark, "workers", None)
 
 
-def graph_folder(name: str, *, cached: bool = True, dtype: str = "fp32", optimize: str = "none") -> None:
+def graph_folder(name: str, *, task: str = "text-generation", cached: bool = True) -> None:
     """What says of itself that it is an exported folder."""
     shutil.copytree("dense", name, ignore=shutil.ignore_patterns("*.safetensors"))
     manifest = Manifest(
-        **{"versions": {}, "source": Source(name="dense", fingerprint=""), "task": "text-generation"},
-        **{"modality": "text", "cached": cached, "dtype": dtype, "opset": 20, "optimize": optimize},
+        **{"versions": {}, "source": Source(name="dense", fingerprint=""), "task": task},
+        **{"modality": "text", "cached": cached, "dtype": "fp32", "opset": 20, "optimize": "none"},
         **{"inputs": [], "outputs": [], "files": {}, "tensors": {}},
     )
     Path(name, GRAPH_RECORD).write_text(manifest.model_dump_json())
@@ -311,6 +313,52 @@ def test_graphs_with_and_without_a_cache(place, idle):
         "of the two graphs only that of graph has a cache, so they do not do the same work: export both with --cache "
         "or both with --no-cache"
     )
+
+
+def test_graphs_for_different_tasks(place, idle):
+    graph_folder("features", task="feature-extraction", cached=False)
+    assert refused("benchmark", "features", "dense", "--onnx") == (
+        "features is for feature-extraction and dense for text-generation, so they do not do the same work: give two "
+        "of one task"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "provider", "place_of_graphs"),
+    [
+        ("cuda:1", None, "cuda:1"),
+        ("cuda:1", "cuda", "cuda:1"),
+        ("cuda:1", "cpu", "cpu"),
+        ("cpu", "cuda", "cuda"),
+        ("cpu", None, "cpu"),
+    ],
+)
+def test_both_runtimes_run_on_the_same_gpu(place, monkeypatch, device, provider, place_of_graphs):
+    graph_folder("graph")
+    shutil.copytree("graph", "dense/onnx")
+    fingerprint = Checkpoint.open(Path("dense")).fingerprint
+    record = Path("dense/onnx", GRAPH_RECORD)
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"source": {"name": "", "fingerprint": fingerprint}}))
+
+    def seated(seats):
+        raise UserError(", ".join(f"{each.runtime} {each.label} {each.device}" for each in seats))
+
+    monkeypatch.setattr(benchmark, "workers", seated)
+    with pytest.raises(UserError) as caught:
+        benchmark.compare("dense", "graph", Settings(onnx=True, device=device, provider=provider), lambda line: None)
+    assert str(caught.value) == (
+        f"PyTorch A {device}, onnxruntime A {place_of_graphs}, onnxruntime B {place_of_graphs}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpu"),
+    [(["cpu", "cuda:1"], "GPU 1"), (["cuda", "cpu"], "GPU 0"), (["cpu", "cpu"], None)],
+)
+def test_the_gpu_that_was_used_is_named(monkeypatch, devices, gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    assert benchmark._machine(1, devices).gpu == gpu
 
 
 def test_options_of_onnxruntime_without_it(place, idle):
