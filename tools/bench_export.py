@@ -151,12 +151,14 @@ def widths(args: argparse.Namespace, done: set[str]) -> None:
     for width in WIDTHS[1:]:
         key = f"synthetic | {width}"
         if key not in done:
-            record(args.out, {"key": key, "width": width} | timed(paths[WIDTHS[0]], paths[width], args))
+            record(
+                args.out, {"key": key, "width": width} | timed(paths[WIDTHS[0]], paths[width], args, "--generate", "0")
+            )
 
 
-def timed(dense: Path, pruned: Path, args: argparse.Namespace) -> dict[str, Any]:
+def timed(dense: Path, pruned: Path, args: argparse.Namespace, *more: str) -> dict[str, Any]:
     """What `benchmark` says of two models, without every round's time."""
-    options = ("--onnx", "--threads", "2", "--rounds", str(args.rounds), "--batch", "1,8", "--json")
+    options = ("--onnx", "--threads", "2", "--rounds", str(args.rounds), "--batch", "1,8", "--json", *more)
     printed = ckpt_prune("benchmark", str(dense), str(pruned), *options)
     found: dict[str, Any] = json.loads(printed)
     for block in found["blocks"]:

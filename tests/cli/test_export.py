@@ -71,7 +71,7 @@ def files(folder: str) -> list[str]:
 
 
 def size(folder: str) -> str:
-    kib = sum((Path(folder) / name).stat().st_size for name in ("model.onnx", "config.json")) / 1024
+    kib = (Path(folder) / "model.onnx").stat().st_size / 1024
     return f"{kib:.0f} KiB" if kib >= 100 else f"{kib:.1f} KiB"
 
 
@@ -110,8 +110,8 @@ def test_json_alone_is_on_standard_output(vision):
     assert (result.exit_code, result.stderr) == (0, "")
     said = json.loads(result.stdout)
     assert set(said) == {"written", "out", "bytes", "manifest", "validation"}
-    total = sum((Path("out") / name).stat().st_size for name in ("model.onnx", "config.json"))
-    assert (said["written"], said["out"], said["bytes"]) == (True, "out", total)
+    assert (said["written"], said["out"]) == (True, "out")
+    assert said["bytes"] == Path("out/model.onnx").stat().st_size
     assert said["manifest"] == read_json("out/ckpt_prune_onnx.json")
     assert said["validation"] == read_json("out/validation.json")
 
@@ -186,7 +186,8 @@ def test_cuda_that_is_not_there(vision):
     result = run("export", "vision", "-o", "out", "--provider", "cuda")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == (
-        "CUDA was asked for and onnxruntime cannot load it here (no GPU, or no CUDA 13 and cuDNN 9): CPU"
+        "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for): "
+        "it runs on the CPU"
     )
     assert AGREES in result.stdout.splitlines()
     assert read_json("out/validation.json")["provider"] == "cpu"

@@ -161,7 +161,7 @@ def refusal(model: Path, out: Path, **settings: Any) -> str:
     """The one line of an export that fails; nothing but a log is left."""
     with pytest.raises(UserError) as error:
         GraphWriter(Checkpoint.open(model), out, GraphSettings(**settings)).write()
-    assert {path.name for path in out.parent.iterdir()} <= {f"{out.name}.log"}
+    assert {path.name for path in out.parent.iterdir()} <= {f"{out.name}.export-error.log"}
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -194,7 +194,7 @@ def test_a_model_that_branches_on_what_it_reads(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(ViTMLP, "forward", depending_on_data(ViTMLP.forward))
     before = [(each.handlers[:], each.propagate) for each in map(logging.getLogger, ("torch", "transformers"))]
     said = refusal(vit, tmp_path / "out")
-    log = tmp_path / "out.log"
+    log = tmp_path / "out.export-error.log"
     assert said.startswith("ViTForImageClassification cannot be exported: GuardOnDataDependentSymNode: Could not guard")
     assert said.endswith(f" (all that was said is in {log})")
     assert len(said) < 500 + len(str(log))
@@ -221,7 +221,7 @@ def test_one_line_on_the_terminal(vit, tmp_path):
         [sys.executable, "-c", SCRIPT, str(vit)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.log"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.export-error.log"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("Error: ViTForImageClassification cannot be exported: ")
 

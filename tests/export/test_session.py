@@ -97,7 +97,8 @@ def test_cuda_that_cannot_be_loaded(exported, capfd):
     found = open_session(exported("dinov2-model")[1] / "model.onnx", provider="cuda")
     assert (found.provider, found.inner.get_providers()) == ("cpu", ["CPUExecutionProvider"])
     assert found.note == (
-        "CUDA was asked for and onnxruntime cannot load it here (no GPU, or no CUDA 13 and cuDNN 9): CPU"
+        "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for): "
+        "it runs on the CPU"
     )
     # That one line says it; onnxruntime's own are held back.
     assert capfd.readouterr() == ("", "")
