@@ -150,7 +150,8 @@ class GraphStep:
         """Write the graph of a finished output into its folder `onnx`; says what is left where that fails."""
         source, out = Checkpoint.open(output), output / GRAPH_FOLDER
         try:
-            writer = GraphWriter(source, out, self.recipe)
+            # What a killed run left is dropped; a graph that is there is not replaced.
+            writer = GraphWriter(source, out, self.recipe, overwrite=not out.exists())
             return write_graph(
                 source,
                 writer,

@@ -153,7 +153,9 @@ def command(
     if after is not None and not recovers:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {loaded.name} has not")
     checkpoint = open_source(model, trust=trust)
-    if resume and loaded.export is not None and _only_graph_missing(checkpoint, loaded, out):
+    goes_on = resume and not overwrite and not dry_run and loaded.export is not None
+    if goes_on and _only_graph_missing(checkpoint, loaded, out):
+        assert loaded.export is not None
         from ckpt_prune.cli.exporting import GraphStep
 
         click.echo(f"{out} is complete: only its graph is missing", err=True)

@@ -6,13 +6,19 @@ from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, VALIDATION
 from ckpt_prune.export.manifest import Manifest
 
 
-def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
+def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = True) -> str:
     """README.md of an exported folder.
 
     Args:
         manifest: its record.
         config: config.json.
+        proved: whether there is a validation.json.
     """
+    compared = (
+        f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
+        if proved
+        else "It was not compared with PyTorch; `ckpt-prune validate` does it"
+    )
     fused = "" if manifest.optimize == "none" else f", fused for onnxruntime's {manifest.optimize.upper()} provider"
     lines = [
         "---",
@@ -25,8 +31,7 @@ def graph_card(manifest: Manifest, config: dict[str, Any]) -> str:
         "",
         f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from `{manifest.source.name}` "
         f"({config.get('model_type')}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}{fused}.",
-        f"What came out when it was compared with PyTorch is in `{VALIDATION}`, what it was made from in "
-        f"`{GRAPH_RECORD}`.",
+        f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
         *_context(manifest, config),
         "",
         "| | name | type | shape |",

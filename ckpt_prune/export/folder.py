@@ -104,9 +104,8 @@ class GraphWriter:
                 bar.to(2)
                 bar.say("writing")
                 with disk_failures(self._staging.path):
-                    manifest = self._fill(
-                        self._staging.path, graph, getattr(model, "generation_config", None), embedded
-                    )
+                    generation = getattr(model, "generation_config", None)
+                    manifest = self._fill(self._staging.path, graph, generation, embedded, prove is not None)
                 bar.to(3)
             _let_go(graph, model)
             del graph, model
@@ -120,7 +119,9 @@ class GraphWriter:
             raise
         return manifest
 
-    def _fill(self, folder: Path, graph: onnx_ir.Model, generation: GenerationConfig | None, embedded: int) -> Manifest:
+    def _fill(
+        self, folder: Path, graph: onnx_ir.Model, generation: GenerationConfig | None, embedded: int, proved: bool
+    ) -> Manifest:
         source, settings, task = self._source, self._settings, self._task
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
@@ -146,7 +147,7 @@ class GraphWriter:
             tensors=tensor_digests(graph),
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(graph_card(manifest, config), encoding="utf-8")
+        (folder / "README.md").write_text(graph_card(manifest, config, proved=proved), encoding="utf-8")
         return manifest
 
     def _traced(self, model: PreTrainedModel) -> onnx_ir.Model:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
@@ -66,6 +67,7 @@ def build_graph(
         ) from error
     _rename(graph.graph, task)
     _name_weights(graph.graph, model)
+    _share_tied(graph.graph)
     _lighten(graph)
     if graph.opset_imports.get("") != opset:
         raise UserError(
@@ -87,11 +89,16 @@ def _first_line(error: BaseException) -> str:
 def _captured(into: io.StringIO) -> Iterator[None]:
     """Keep what the exporter prints, warns and logs from the terminal."""
     handler = logging.StreamHandler(into)
-    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir", "transformers")]
+    roots = ("torch", "onnxscript", "onnx_ir", "transformers")
+    # Some of torch's have a handler of their own.
+    known = list(logging.root.manager.loggerDict)
+    children = [name for name in known if name.startswith(tuple(f"{root}." for root in roots))]
+    loggers = [logging.getLogger(name) for name in (*roots, *children)]
     before = [(each.handlers[:], each.propagate) for each in loggers]
     try:
         for each in loggers:
-            each.handlers, each.propagate = [handler], False
+            top = each.name in roots
+            each.handlers, each.propagate = ([handler] if top else []), not top
         with contextlib.redirect_stdout(into), contextlib.redirect_stderr(into), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -171,6 +178,31 @@ def _name_weights(graph: onnx_ir.Graph, model: Any) -> None:
         found = known.get(_sample(torch.from_numpy(tensor.numpy())))
         if found is not None and found not in graph.initializers:
             value.name = found
+
+
+def _share_tied(graph: onnx_ir.Graph) -> None:
+    """Store a head that is tied to the embedding once: its transpose is taken when the graph is loaded.
+
+    onnxruntime folds it then, so that nothing is computed at each call.
+    """
+    plain: dict[tuple[Any, ...], onnx_ir.Value] = {}
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and len(tensor.shape) == 2 and not name.endswith(".T"):
+            plain[_sample(torch.from_numpy(tensor.numpy()).T)] = value
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or not name.endswith(".T"):
+            continue
+        array = tensor.numpy()
+        other = plain.get(_sample(torch.from_numpy(array)))
+        if other is None or other.const_value is None or not np.array_equal(other.const_value.numpy().T, array):
+            continue
+        node = onnx_ir.node("Transpose", [other], {"perm": [1, 0]})
+        node.outputs[0].name = f"{name}.tied"
+        graph.insert_before(graph[0], node)
+        value.replace_all_uses_with(node.outputs[0])
+        del graph.initializers[name]
 
 
 def _sample(matrix: torch.Tensor) -> tuple[Any, ...]:

@@ -317,14 +317,12 @@ def test_another_recipe_is_not_resumed(again, monkeypatch):
     assert refused(*PRUNE, *EXPORT, "-o", "out", "--resume") == exists
 
 
-@pytest.mark.xfail(strict=True, reason="--resume --dry-run writes the graph that is missing")
 def test_a_dry_run_of_what_is_resumed_writes_nothing(again, monkeypatch):
     leave_without_graph(monkeypatch)
     run(*PRUNE, *EXPORT, "-o", "out", "--resume", "--dry-run")
     assert_complete("out")
 
 
-@pytest.mark.xfail(strict=True, reason="--overwrite is taken no notice of where only the graph is missing")
 def test_resume_and_overwrite_exclude_each_other_here_too(again, monkeypatch):
     leave_without_graph(monkeypatch)
     assert refused(*PRUNE, *EXPORT, "-o", "out", "--resume", "--overwrite") == (
@@ -332,7 +330,6 @@ def test_resume_and_overwrite_exclude_each_other_here_too(again, monkeypatch):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a killed export step leaves onnx.partial, over which every --resume stops")
 def test_an_export_that_was_killed_is_resumed(again, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "discard", Staging.release)

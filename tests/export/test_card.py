@@ -126,7 +126,6 @@ def test_the_card_of_a_fused_graph(exported):
     assert ": text-generation, fp32, opset 20, fused for onnxruntime's CPU provider.\n" in card
 
 
-@pytest.mark.xfail(strict=True, reason="a card of a graph that was not compared names validation.json")
 def test_files_that_the_card_names_are_there(exported):
     _, folder = exported("llama")
     for name in re.findall(

@@ -135,16 +135,7 @@ def test_weights_are_the_models_own(exported, name):
         assert not tensors[key].any(), key
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        pytest.param(
-            "llama-gqa-tied",
-            marks=pytest.mark.xfail(strict=True, reason="a tied embedding is stored twice, transposed for the head"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "llama-gqa-tied"])
 def test_no_weight_is_stored_twice(exported, name):
     model, folder = exported(name)
     parameters = sum(info.numel for info in Checkpoint.open(model).tensors.values())

@@ -215,7 +215,6 @@ main(["export", sys.argv[1], "-o", "out", "--no-validate"])
 """
 
 
-@pytest.mark.xfail(strict=True, reason="torch's own handler of torch.fx's loggers writes a warning to the terminal")
 def test_one_line_on_the_terminal(vit, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(vit)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
