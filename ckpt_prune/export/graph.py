@@ -1,6 +1,7 @@
 """From a model in memory to an ONNX graph: transformers' exporter, and names that deployments know."""
 
 import contextlib
+import gc
 import io
 import logging
 import re
@@ -56,7 +57,7 @@ def build_graph(
     config = OnnxConfig(dynamic=True, dynamic_shapes=example.dynamic, opset_version=opset, ort_fusions=fusions)
     said = io.StringIO()
     try:
-        with _captured(said), quiet_transformers():
+        with _captured(said), quiet_transformers(), _uncollected():
             # It takes flags such as use_cache out of the inputs it is given.
             graph: onnx_ir.Model = OnnxExporter().export_program(model, dict(example.inputs), config)[0]
     except Exception as error:  # torch.export, onnxscript and model code raise anything here
@@ -105,6 +106,18 @@ def _captured(into: io.StringIO) -> Iterator[None]:
     finally:
         for each, (handlers, propagate) in zip(loggers, before, strict=True):
             each.handlers, each.propagate = handlers, propagate
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave garbage until tracing is done: it makes objects by the million, and looking through them takes a fifth."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _rename(graph: onnx_ir.Graph, task: Task) -> None:
