@@ -64,7 +64,6 @@ def command(
     from ckpt_prune.cli.setup import open_source
     from ckpt_prune.export.folder import GraphWriter
     from ckpt_prune.export.session import provider_for
-    from ckpt_prune.export.tasks import chosen_task
 
     settings = GraphSettings(**{name: options[name] for name in GraphSettings.model_fields})
     source = open_source(model, trust=trust)
@@ -72,12 +71,9 @@ def command(
     samples = None
     if proof:
         asked = ProofOptions(**{name: options[name] for name in ProofOptions.model_fields})
-        task = chosen_task(source.config, task=settings.task, cache=settings.cache)
-        samples = proof_samples(source.path, task, asked, trust=trust)
+        samples = proof_samples(source.path, writer.task, asked, trust=trust)
     outcome = write_graph(
-        source,
         writer,
-        out,
         samples,
         provider=provider or provider_for(settings.optimize),
         tolerance=settings.tolerance,

@@ -66,9 +66,7 @@ class Outcome:
 
 
 def write_graph(
-    source: Checkpoint,
     writer: GraphWriter,
-    out: Path,
     samples: ProofSamples | None,
     *,
     provider: Provider = "cpu",
@@ -78,9 +76,7 @@ def write_graph(
     """Write a graph that computes what the model does, or nothing.
 
     Args:
-        source: the model.
-        writer: its checked writer.
-        out: where that writes to.
+        writer: of the graph, checked.
         samples: what to prove it on; None: it is not proved.
         provider: what onnxruntime runs on.
         tolerance: as in `export.validation.validate`.
@@ -90,13 +86,14 @@ def write_graph(
 
     def prove(folder: Path) -> bool:
         assert samples is not None
-        validation = validate(folder, source.path, samples, provider=provider, tolerance=tolerance, trust=trust)
+        validation = validate(folder, writer.source.path, samples, provider=provider, tolerance=tolerance, trust=trust)
         validation.write(folder)
         found.append(validation)
         return validation.passed
 
     manifest = writer.write(prove=prove if samples is not None else None, trust=trust)
-    return Outcome(out, manifest, found[0] if found else None, graph_bytes(out) if manifest is not None else 0)
+    size = graph_bytes(writer.out) if manifest is not None else 0
+    return Outcome(writer.out, manifest, found[0] if found else None, size)
 
 
 @dataclass(frozen=True)
@@ -148,14 +145,12 @@ class GraphStep:
 
     def run(self, output: Path) -> Outcome:
         """Write the graph of a finished output into its folder `onnx`; says what is left where that fails."""
-        source, out = Checkpoint.open(output), output / GRAPH_FOLDER
+        out = output / GRAPH_FOLDER
         try:
             # What a killed run left is dropped; a graph that is there is not replaced.
-            writer = GraphWriter(source, out, self.recipe, overwrite=not out.exists())
+            writer = GraphWriter(Checkpoint.open(output), out, self.recipe, overwrite=not out.exists())
             return write_graph(
-                source,
                 writer,
-                out,
                 self.samples,
                 provider=provider_for(self.recipe.optimize),
                 tolerance=self.recipe.tolerance,

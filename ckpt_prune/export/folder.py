@@ -17,18 +17,16 @@ from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import load_model, read_config
+from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.export.card import graph_card
 from ckpt_prune.export.graph import DEFAULT_OPSET, build_graph
 from ckpt_prune.export.manifest import Manifest, Source, ports, runtime_versions, tensor_digests
-from ckpt_prune.export.session import GRAPH
+from ckpt_prune.export.session import DATA, GRAPH
 from ckpt_prune.export.tasks import chosen_task, without_head
 from ckpt_prune.export.tracing import example_of
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
 
-DATA = f"{GRAPH}.data"
-"""External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
 EMBEDDED_BYTES = 1 << 30
 """Weights up to so many bytes stand in the graph's own file."""
 
@@ -49,6 +47,11 @@ class GraphWriter:
         settings: what graph.
         overwrite: replace an existing export, and drop what a killed one left.
 
+    Attributes:
+        source: as given.
+        out: as given.
+        task: what the graph is for.
+
     Raises:
         UserError: OUT exists and may not be replaced, or holds the checkpoint; or the model cannot do the task.
     """
@@ -57,8 +60,8 @@ class GraphWriter:
         a, b = source.path.resolve(), out.resolve()
         if a == b or b in a.parents:
             raise UserError(f"output {out} holds the model {source.path}: choose another place, or a new folder inside")
-        self._source, self._out, self._settings = source, out, settings
-        self._task = chosen_task(read_config(source.path), task=settings.task, cache=settings.cache)
+        self.source, self.out, self._settings = source, out, settings
+        self.task = chosen_task(source.config, task=settings.task, cache=settings.cache)
         self._staging = Staging(
             out,
             job="export",
@@ -91,13 +94,13 @@ class GraphWriter:
             UserError: the model cannot be loaded or traced, or the disk is full.
         """
         dtype = dtype_of(self._settings)
-        weights = sum(info.numel for info in self._source.tensors.values()) * dtype.itemsize
-        check_room(self._out.absolute().parent, weights, "the graph needs")
+        weights = sum(info.numel for info in self.source.tensors.values()) * dtype.itemsize
+        check_room(self.out.absolute().parent, weights, "the graph needs")
         self._staging.start()
         try:
             with meter(3, "exporting") as bar:
                 bar.say("loading the model")
-                model = load_model(self._source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
+                model = load_model(self.source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
                 bar.to(1)
                 bar.say("tracing")
                 graph = self._traced(model)
@@ -112,7 +115,7 @@ class GraphWriter:
             if prove is not None and not prove(self._staging.path):
                 self._staging.discard()
                 return None
-            with disk_failures(self._out):
+            with disk_failures(self.out):
                 self._staging.publish()
         except BaseException:
             self._staging.discard()
@@ -122,13 +125,13 @@ class GraphWriter:
     def _fill(
         self, folder: Path, graph: onnx_ir.Model, generation: GenerationConfig | None, embedded: int, proved: bool
     ) -> Manifest:
-        source, settings, task = self._source, self._settings, self._task
+        source, settings, task = self.source, self._settings, self.task
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
         for path in source.side_files():
             (folder / path.name).write_bytes(path.read_bytes())
         # The code it names does not travel: the graph needs none.
-        config = {key: value for key, value in read_config(source.path).items() if key != "auto_map"}
+        config = {key: value for key, value in source.config.items() if key != "auto_map"}
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
         if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)
@@ -151,12 +154,12 @@ class GraphWriter:
         return manifest
 
     def _traced(self, model: PreTrainedModel) -> onnx_ir.Model:
-        module = without_head(model, self._task)
-        log = self._out.absolute().with_name(f"{self._out.name}{EXPORT_ERROR}")
+        module = without_head(model, self.task)
+        log = self.out.absolute().with_name(f"{self.out.name}{EXPORT_ERROR}")
         graph = build_graph(
             module,
-            example_of(module, self._task),
-            self._task,
+            example_of(module, self.task),
+            self.task,
             opset=self._settings.opset or DEFAULT_OPSET,
             fusions=None if self._settings.optimize == "none" else self._settings.optimize,
             log=log,

@@ -11,7 +11,7 @@ import onnx_ir
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.manifest import Manifest, Port
-from ckpt_prune.export.session import GRAPH
+from ckpt_prune.export.session import DATA, GRAPH
 from ckpt_prune.export.tasks import PAST, PRESENT
 
 NAMED = 3
@@ -24,15 +24,26 @@ Shapes = Sequence[tuple[int, ...]]
 """Of one output, for several sizes of batch and length."""
 
 
-def check_files(folder: Path, manifest: Manifest) -> tuple[bool, str]:
-    """Whether the files of a folder are those that were written; of the graph's, names the weights that are not."""
-    absent = [name for name in manifest.files if not (folder / name).is_file()]
+def present_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """sha256 of each of an exported folder's files that is there: all of its weights are read."""
+    return sha256_files(folder, [name for name in manifest.files if (folder / name).is_file()])
+
+
+def check_files(folder: Path, manifest: Manifest, present: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether the files of a folder are those that were written; of the graph's, names the weights that are not.
+
+    Args:
+        folder: of the graph.
+        manifest: its record.
+        present: what `present_files` found.
+    """
+    absent = [name for name in manifest.files if name not in present]
     if absent:
         return False, f"{absent[0]} is gone"
-    changed = [name for name, digest in sha256_files(folder, manifest.files).items() if digest != manifest.files[name]]
+    changed = [name for name, digest in present.items() if digest != manifest.files[name]]
     if not changed:
         return True, f"{len(manifest.files)} files as written"
-    graph = [name for name in changed if name in (GRAPH, f"{GRAPH}.data")]
+    graph = [name for name in changed if name in (GRAPH, DATA)]
     beside = [name for name in changed if name not in graph]
     faults = [f"{', '.join(names)} changed since it was written" for names in (beside, graph) if names]
     if graph:

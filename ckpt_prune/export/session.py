@@ -20,6 +20,8 @@ from ckpt_prune.export.tasks import PAST, PRESENT
 T = TypeVar("T")
 
 GRAPH = "model.onnx"
+DATA = f"{GRAPH}.data"
+"""External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
 
 Provider = Literal["cpu", "cuda"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.filenames import VALIDATION
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import write_whole
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.verify import guarded
 from ckpt_prune.export.cases import (
     IMAGE_BATCHES,
     STEPS,
@@ -31,7 +31,7 @@ from ckpt_prune.export.cases import (
     text_cases,
 )
 from ckpt_prune.export.differences import difference, positions
-from ckpt_prune.export.integrity import check_files, check_interface, check_operators
+from ckpt_prune.export.integrity import check_files, check_interface, check_operators, present_files
 from ckpt_prune.export.manifest import Manifest, Port, Source, read_manifest, read_record, runtime_versions
 from ckpt_prune.export.metrics import MEAN_SHARE, Metric, image_metric, text_metric
 from ckpt_prune.export.reference import Reference
@@ -196,7 +196,6 @@ def validate(
     kind = _TextProof if manifest.modality == "text" else _ImageProof
     proof = kind(folder, manifest, reference, samples, allowed)
     proof.run(provider)
-    there = [name for name in manifest.files if (folder / name).is_file()]
     return Validation(
         passed=all(check.passed is not False for check in proof.checks),
         provider="cpu" if proof.graph is None else proof.graph.session.provider,
@@ -209,7 +208,7 @@ def validate(
         cases=proof.cases,
         metrics=proof.metrics,
         versions=runtime_versions(),
-        files=sha256_files(folder, there),
+        files=proof.present,
     )
 
 
@@ -229,6 +228,7 @@ class _Proof:
     ) -> None:
         self.folder, self.manifest, self.reference, self.samples = folder, manifest, reference, samples
         self.tolerance = tolerance
+        self.present = present_files(folder, manifest)
         self.ports = {port.name: port for port in manifest.outputs}
         self.graph: OnnxModel | None = None
         self.checks: list[ProofCheck] = []
@@ -237,7 +237,7 @@ class _Proof:
 
     def run(self, provider: Provider) -> None:
         """Make all checks."""
-        self._check("files", lambda: check_files(self.folder, self.manifest))
+        self._check("files", lambda: check_files(self.folder, self.manifest, self.present))
         self._check("checker", lambda: check_operators(self.folder, self.manifest))
         sound = self._check("interface", self._interface)
         loaded = self._check("load", lambda: self._load(provider))
@@ -254,12 +254,9 @@ class _Proof:
                 self.checks.append(ProofCheck(name=name, passed=None, detail=f"not run: {why}"))
 
     def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
-        try:
-            passed, detail = check()
-        except UserError as error:
-            passed, detail = False, str(error)
-        self.checks.append(ProofCheck(name=name, passed=passed, detail=detail))
-        return passed is not False
+        done = guarded(name, check)
+        self.checks.append(ProofCheck(name=name, passed=done.passed, detail=done.detail))
+        return done.passed is not False
 
     def _interface(self) -> tuple[bool, str]:
         raise NotImplementedError

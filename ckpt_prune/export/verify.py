@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 
-from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.filenames import VALIDATION
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import Check, guarded
-from ckpt_prune.export.integrity import check_files, check_operators
+from ckpt_prune.export.integrity import check_files, check_operators, present_files
 from ckpt_prune.export.manifest import Manifest, read_manifest
 from ckpt_prune.export.session import GRAPH, open_session, provider_for
 from ckpt_prune.export.validation import Validation, read_validation
@@ -28,12 +27,13 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
         UserError: the folder is no export, or its record is damaged.
     """
     manifest = read_manifest(folder)
+    present = present_files(folder, manifest)
     checks = [
-        guarded("files", lambda: check_files(folder, manifest)),
+        guarded("files", lambda: check_files(folder, manifest, present)),
         guarded("checker", lambda: check_operators(folder, manifest)),
         guarded("finite", lambda: _finite(folder)),
         guarded("load", lambda: _load(folder, manifest)),
-        guarded("validation", lambda: _validation(folder, manifest)),
+        guarded("validation", lambda: _validation(folder, manifest, present)),
     ]
     if source is not None:
         checks.append(guarded("source", lambda: _source(manifest, source)))
@@ -64,12 +64,11 @@ def _load(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
     return True, loaded if session.note is None else f"{loaded}; {session.note}"
 
 
-def _validation(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
+def _validation(folder: Path, manifest: Manifest, present: dict[str, str]) -> tuple[bool | None, str]:
     if not (folder / VALIDATION).is_file():
         return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
     found: Validation = read_validation(folder)
-    there = sha256_files(folder, [name for name in manifest.files if (folder / name).is_file()])
-    if found.files != there or found.against.fingerprint != manifest.source.fingerprint:
+    if found.files != present or found.against.fingerprint != manifest.source.fingerprint:
         return False, f"{VALIDATION} is not about these files: run `ckpt-prune validate`"
     if not found.passed:
         return False, f"{VALIDATION} says that the graph does not compute what the model does"

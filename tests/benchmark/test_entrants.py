@@ -101,7 +101,7 @@ def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
     asked = []
 
     def write(writer, *, trust):
-        asked.append((writer._source.path, writer._out, writer._settings.dtype, writer._settings.optimize, trust))
+        asked.append((writer.source.path, writer.out, writer._settings.dtype, writer._settings.optimize, trust))
         return entrants.read_manifest(graph)
 
     monkeypatch.setattr(GraphWriter, "write", write)
