@@ -11,6 +11,45 @@ ACTIVE_THRESHOLD = 1e-6
 
 
 @dataclass(frozen=True)
+class Drift:
+    """Sums over N tokens of δ (d_out,), what the residual stream lacks of the dense model's after a site (METHODS 1).
+
+    δ = (dense residual stream after the site) − (residual stream after the site when everything before it is pruned
+    and the site itself is whole). So W x + δ is the drift-correcting target of a consumer with weight W and input x.
+
+    Attributes:
+        cross: Σ δ xᵀ, (d_out, d) float32.
+        sum: Σ δ, (d_out,) float64.
+        energy: Σ ‖δ‖².
+    """
+
+    cross: Tensor
+    sum: Tensor
+    energy: float
+
+    @classmethod
+    def zeros(cls, outputs: int, width: int, device: torch.device | str = "cpu") -> Self:
+        """The drift of no token."""
+        cross = torch.zeros(outputs, width, dtype=torch.float32, device=device)
+        return cls(cross, torch.zeros(outputs, dtype=torch.float64, device=device), 0.0)
+
+    def accumulate(self, drift: Tensor, tokens: Tensor) -> Self:
+        """These sums and those of `drift` (..., d_out) at `tokens` (..., d); the cross moment is updated in place."""
+        delta = drift.detach().reshape(-1, drift.shape[-1])
+        self.cross.addmm_(delta.float().T, tokens.detach().reshape(-1, tokens.shape[-1]).float())
+        wide = delta.double()
+        return type(self)(self.cross, self.sum + wide.sum(0), self.energy + float(wide.square().sum()))
+
+    def __add__(self, other: "Drift") -> "Drift":
+        """Sums over the tokens of both."""
+        return Drift(self.cross + other.cross, self.sum + other.sum, self.energy + other.energy)
+
+    def to(self, device: torch.device | str) -> "Drift":
+        """The same sums on another device."""
+        return Drift(self.cross.to(device), self.sum.to(device), self.energy)
+
+
+@dataclass(frozen=True)
 class Moments:
     """Sums over N tokens x of width d: everything scores and closed forms need, and nothing of the tokens themselves.
 
@@ -21,6 +60,7 @@ class Moments:
         absolute: Σ |x|, (d,) float64.
         active: number of tokens with |x| > `ACTIVE_THRESHOLD`, (d,) float64.
         gram: Σ x xᵀ, (d, d) float32, or None where only the vectors were collected.
+        drift: of the same tokens, where the target corrects it; else None.
     """
 
     count: int
@@ -29,6 +69,7 @@ class Moments:
     absolute: Tensor
     active: Tensor
     gram: Tensor | None = None
+    drift: Drift | None = None
 
     @classmethod
     def zeros(cls, width: int, *, gram: bool, device: torch.device | str = "cpu") -> Self:
@@ -55,8 +96,9 @@ class Moments:
         )
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Moments of the tokens of both; the Gram is there only where both have one."""
+        """Moments of the tokens of both; Gram and drift are there only where both have them."""
         gram = self.gram + other.gram if self.gram is not None and other.gram is not None else None
+        drift = self.drift + other.drift if self.drift is not None and other.drift is not None else None
         return Moments(
             self.count + other.count,
             self.sum + other.sum,
@@ -64,6 +106,7 @@ class Moments:
             self.absolute + other.absolute,
             self.active + other.active,
             gram,
+            drift,
         )
 
     def to(self, device: torch.device | str) -> "Moments":
@@ -75,6 +118,7 @@ class Moments:
             self.absolute.to(device),
             self.active.to(device),
             None if self.gram is None else self.gram.to(device),
+            None if self.drift is None else self.drift.to(device),
         )
 
     @property

@@ -1,7 +1,7 @@
 """What a closed form sees of one output projection, what it returns, and the error of it (METHODS section 1)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -104,6 +104,61 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Blend:
+    """Fits of the same tokens to every target between W x and W x + δ, the drift-correcting one (METHODS section 1).
+
+    Attributes:
+        fit: to W x.
+        cross: Σ δ x_Kᵀ, (d_out, k) float64; None without drift, where every target is W x.
+        sum: Σ δ, (d_out,) float64, or None.
+        energy: Σ ‖δ‖².
+        along: Σ δ · W x.
+    """
+
+    fit: Fit
+    cross: Tensor | None = None
+    sum: Tensor | None = None
+    energy: float = 0.0
+    along: float = 0.0
+
+    def __add__(self, other: "Blend") -> "Blend":
+        """Of the tokens of both."""
+        return self._combine(other, 1)
+
+    def __sub__(self, other: "Blend") -> "Blend":
+        """Of these tokens without those of `other`, which must be among them."""
+        return self._combine(other, -1)
+
+    def _combine(self, other: "Blend", sign: int) -> "Blend":
+        fit = self.fit + other.fit if sign > 0 else self.fit - other.fit
+        if self.cross is None or other.cross is None or self.sum is None or other.sum is None:
+            return Blend(fit)
+        return Blend(
+            fit,
+            torch.add(self.cross, other.cross, alpha=sign),
+            torch.add(self.sum, other.sum, alpha=sign),
+            self.energy + sign * other.energy,
+            self.along + sign * other.along,
+        )
+
+    def at(self, share: float) -> Fit:
+        """The fit to W x + `share` δ.
+
+        Args:
+            share: α, 0 for the sequential target, 1 for the dense model's own residual stream.
+        """
+        if share == 0 or self.cross is None or self.sum is None:
+            return self.fit
+        _, cross, energy = self.fit.second_moments()
+        return replace(
+            self.fit,
+            target_sum=torch.add(self.fit.target_sum, self.sum, alpha=share),
+            cross=torch.add(cross, self.cross, alpha=share),
+            target_energy=energy + 2 * share * self.along + share * share * self.energy,
+        )
+
+
+@dataclass(frozen=True)
 class Fold:
     """What replaces a pruned projection.
 
@@ -150,6 +205,25 @@ def from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
         block = moments.gram[rows].double()
         energy += float(((wide @ block.T) * wide[:, rows]).sum())
     return Fit(moments.count, total, target_sum, gram, cross, energy)
+
+
+def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
+    """`from_moments` for every target between W x and the drift-correcting one; W x alone without `moments.drift`.
+
+    Args:
+        weight: W, (d_out, d), any floating dtype.
+        moments: of the full input x (d,), on the same device as `weight`; with a Gram where they have a drift.
+        kept: kept input indices, (k,) int64.
+    """
+    fit = from_moments(weight, moments, kept)
+    drift = moments.drift
+    if drift is None:
+        return Blend(fit)
+    along = sum(
+        float((c.double() * w.double()).sum())
+        for c, w in zip(drift.cross.split(CHUNK), weight.split(CHUNK), strict=True)
+    )
+    return Blend(fit, drift.cross[:, kept].double(), drift.sum, drift.energy, along)
 
 
 def _chunks(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
