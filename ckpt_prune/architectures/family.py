@@ -50,11 +50,14 @@ class ColumnSpace(Space):
             up projection holds it twice).
         consumer: the linear module whose columns are the axis.
         consumer_unit: dimensions whose product is the consumer's columns per unit.
+        scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
+            the residual stream (layer scale), or None.
     """
 
     producers: dict[str, int]
     consumer: str
     consumer_unit: list[str]
+    scale: str | None = None
 
 
 class LogitSpace(Space):
@@ -243,6 +246,11 @@ class Family(_Description):
     def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
         """On-disk name of a block's tensor."""
         return f"{self.block.format(block=block)}{module}.{kind}"
+
+    def scale(self, block: int, space: SpaceName) -> str | None:
+        """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
+        own = self.columns[space].scale
+        return None if own is None else f"{self.block.format(block=block)}{own}"
 
     def dimension(self, config: Any, name: str) -> int:
         """A dimension read off a transformers config; `group` is query heads per KV head."""

@@ -9,12 +9,20 @@ two folders of the same model can be summed.
 import hashlib
 import json
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,6 +32,7 @@ from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.staging import write_whole
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
@@ -33,6 +42,9 @@ _LOGITS = ("queries", "keys", "fourth")
 
 BlockMoments = dict[str, SpaceMoments]
 """On-disk weight of a consumer, or of a query projection → moments of each fold."""
+
+Effect = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+"""Units dropped of one site, of q and k dimensions of every head, and how far that takes the model's output."""
 
 
 class StatisticsIndex(BaseModel):
@@ -57,6 +69,9 @@ class StatisticsIndex(BaseModel):
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
         files: block file → sha256.
+        effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
+            model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
+            written, where it was not measured, so that statistics without it have the digest they always had.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -79,6 +94,23 @@ class StatisticsIndex(BaseModel):
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
+    effects: dict[str, list[Effect]] = Field(default_factory=dict)
+
+    @field_validator("effects")
+    @classmethod
+    def _ascending(cls, effects: dict[str, list[Effect]]) -> dict[str, list[Effect]]:
+        for name, own in effects.items():
+            counts = [count for count, _ in own]
+            if not counts or counts != sorted(set(counts)):
+                raise ValueError(f"{name}: units dropped must ascend")
+        return effects
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        if not self.effects:
+            values.pop("effects", None)
+        return values
 
     @property
     def digest(self) -> str:
@@ -195,7 +227,7 @@ class Statistics:
                 def inputs(prefix: str, width: int) -> Moments:
                     gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
                     vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
-                    return Moments(int(get(f"{prefix}count")), **vectors, gram=gram)
+                    return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None)
 
                 def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
                     samples, tokens = get(f"{prefix}counts").tolist()
@@ -268,6 +300,27 @@ class Statistics:
         }
 
 
+def with_effects(statistics: Statistics, effects: Mapping[str, Sequence[tuple[int, float]]]) -> Statistics:
+    """Enter measured effects into a folder's index, in place of any that it has; its moments stay as they are.
+
+    Args:
+        statistics: the folder; its index is rewritten, whole or not at all.
+        effects: as `transform.effects.measure_effects` returns them.
+
+    Raises:
+        UserError: an effect is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.
+    """
+    values = statistics.index.model_dump() | {"effects": {name: list(own) for name, own in effects.items()}}
+    try:
+        index = StatisticsIndex.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = " ".join(str(part) for part in first["loc"])
+        raise UserError(f"{statistics.folder}: {where}: {first['msg']}: measure effects again") from error
+    write_whole(statistics.folder / INDEX, index.model_dump_json(indent=2) + "\n")
+    return Statistics(statistics.folder)
+
+
 def check_addable(a: Statistics, b: Statistics) -> None:
     """Refuse to add what does not belong together.
 
@@ -295,15 +348,27 @@ def check_addable(a: Statistics, b: Statistics) -> None:
 
 
 def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> StatisticsIndex:
-    """The index of a sum."""
+    """The index of a sum; effects are the mean, weighted by samples, of sites that both measured at the same points."""
     return a.model_copy(
         update={
             "data": [*a.data, *b.data],
             "samples": a.samples + b.samples,
             "tokens": a.tokens + b.tokens,
             "files": files,
+            "effects": _mean_effects(a, b),
         }
     )
+
+
+def _mean_effects(a: StatisticsIndex, b: StatisticsIndex) -> dict[str, list[Effect]]:
+    found: dict[str, list[Effect]] = {}
+    samples = a.samples + b.samples
+    for name, own in a.effects.items():
+        theirs = b.effects.get(name, [])
+        if [count for count, _ in own] == [count for count, _ in theirs]:
+            pairs = zip(own, theirs, strict=True)
+            found[name] = [(count, (a.samples * x + b.samples * y) / samples) for (count, x), (_, y) in pairs]
+    return found
 
 
 def add_block(a: Statistics, b: Statistics, block: int) -> BlockMoments:

@@ -164,6 +164,11 @@ class HiddenStream:
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
+    @property
+    def batches(self) -> list[tuple[int, slice]]:
+        """(fold, samples) of what goes through a block together, in order."""
+        return list(self._batches)
+
     @torch.no_grad()
     def observe(
         self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[Key, bool], *, advance: bool = False
@@ -179,7 +184,7 @@ class HiddenStream:
             advance: also let the block's output become the next block's input.
         """
         block = self.factory.block(index, tensors)
-        observers = {key: self._observer(block, index, key, wanted) for key, wanted in gram.items()}
+        observers = {key: self.observer(block, index, key, wanted) for key, wanted in gram.items()}
         for fold, rows in self._batches:
             for observer in observers.values():
                 observer.fold = fold
@@ -188,7 +193,15 @@ class HiddenStream:
                 self.states[rows] = output.cpu()
         return {key: observer.moments() for key, observer in observers.items()}
 
-    def _observer(self, block: nn.Module, index: int, what: str, gram: bool) -> "_Inputs | _Logits":
+    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> "_Inputs | _Logits":
+        """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
+
+        Args:
+            block: `index` of this model, of any widths.
+            index: of the block.
+            what: a space or a linear module (`observe`).
+            gram: whether with the Gram.
+        """
         family, factory = self.factory.family, self.factory
         description = next((space for name, space in family.spaces.items() if name == what), None)
         if isinstance(description, LogitSpace):

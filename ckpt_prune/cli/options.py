@@ -206,6 +206,47 @@ ratio_option = click.option(
     callback=_ratio,
     help="Share of units to drop in every space, or of weights that a mask zeroes, in place of the recipe's.",
 )
+
+
+def size_options(function: F) -> F:
+    """`--target-params`, `--target-bytes` and `--target-flops`."""
+    for kind, example, what in (
+        ("flops", "2.3T", "FLOPs of one forward pass (`ckpt-prune inspect`)"),
+        ("bytes", "9.5GiB", "Bytes of the output's tensors on disk"),
+        ("params", "5.0B", "Parameters"),
+    ):
+        function = click.option(
+            f"--target-{kind}",
+            metavar="SIZE",
+            help=f"{what} to come down to, such as {example}, or a share of the dense model's such as 70%; in place "
+            "of every ratio of the recipe. The widths are those of the recipe's allocation.",
+        )(function)
+    return function
+
+
+def target_size(
+    params: str | None, size_bytes: str | None, flops: str | None, ratio: float | None
+) -> dict[str, str] | None:
+    """The size of `size_options`, as a recipe has it, or None.
+
+    Raises:
+        UserError: two of them, one beside --ratio, or what is no size.
+    """
+    from ckpt_prune.planning.sizes import parse_size
+
+    given = {"params": params, "bytes": size_bytes, "flops": flops}
+    asked = {kind: text for kind, text in given.items() if text is not None}
+    named = [*(f"--target-{kind}" for kind in asked), *(["--ratio"] if ratio is not None else [])]
+    if asked and len(named) > 1:
+        raise UserError(f"{named[0]} and {named[1]} both say how much goes: give one")
+    for kind, text in asked.items():
+        try:
+            parse_size(kind, text)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"--target-{kind} {text}: {error}") from error
+    return asked or None
+
+
 container_option = click.option(
     "--container",
     help="What the output is stored as: a stock model_type, remote for remote code, any for remote code where nothing "

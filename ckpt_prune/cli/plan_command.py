@@ -1,18 +1,22 @@
 """`ckpt-prune plan`."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ckpt_prune.cli.options import (
     container_option,
     device_option,
+    echo_json,
     json_option,
     overwrite_option,
     ratio_option,
     recipe_option,
     set_option,
+    size_options,
     table,
+    target_size,
     trust_option,
 )
 
@@ -22,8 +26,14 @@ from ckpt_prune.cli.options import (
 @recipe_option
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @ratio_option
+@size_options
 @set_option
 @container_option
+@click.option(
+    "--sweep",
+    metavar="FROM:TO:STEP",
+    help="Plan at several ratios, such as 0.1:0.7:0.1, and print the curve of size and predicted error.",
+)
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), help="Plan file to write.")
 @overwrite_option
 @trust_option
@@ -34,8 +44,12 @@ def command(
     recipe: str | None,
     statistics: Path | None,
     ratio: float | None,
+    target_params: str | None,
+    target_bytes: str | None,
+    target_flops: str | None,
     overrides: tuple[str, ...],
     container: str | None,
+    sweep: str | None,
     out: Path | None,
     overwrite: bool,
     trust: bool,
@@ -49,9 +63,14 @@ def command(
     of the dropped output's variance that the kept inputs predict; held out, with statistics of several folds, is the
     error after on each fold when fitted on the others.
 
+    Where compensation is chosen on held-out folds (method auto), margin is by how much the next best method is worse
+    there, relative.
+
     \b
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
       ckpt-prune prune MODEL --plan plan.json -o OUT
+      ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
+      ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
     """
     from ckpt_prune.checkpoint.staging import refuse_overlap, write_whole
     from ckpt_prune.cli.setup import (
@@ -69,12 +88,18 @@ def command(
     from ckpt_prune.transform.checks import check_plannable
     from ckpt_prune.transform.job import make_plan
 
+    size = target_size(target_params, target_bytes, target_flops, ratio)
+    ratios = None if sweep is None else _ratios(sweep)
+    if ratios is not None and (ratio is not None or size or out is not None):
+        raise UserError(
+            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
+        )
     if recipe is None:
         raise UserError("plan needs --recipe: a shipped recipe's name (`ckpt-prune recipe list`) or a file")
     if out is not None:
         _check_place(out, overwrite)
     target = resolve_device(device)
-    loaded = load_recipe(recipe, with_container(overrides, container), ratio)
+    loaded = load_recipe(recipe, with_container(overrides, container), ratio, size)
     check_plannable(loaded)
     if loaded.perplexity_grid:
         raise UserError(
@@ -85,10 +110,19 @@ def command(
         raise UserError(
             f"recipe {loaded.name} needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
         )
-    job = build_job(open_source(model, trust=trust), loaded, statistics=statistics, device=target, diagnostics=True)
+    job = build_job(
+        open_source(model, trust=trust),
+        loaded,
+        statistics=statistics,
+        device=target,
+        diagnostics=ratios is None,
+    )
     if out is not None:
         refuse_overlap(job.checkpoint.path, out)
     job.checkpoint.check_finite()
+    if ratios is not None:
+        _print_sweep(job, ratios, as_json=as_json)
+        return
     plan = make_plan(job)
     if out is not None:
         write_whole(out, plan.to_json())
@@ -98,12 +132,14 @@ def command(
     click.echo(table(["", "before", "after", "share"], cost_rows(job)))
     click.echo()
     rows = []
+    chosen = any(site.margin is not None for site in plan.sites)
     for site in plan.sites:
         figures = [site.error_uncompensated, site.error_compensated, site.floor, site.rho2, site.error_held_out]
         if site.floor is not None and site.j0 and site.error_uncompensated is not None:
             # The floor is per token; as a share of the output's energy it stands beside the errors.
             figures[2] = site.floor / site.j0 * site.error_uncompensated
         strength = "" if site.strength is None else f" {site.strength:g}"
+        margin = [] if not chosen else ["-" if site.margin is None else f"{site.margin:.1%}"]
         rows.append(
             [
                 str(site.block),
@@ -111,10 +147,11 @@ def command(
                 f"{len(site.kept)}/{site.units}",
                 site.method + strength,
                 *("-" if f is None else f"{f:.4f}" for f in figures),
+                *margin,
             ]
         )
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
-    click.echo(table(headers, rows))
+    click.echo(table([*headers, "margin"] if chosen else headers, rows))
     click.echo(f"\n{kept_line(job)}")
     few = few_tokens(job, errors="above")
     if few:
@@ -125,6 +162,52 @@ def command(
         click.echo(f"\n{plan.container_note}")
     if out is not None:
         click.echo(f"\nplan written to {out}")
+
+
+def _ratios(text: str) -> list[float]:
+    """The ratios of FROM:TO:STEP, both ends included."""
+    from decimal import Decimal, InvalidOperation
+
+    from ckpt_prune.errors import UserError
+
+    try:
+        start, stop, step = (Decimal(part) for part in text.split(":"))
+        count = int((stop - start) / step) if step > 0 else -1
+    except (ValueError, ArithmeticError, InvalidOperation) as error:
+        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error
+    if not (0 <= start <= stop < 1) or count < 0 or count > 1000:
+        raise UserError(f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps")
+    return [float(start + index * step) for index in range(count + 1)]
+
+
+def _print_sweep(job: Any, ratios: list[float], *, as_json: bool) -> None:
+    from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.transform.sweep import sweep
+
+    points = sweep(job, ratios)
+    spaces = list(job.recipe.spaces)
+    if as_json:
+        rows_json = [{"ratio": p.ratio, **p.after.model_dump(), "widths": p.widths, "errors": p.errors} for p in points]
+        echo_json({"recipe": job.recipe.name, "before": job.before.model_dump(), "points": rows_json})
+        return
+    rows = []
+    for point in points:
+        kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in spaces)]
+        errors = ["-" if point.errors[s] is None else f"{point.errors[s]:.4f}" for s in spaces]
+        rows.append(
+            [
+                f"{point.ratio:g}",
+                human_count(point.after.parameters),
+                f"{point.after.parameters / job.before.parameters:.1%}",
+                human_bytes(point.after.bytes),
+                human_count(point.after.flops),
+                *kept,
+                *errors,
+            ]
+        )
+    headers = ["ratio", "parameters", "share", "bytes", "FLOPs", *spaces, *(f"{space} error" for space in spaces)]
+    click.echo(table(headers, rows))
+    click.echo("errors: means over blocks, relative to each output's energy, after compensation")
 
 
 def _check_place(out: Path, overwrite: bool) -> None:

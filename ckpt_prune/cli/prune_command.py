@@ -18,8 +18,10 @@ from ckpt_prune.cli.options import (
     ratio_option,
     recipe_option,
     set_option,
+    size_options,
     state_memory_option,
     table,
+    target_size,
     trust_option,
 )
 
@@ -32,6 +34,7 @@ from ckpt_prune.cli.options import (
 @options_of(ImageOptions)
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Apply a plan file instead of a recipe.")
 @ratio_option
+@size_options
 @set_option
 @container_option
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
@@ -65,6 +68,9 @@ def command(
     statistics: Path | None,
     plan_file: Path | None,
     ratio: float | None,
+    target_params: str | None,
+    target_bytes: str | None,
+    target_flops: str | None,
     overrides: tuple[str, ...],
     container: str | None,
     out: Path,
@@ -135,13 +141,16 @@ def command(
     data = has_data(calibration, images)
     if (recipe is None) == (plan_file is None):
         raise UserError("prune needs exactly one of --recipe and --plan")
-    if plan_file is not None and (ratio is not None or overrides or container):
-        raise UserError("a plan has settled ratio and recipe: --ratio, --set and --container do not go with it")
+    size = target_size(target_params, target_bytes, target_flops, ratio)
+    if plan_file is not None and (ratio is not None or size or overrides or container):
+        raise UserError(
+            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
+        )
     if form == "compressed":
         refuse_compressed()
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
-    loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio)
+    loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio, size)
     recovers = loaded.recovery is not None
     if data and not recovers and (statistics is not None or plan is not None):
         given = "--text" if calibration.text else "--images"
@@ -194,7 +203,7 @@ def command(
         training=training,
     )
     check_trained(job)
-    if dry_run and live is not None and loaded.allocation != "uniform":
+    if dry_run and not job.settled:
         raise UserError(
             f"allocation {loaded.allocation} has no widths before the model is measured: "
             "for a dry run, calibrate and give --statistics"
@@ -210,7 +219,7 @@ def command(
     if dry_run or measures_first(job):
         # Measuring comes before prune's own scan: refuse here what would otherwise pass for an overflow.
         checkpoint.check_finite()
-        if dry_run or loaded.allocation == "uniform":
+        if dry_run or job.settled:
             check_room(out.absolute().parent, job.after.bytes + (step.bytes(job.after.parameters) if step else 0))
     if dry_run:
         if as_json:
@@ -267,7 +276,7 @@ def _messages(job: Any) -> list[str]:
     from ckpt_prune.cli.setup import few_tokens, masked_before
 
     found = []
-    if job.recipe.target == "sequential" and not job.sequential and job.statistics is not None and job.plan is None:
+    if job.recipe.target != "dense" and not job.sequential and job.statistics is not None and job.plan is None:
         found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
     if job.container.note:
         found.append(job.container.note)

@@ -37,6 +37,7 @@ from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
+from ckpt_prune.transform.budgets import at_size
 from ckpt_prune.transform.job import Job, LiveSamples, RecoverySamples
 
 SOLVED = 1e-6
@@ -181,8 +182,8 @@ def live_samples(
     trust: bool = False,
 ) -> LiveSamples:
     """The samples and how a job is to measure on them."""
-    folds = calibration.folds or (4 if recipe.needs_folds else 1)
     samples = chosen_samples(checkpoint, family, calibration, images, trust=trust)
+    folds = calibration.folds or (min(4, len(samples)) if recipe.needs_folds else 1)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
     return LiveSamples(samples, folds, getattr(torch, calibration.compute_dtype), allocate)
@@ -288,7 +289,7 @@ def build_job(
     opened = Statistics(statistics) if statistics else None
     job = Job(checkpoint, recipe, opened, live, device, plan, diagnostics, training=training)
     job.check()
-    return job
+    return at_size(job)
 
 
 def kept_line(job: Job) -> str:

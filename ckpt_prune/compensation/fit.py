@@ -220,8 +220,8 @@ def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
     if drift is None:
         return Blend(fit)
     along = sum(
-        float((c.double() * w.double()).sum())
-        for c, w in zip(drift.cross.split(CHUNK), weight.split(CHUNK), strict=True)
+        float((own.double() * rows.double()).sum())
+        for own, rows in zip(torch.split(drift.cross, CHUNK), torch.split(weight, CHUNK), strict=True)
     )
     return Blend(fit, drift.cross[:, kept].double(), drift.sum, drift.energy, along)
 

@@ -118,6 +118,19 @@ METHODS: dict[str, Method] = {
 }
 
 
+AUTO = "auto"
+CHOSEN = Traits(AUTO, "whichever is best on held-out folds, site by site", "this project", True, True, False)
+"""Stands for a choice among `METHODS` (`compensation.choice`); which of them add a bias is up to the recipe."""
+COLUMN_METHODS: dict[str, Traits] = {**METHODS, AUTO: CHOSEN}
+"""All that a recipe may name for an output projection."""
+CANDIDATES = ("none", "bias", "rotation", "rotation-scale", "ridge", "affine")
+"""What `auto` chooses among unless a recipe says otherwise; those with a bias where the projection has one anyway."""
+GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Relative strengths that are tried where a recipe does not list its own."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the drift that are tried where a recipe does not list its own."""
+
+
 LOGIT_METHODS: dict[str, Traits] = {
     traits.name: traits
     for traits in (

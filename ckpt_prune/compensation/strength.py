@@ -1,6 +1,6 @@
 """λ chosen on held-out tokens, in closed form: train on all folds but one, score on that one (METHODS section 1)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -8,7 +8,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Fit, Fold, error
+from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.compensation.least_squares import reciprocals
 from ckpt_prune.compensation.methods import Method, Units, absolute_lambda
 
@@ -24,6 +24,113 @@ class Choice:
 
     value: float
     errors: dict[float, float]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One fold of tokens and the others, in the eigenbasis of the Gram of the others: what every λ can be scored by.
+
+    Decomposing that Gram is nearly all of the work, and depends neither on λ, nor on the share α of the drift, nor on
+    where the weights shrink to. All tensors are float64; k inputs are kept. Inputs and targets are measured from the
+    means of the other tokens where a bias is fitted, so that the bias drops out.
+
+    Attributes:
+        values: eigenvalues v of the training Gram, (k,).
+        vectors: its eigenvectors V as columns, (k, k).
+        crosses: C V of the training target at α = 0 and, with drift, Σ δ xᵀ V: each (d_out, k).
+        gram: Vᵀ G V of the fold, (k, k).
+        cross: C V of the fold to the target it is scored by, (d_out, k).
+        energy: Σ ‖y‖² of that target.
+        sum: Vᵀ Σ x of the fold, (k,).
+        target_sum: Σ y of the fold, (d_out,).
+        count: tokens of the fold.
+        drift_mean: mean of δ over the training tokens, (d_out,): how far the mean that is restored at α = 0 is from the
+            one at α = 1. Zero without drift or without a bias.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    crosses: tuple[Tensor, ...]
+    gram: Tensor
+    cross: Tensor
+    energy: float
+    sum: Tensor
+    target_sum: Tensor
+    count: int
+    drift_mean: Tensor
+
+    @classmethod
+    def of(cls, train: Blend, fold: Fit, *, centred: bool) -> "HeldOut":
+        """Of what is trained on `train` and scored on `fold`.
+
+        Args:
+            train: of the tokens trained on, with second moments.
+            fold: of other tokens, to the target at α = 1 where `train` has drift.
+            centred: whether a bias is fitted, by matching the training means.
+
+        Raises:
+            ValueError: either has no second moments.
+        """
+        seen, drift, drift_mean = train.fit, train.cross, torch.zeros_like(train.fit.target_sum)
+        if centred:
+            mean, target_mean = seen.mean, seen.target_mean
+            if drift is not None and train.sum is not None:
+                drift = torch.addr(drift, train.sum, mean, alpha=-1)
+                drift_mean = train.sum / seen.count
+                target_mean = target_mean + drift_mean
+            seen, fold = seen.centred(), fold.shifted(mean, target_mean)
+        gram, cross, _ = seen.second_moments()
+        fold_gram, fold_cross, energy = fold.second_moments()
+        values, vectors = torch.linalg.eigh(gram)
+        return cls(
+            values,
+            vectors,
+            tuple(part @ vectors for part in (cross, drift) if part is not None),
+            vectors.T @ fold_gram @ vectors,
+            fold_cross @ vectors,
+            energy,
+            vectors.T @ fold.sum,
+            fold.target_sum,
+            fold.count,
+            drift_mean,
+        )
+
+    def errors(self, base: Tensor | None, strengths: Sequence[float], shares: Sequence[float]) -> Tensor:
+        """Σ ‖y − Ŵ x − b‖² over the fold, of the Ŵ(λ, α) that `least_squares.shrunk` gives and the bias that fits it.
+
+        Args:
+            base: where the weights shrink to as λ grows, (d_out, k) float64; None for zero.
+            strengths: absolute λ, each zero or more.
+            shares: α, the share of the drift in the training target; of no effect without drift.
+
+        Returns:
+            (len(strengths), len(shares)) float64, never negative. Time O(d_out k²), and O(k²) more for each λ.
+        """
+        # In the eigenbasis Ŵ − base is Σ_i α^i pull_i with column j divided by v_j + λ. The error is quadratic in Ŵ:
+        # for each λ a form in (1, α), whose coefficients are forms in those reciprocals.
+        first, residual, start = self.crosses[0], self.cross, self.energy
+        reached = torch.zeros_like(self.target_sum)
+        if base is not None:
+            turned = base @ self.vectors
+            forecast = turned @ self.gram
+            start += float(((forecast - 2 * self.cross) * turned).sum())
+            first, residual, reached = first - turned * self.values, residual - forecast, turned @ self.sum
+        pulls = (first, *self.crosses[1:])
+        scales = torch.stack([reciprocals(self.values + strength) for strength in strengths], 1)
+        share = torch.tensor(list(shares), dtype=torch.float64, device=scales.device)
+        total = torch.full((scales.shape[1], share.numel()), start, dtype=torch.float64, device=scales.device)
+        # A bias restores the training mean of the target at α, which lacks (1 − α) `gap` of the one at α = 1.
+        gap, lack = self.drift_mean, 1 - share
+        total += 2 * lack * (gap @ (self.target_sum - reached)) + self.count * lack.square() * (gap @ gap)
+        for i, pull in enumerate(pulls):
+            slope = (pull * residual).sum(0) @ scales
+            tilt = (pull.T @ gap * self.sum) @ scales
+            total -= 2 * torch.outer(slope, share**i) + 2 * torch.outer(tilt, lack * share**i)
+            for j, other in enumerate(pulls[: i + 1]):
+                curve = (pull.T @ other).mul_(self.gram)
+                bend = (scales * (curve @ scales)).sum(0)
+                total += (1 if i == j else 2) * torch.outer(bend, share ** (i + j))
+        return total.clamp_min(0)
 
 
 def choose_lambda(
@@ -49,33 +156,15 @@ def choose_lambda(
         raise ValueError("choosing lambda needs at least one value to try")
     if method.shrinks_to is None:
         raise ValueError(f"method {method.name!r} has no lambda to choose")
-    base = weight_kept if method.shrinks_to == "kept" else torch.zeros_like(weight_kept)
+    base = weight_kept if method.shrinks_to == "kept" else None
     total = reduce(add, folds)
     sums = dict.fromkeys(grid, 0.0)
     for fold in folds:
         train = total - fold
-        strengths = [absolute_lambda(value, units, train) for value in grid]
-        for value, held_out in zip(grid, _held_out(base, train, fold, strengths, method.adds_bias), strict=True):
+        strengths = [absolute_lambda(value, units, train) for value in sums]
+        found = HeldOut.of(Blend(train), fold, centred=method.adds_bias).errors(base, strengths, (0.0,))
+        for value, held_out in zip(sums, found[:, 0].tolist(), strict=True):
             sums[value] += held_out
     energy = total.second_moments()[2]
     errors = {value: held_out / energy if energy > 0 else 0.0 for value, held_out in sums.items()}
     return Choice(min(errors, key=lambda value: (errors[value], -value)), errors)
-
-
-def _held_out(base: Tensor, train: Fit, fold: Fit, strengths: Sequence[float], centred: bool) -> Iterator[float]:
-    """Σ ‖y − Ŵ(λ) x − b(λ)‖² over the tokens of `fold`, of what `train` gives for each λ."""
-    if centred:
-        # With b = μ_y − Ŵ μ the error is that of Ŵ alone once both fits are measured from the training means.
-        train, fold = train.shifted(train.mean, train.target_mean), fold.shifted(train.mean, train.target_mean)
-    gram, cross, _ = train.second_moments()
-    fold_gram, fold_cross, _ = fold.second_moments()
-    values, vectors = torch.linalg.eigh(gram)
-    # In the eigenbasis Ŵ(λ) − base is `pull` with column j divided by value_j + λ, so that the error on the fold,
-    # quadratic in Ŵ, is a quadratic form in those reciprocals.
-    pull = (cross - base @ gram) @ vectors
-    slope = (pull * ((fold_cross - base @ fold_gram) @ vectors)).sum(0)
-    curve = (pull.T @ pull) * (vectors.T @ fold_gram @ vectors)
-    start = error(Fold(base), fold)
-    for strength in strengths:
-        scale = reciprocals(values + strength)
-        yield max(start + float(scale @ (curve @ scale) - 2 * (slope @ scale)), 0.0)

@@ -37,10 +37,14 @@ class SitePlan(_Record):
         scores: of all units, six significant digits.
         method: of compensation; none where nothing is dropped.
         strength: λ in the recipe's units, where the method has one.
+        share: of the drift that the weights are fitted to correct; None without drift.
+        runner_up, margin: where the method was chosen on held-out folds, the next best one, and by how much its
+            held-out error is larger, relative to the chosen one's.
         error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² at the consumer's output on the calibration
-            tokens, or of the logits, without and with compensation; None without second moments.
+            tokens, or of the logits, without and with compensation; y is what brings the residual stream back to the
+            dense model's where the target is drift; None without second moments.
         error_held_out: the compensated error on each fold when fitted on the others; None with one fold or unless
-            asked for.
+            asked for or chosen by.
         residual: of q and k, the relative residual that conjugate gradients stopped at, the largest over heads.
         j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, of logits per sample; None
             unless asked for.
@@ -57,6 +61,9 @@ class SitePlan(_Record):
     scores: list[float]
     method: str
     strength: float | None = None
+    share: float | None = None
+    runner_up: str | None = None
+    margin: float | None = None
     error_uncompensated: float | None = None
     error_compensated: float | None = None
     error_held_out: float | None = None

@@ -12,15 +12,26 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS, Traits
+from ckpt_prune.compensation.methods import (
+    AUTO,
+    CANDIDATES,
+    COLUMN_METHODS,
+    GRID,
+    LOGIT_METHODS,
+    METHODS,
+    SHARES,
+    Traits,
+)
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict, one_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
+from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
 from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.importance import Backbone
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
@@ -29,19 +40,19 @@ if TYPE_CHECKING:
     ScoreName = str
     MethodName = str
 else:
-    ScoreName = one_of("score", SCORES | LOGIT_SCORES)
-    MethodName = one_of("method", METHODS | LOGIT_METHODS)
+    ScoreName = one_of("score", [*SCORES, *UNIT_SCORES, *LOGIT_SCORES])
+    MethodName = one_of("method", COLUMN_METHODS | LOGIT_METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
 
 
 def methods_of(space: SpaceName) -> Mapping[str, Traits]:
     """Compensations of a space: those of logits for q and k, those of projections for the others."""
-    return LOGIT_METHODS if space == "qk" else METHODS
+    return LOGIT_METHODS if space == "qk" else COLUMN_METHODS
 
 
-def scores_of(space: SpaceName) -> Mapping[str, Score] | Mapping[str, LogitScore]:
+def scores_of(space: SpaceName) -> Mapping[str, Score | UnitScore | LogitScore]:
     """Scores that rank the units of a space."""
-    return LOGIT_SCORES if space == "qk" else SCORES
+    return {**LOGIT_SCORES} if space == "qk" else {**SCORES, **UNIT_SCORES}
 
 
 class Compensation(Strict):
@@ -54,11 +65,26 @@ class Compensation(Strict):
     lambda_units: Literal["relative", "absolute"] = Field(
         "relative", description="relative: times the mean diagonal of the kept Gram; absolute: as it stands."
     )
-    lambda_grid: list[float] | None = Field(None, min_length=2, description="Strengths to choose from.")
+    lambda_grid: list[float] | None = Field(
+        None, min_length=2, description="Strengths to choose from; method auto has a grid of its own."
+    )
     lambda_by: Literal["folds", "perplexity"] | None = Field(
         None,
         description="How the grid is searched. folds: per site by held-out error, in closed form; "
         "perplexity: one value for the model by calibration perplexity (RCPU 7.1), which needs text.",
+    )
+    candidates: list[MethodName] | None = Field(
+        None,
+        min_length=1,
+        description="What method auto chooses among. Default: none, bias, rotation, rotation-scale, ridge, affine; "
+        "those with a bias only where the projection has one already.",
+    )
+    shares: list[float] | None = Field(
+        None,
+        min_length=1,
+        description="With target: drift, shares of the drift to correct, each from 0 (the sequential target) to 1 (the "
+        "dense model's own residual stream); of several the best on held-out folds. Default: 0, 0.25, 0.5, 0.75, 1 "
+        "for method auto and lambda_by: folds; else 1.",
     )
 
     @classmethod
@@ -68,12 +94,23 @@ class Compensation(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Compensation":
-        uses = (LOGIT_METHODS | METHODS)[self.method].uses_lambda
+        uses = (LOGIT_METHODS | COLUMN_METHODS)[self.method].uses_lambda
         given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
         if given and not uses:
             raise ValueError(f"method {self.method} has no lambda")
-        if (self.lambda_grid is None) != (self.lambda_by is None):
+        if self.method == AUTO and (self.lam is not None or self.lambda_by is not None):
+            raise ValueError("method auto chooses lambda on folds: lambda and lambda_by do not go with it")
+        if self.method != AUTO and (self.lambda_grid is None) != (self.lambda_by is None):
             raise ValueError("lambda_grid and lambda_by go together")
+        if self.candidates is not None and self.method != AUTO:
+            raise ValueError(f"candidates are for method auto, not {self.method}")
+        strange = [name for name in self.candidates or [] if name not in METHODS]
+        if strange:
+            raise ValueError(f"{strange[0]} is no candidate; allowed here: {', '.join(METHODS)}")
+        if not all(0 <= share <= 1 for share in self.shares or []):
+            raise ValueError("shares of the drift are numbers from 0 to 1")
+        if self.shares is not None and len(self.shares) > 1 and not self.by_folds:
+            raise ValueError("several shares of the drift are chosen from by method auto or lambda_by: folds")
         if self.lambda_grid is not None and self.lam is not None:
             raise ValueError("give lambda or lambda_grid, not both")
         if self.lambda_grid is not None and min(self.lambda_grid) < 0:
@@ -84,6 +121,42 @@ class Compensation(Strict):
     def strength(self) -> float:
         """λ where it is fixed."""
         return 0.01 if self.lam is None else self.lam
+
+    @property
+    def by_folds(self) -> bool:
+        """Whether something is chosen on held-out folds."""
+        return self.method == AUTO or self.lambda_by == "folds"
+
+    @property
+    def grid(self) -> list[float]:
+        """Strengths to choose from on folds."""
+        return list(GRID) if self.lambda_grid is None else self.lambda_grid
+
+    @property
+    def drift_shares(self) -> list[float]:
+        """Shares of the drift to choose from; of one, that one."""
+        if self.shares is not None:
+            return self.shares
+        return list(SHARES) if self.by_folds else [1.0]
+
+    def methods(self, *, biased: bool) -> list[str]:
+        """Closed forms of a projection to choose from; of one, that one.
+
+        Args:
+            biased: whether the projection has a bias in the source.
+        """
+        if self.method != AUTO:
+            return [self.method]
+        if self.candidates is not None:
+            return list(dict.fromkeys(self.candidates))
+        return [name for name in CANDIDATES if biased or not METHODS[name].adds_bias]
+
+    @property
+    def opens_bias(self) -> bool:
+        """Whether a projection without a bias may get one."""
+        if self.method in LOGIT_METHODS and self.method not in METHODS:
+            return False
+        return any(METHODS[name].adds_bias for name in self.methods(biased=False))
 
 
 class SpaceRecipe(Strict):
@@ -109,18 +182,29 @@ class Recipe(Strict):
     ratio: float = Field(
         0.2, ge=0, lt=1, description="Share of units to drop in every space, or of weights that a mask zeroes."
     )
-    target: Literal["dense", "sequential"] = Field(
+    target: Literal["dense", "sequential", "drift"] = Field(
         "dense",
-        description="dense: moments of the unpruned model; sequential: measured block by block on the pruned prefix "
-        "(needs text or images; given statistics instead, the dense cache is used).",
+        description="dense: moments of the unpruned model; sequential: measured block by block on the pruned prefix; "
+        "drift: the same, and outputs are fitted to what the residual stream lacks of the dense model's "
+        "(the last two need text or images; given statistics instead, the dense cache is used).",
     )
     true_sequential: bool = Field(
         True,
-        description="With target: sequential, measure again inside a block after each space (RCPU's Algorithm 1); "
-        "false: once per block, as the released code of Wanda and RCPU does.",
+        description="With target: sequential or drift, measure again inside a block after each space (RCPU's Algorithm "
+        "1); false: once per block, as the released code of Wanda and RCPU does.",
     )
-    allocation: Literal["uniform", "across-layers", "across-layers-and-spaces"] = Field(
-        "uniform", description="uniform: same ratio everywhere; the others are FLAP's AL-MM and AL-AM."
+    size: TargetSize | None = Field(
+        None, description="Size to reach, in place of a ratio: params, bytes or flops, such as {params: 5.0B}."
+    )
+    allocation: Literal["uniform", "across-layers", "across-layers-and-spaces", "least-error"] = Field(
+        "uniform",
+        description="uniform: same ratio everywhere; across-layers and across-layers-and-spaces: FLAP's AL-MM and "
+        "AL-AM; least-error: the widths of the least predicted error for the size that the ratio or size says.",
+    )
+    weigh_by: Literal["effect", "energy"] | None = Field(
+        None,
+        description="How allocation least-error compares the errors of sites. effect: by what pruning each alone does "
+        "to the model's own output, measured; energy: as shares of each output's energy. Default: effect.",
     )
     widths: Literal["uniform", "per_layer"] = Field(
         "uniform", description="per_layer: blocks may differ in width; the output then carries remote code."
@@ -172,8 +256,10 @@ class Recipe(Strict):
             )
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
-        if self.mask is not None and (self.allocation, self.widths) != ("uniform", "uniform"):
-            raise ValueError("allocation and widths speak of units: they do not go with a mask")
+        if self.mask is not None and (self.allocation, self.widths, self.size) != ("uniform", "uniform", None):
+            raise ValueError("allocation, widths and size speak of units: they do not go with a mask")
+        if self.mask is not None and self.target == "drift":
+            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with a mask")
         if self.mask is not None and self.container == "padded":
             raise ValueError("container padded is for spaces: a mask leaves every shape as it is")
         if self.mask is not None and "ratio" not in self.model_fields_set:
@@ -191,15 +277,17 @@ class Recipe(Strict):
                 raise ValueError(
                     f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
                 )
-        if self.allocation != "uniform" and "qk" in self.spaces:
+        flap = self.allocation.startswith("across")
+        if flap and "qk" in self.spaces:
             raise ValueError("q and k keep the same number of dimensions in every head and layer: allocation: uniform")
-        if self.allocation != "uniform" and self.widths == "uniform":
+        if flap and self.widths == "uniform":
             raise ValueError(
                 f"allocation {self.allocation} gives every block its own widths, which no stock model can load: "
                 "say widths: per_layer to accept remote code, or allocation: uniform"
             )
-        if self.allocation != "uniform" and self.target == "sequential":
+        if flap and self.target != "dense":
             raise ValueError(f"allocation {self.allocation} compares all blocks before any is pruned: target: dense")
+        self._consistent_budget(flap)
         if len({s.compensation.lambda_by for s in self.spaces.values()} & {"perplexity", "folds"}) > 1:
             raise ValueError("lambda_by must be the same in every space that has a grid")
         grids = {
@@ -210,6 +298,33 @@ class Recipe(Strict):
         if len(grids) > 1:
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
         return self
+
+    def _consistent_budget(self, flap: bool) -> None:
+        for space, own in self.spaces.items():
+            if flap and own.score in UNIT_SCORES:
+                raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
+            known = own.score in UNIT_SCORES or space == "qk"
+            if self.allocation == "least-error" and not known:
+                raise ValueError(
+                    f"spaces.{space}: allocation least-error needs the errors of every width, which score obs gives, "
+                    f"not {own.score}"
+                )
+            if own.compensation.shares is not None and self.target != "drift":
+                raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
+        if self.weigh_by is not None and self.allocation != "least-error":
+            raise ValueError("weigh_by is for allocation: least-error")
+        given = [f"spaces.{space}.ratio" for space, own in self.spaces.items() if own.ratio is not None]
+        # A recipe that is written out has its default ratio, too.
+        given += ["ratio"] if self.ratio != Recipe.model_fields["ratio"].default else []
+        if self.size is not None and given:
+            raise ValueError(f"size and {given[0]} both say how much goes: leave one out")
+        if self.size is not None and self.container == "padded":
+            raise ValueError("size does not go with container padded, which saves nothing where it fills up")
+
+    @property
+    def weighed_by_effect(self) -> bool:
+        """Whether widths are found from measured effects on the model's output."""
+        return self.allocation == "least-error" and self.weigh_by != "energy"
 
     def ratio_of(self, space: SpaceName) -> float:
         """Share of units to drop in a space."""
@@ -227,8 +342,10 @@ class Recipe(Strict):
         So a recipe that does not use them has the digest it had before there were any.
         """
         values = self.model_dump(mode="json", by_alias=True)
-        optional = ("mask", "rotation", "recovery", "export")
-        return json.dumps({k: v for k, v in values.items() if k not in optional or v is not None}, sort_keys=True)
+        for own in values["spaces"].values():
+            own["compensation"] = _without(own["compensation"], "candidates", "shares")
+        optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by")
+        return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
     def needs_moments(self) -> bool:
@@ -254,8 +371,12 @@ class Recipe(Strict):
         return scores_of(space)[own.score].needs_moments or own.compensation.method != "none"
 
     def needs_gram(self, space: SpaceName) -> bool:
-        """Whether the space's compensation needs the Gram of a consumer's input."""
-        return methods_of(space)[self.spaces[space].compensation.method].needs_gram
+        """Whether the space's score or compensation, or the target, needs the Gram of a consumer's input."""
+        own = self.spaces[space]
+        if space == "qk":
+            return False
+        scored = scores_of(space)[own.score].needs_gram
+        return scored or COLUMN_METHODS[own.compensation.method].needs_gram or self.target == "drift"
 
     @property
     def collect(self) -> tuple[Collect, ...]:
@@ -289,8 +410,15 @@ class Recipe(Strict):
 
     @property
     def needs_folds(self) -> bool:
-        """Whether λ is to be chosen on held-out folds."""
-        return any(s.compensation.lambda_by == "folds" for s in self.spaces.values())
+        """Whether something is to be chosen on held-out folds."""
+        return any(s.compensation.by_folds for s in self.spaces.values())
+
+    def with_ratio(self, ratio: float) -> "Recipe":
+        """The same recipe with this ratio in every space, in place of a size."""
+        values = self.model_dump(by_alias=True) | {"ratio": ratio, "size": None}
+        for space in values["spaces"].values():
+            space["ratio"] = None
+        return Recipe.model_validate(values)
 
     def with_strength(self, strength: float) -> "Recipe":
         """The same recipe with λ fixed wherever it was to be chosen by perplexity."""
@@ -299,6 +427,11 @@ class Recipe(Strict):
             if space["compensation"]["lambda_by"] == "perplexity":
                 space["compensation"] |= {"lambda": strength, "lambda_grid": None, "lambda_by": None}
         return Recipe.model_validate(values)
+
+
+def _without(values: dict[str, Any], *optional: str) -> dict[str, Any]:
+    """The same without those of the optional keys that hold nothing."""
+    return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
 def json_schema() -> dict[str, Any]:
@@ -352,13 +485,19 @@ def recipe_text(path: Path) -> str:
         raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
 
 
-def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | None = None) -> Recipe:
+def load_recipe(
+    reference: str,
+    overrides: tuple[str, ...] = (),
+    ratio: float | None = None,
+    size: Mapping[str, str] | None = None,
+) -> Recipe:
     """Read and check a recipe.
 
     Args:
         reference: a shipped recipe's name or a path.
         overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
         ratio: replaces the recipe's ratio and every space's own.
+        size: replaces all ratios and the recipe's size: params, bytes or flops.
 
     Raises:
         UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
@@ -384,6 +523,11 @@ def load_recipe(reference: str, overrides: tuple[str, ...] = (), ratio: float | 
                 f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
             )
         values["ratio"] = ratio
+        values.pop("size", None)
+    if size is not None:
+        values["size"] = dict(size)
+        values.pop("ratio", None)
+    if ratio is not None or size is not None:
         for space in _mappings(values.get("spaces")):
             space.pop("ratio", None)
     try:
@@ -463,6 +607,7 @@ def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
         "rotation": RotationRecipe,
         "recovery": RecoveryRecipe,
         "export": ExportRecipe,
+        "size": TargetSize,
     }
     if len(loc) >= 2 and loc[0] in parts:
         model = parts[loc[0]]

@@ -30,6 +30,7 @@ class LogitScore:
 
     function: Callable[[Tensor, Tensor, LogitMoments | None, int], Tensor]
     needs_moments: bool = True
+    needs_gram: bool = False
 
 
 LOGIT_SCORES: dict[str, LogitScore] = {

@@ -71,6 +71,7 @@ class Score:
 
     function: Callable[[Tensor, Moments], Tensor] | Callable[[Tensor, Moments | None], Tensor]
     needs_moments: bool = True
+    needs_gram: bool = False
 
 
 SCORES: dict[str, Score] = {

@@ -11,9 +11,11 @@ from ckpt_prune.calibration.measure import (
     reader_fingerprint,
 )
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe, methods_of
+from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.layout import check_source
 from ckpt_prune.transform.masking import check_widths
 from ckpt_prune.transform.rotated import check_rotatable
@@ -62,7 +64,11 @@ def check_job(job: "Job") -> None:
             )
     folds = job.live.folds if job.live else job.statistics.index.folds if job.statistics else 0
     if job.recipe.needs_folds and folds < 2 and job.plan is None:
-        raise UserError("lambda_by: folds needs at least two folds: calibrate with --folds 4")
+        chosen = {own.compensation.method for own in job.recipe.spaces.values() if own.compensation.by_folds}
+        what = "method auto" if AUTO in chosen else "lambda_by: folds"
+        raise UserError(f"{what} needs at least two folds, of one sample or more each: calibrate with --folds 4")
+    if job.recipe.weighed_by_effect and job.statistics is not None and job.plan is None and job.scores is None:
+        check_effects(job.statistics)
     if job.recipe.perplexity_grid and not job.family.causal:
         raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
     if job.recipe.perplexity_grid and job.live is None and job.plan is None:

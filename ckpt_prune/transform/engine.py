@@ -25,12 +25,17 @@ class Decisions:
         recipe: scores, counts and compensation.
         kept: site → units that stay, where a plan or a ranking over blocks has settled them; else they are selected
             by score when the block is reached.
-        strengths: site → λ, where a plan has settled it.
+        plans: site → its plan, where one has settled its compensation.
+        counts: site → how many units stay (of q and k, in every head), where a budget has settled it; else the
+            recipe's ratio does.
+        scores: site → scores of its units, where they are known.
     """
 
     recipe: Recipe
     kept: Mapping[Site, Tensor] = field(default_factory=dict)
-    strengths: Mapping[Site, float | None] = field(default_factory=dict)
+    plans: Mapping[Site, SitePlan] = field(default_factory=dict)
+    counts: Mapping[Site, int] = field(default_factory=dict)
+    scores: Mapping[Site, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,22 @@ class Pruner:
         units = self.family.units(self.config, space)
         return units_kept(units, recipe.ratio_of(space), own.rounding or description.rounding, own.multiple_of)
 
+    def count(self, block: int, space: SpaceName) -> int:
+        """Units of a site that stay; of q and k, in every head."""
+        settled = self.decisions.counts.get((block, space))
+        return self.keep_count(space) if settled is None else settled
+
     def site(
         self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: SpaceMoments | None
     ) -> tuple[SitePlan, dict[str, Tensor] | None]:
         """Select the units of one site and solve its compensation (`Sites.solve`)."""
-        site = (block, space)
-        settled = Settled(self.keep_count(space), self.decisions.kept.get(site), self.decisions.strengths.get(site))
+        site, known = (block, space), self.decisions
+        settled = Settled(
+            self.count(block, space),
+            known.kept.get(site),
+            known.scores.get(site),
+            known.plans.get(site),
+        )
         return self.sites.solve(block, space, tensors, moments, settled)
 
     def block(

@@ -19,7 +19,6 @@ from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.measure import (
     block_names,
 )
-from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
@@ -29,11 +28,12 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
-from ckpt_prune.planning.recipe import Recipe, methods_of
-from ckpt_prune.planning.selection import Site, select_ranked, standardise
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.selection import Site
 from ckpt_prune.progress import track
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
+from ckpt_prune.transform.budgets import decide
 from ckpt_prune.transform.checks import check_job, check_plannable
 from ckpt_prune.transform.containers import REMOTE, Container, Widths, choose_container, remote_note
 from ckpt_prune.transform.engine import Decisions, Pruner, fill_biases
@@ -41,7 +41,14 @@ from ckpt_prune.transform.layout import Layout, plan_layout, source_shapes
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
 from ckpt_prune.transform.rotations import Learner, RotationSizes
-from ckpt_prune.transform.sources import CachedMoments, MomentSource, NoMoments, RotatedMoments, SequentialMoments
+from ckpt_prune.transform.sources import (
+    CachedMoments,
+    DriftMoments,
+    MomentSource,
+    NoMoments,
+    RotatedMoments,
+    SequentialMoments,
+)
 
 _JOURNAL = 2
 """Form of the notes that a run leaves for the one that resumes it."""
@@ -95,6 +102,7 @@ class Job:
         diagnostics: also compute errors and spectra that no result depends on.
         rotations: of a block, once they are learned.
         training: samples for a recipe with recovery, or None.
+        scores: site → scores of its units in the dense model, where they were worked out before.
 
     Raises (from `prepare`):
         UserError: anything that does not fit together.
@@ -109,6 +117,7 @@ class Job:
     diagnostics: bool = False
     rotations: Callable[[int], BlockRotations] | None = None
     training: RecoverySamples | None = None
+    scores: Mapping[Site, Tensor] | None = None
 
     @cached_property
     def family(self) -> Family:
@@ -130,7 +139,12 @@ class Job:
         """Whether moments are measured on the pruned prefix."""
         mask = self.recipe.mask
         needed = mask is None or mask.method != "magnitude"
-        return self.live is not None and self.recipe.target == "sequential" and needed
+        return self.live is not None and self.recipe.target != "dense" and needed
+
+    @property
+    def settled(self) -> bool:
+        """Whether widths are known before anything is measured."""
+        return self.recipe.allocation == "uniform" or self.statistics is not None or self.plan is not None
 
     def check(self) -> None:
         """Check names, shapes, statistics and recipe against each other.
@@ -151,7 +165,10 @@ class Job:
                 # Wanda needs norms alone; the Gram is for the error that the report states.
                 wanted = self.diagnostics or self.recipe.mask.method == "sparsegpt"
                 gram = dict.fromkeys(self.family.inputs, wanted)
-            return SequentialMoments(self.stream(), gram, true_sequential=self.recipe.true_sequential)
+            true = self.recipe.true_sequential
+            if self.recipe.target == "drift":
+                return DriftMoments(self.stream(), self.dense_stream(), self.read_block, gram, true_sequential=true)
+            return SequentialMoments(self.stream(), gram, true_sequential=true)
         assert self.statistics is not None
         cached = CachedMoments(self.statistics, self.family)
         return cached if self.rotated is None else RotatedMoments(cached, self.rotated)
@@ -255,49 +272,13 @@ class Job:
 
     @cached_property
     def decisions(self) -> Decisions:
-        """Kept units and strengths that a plan or a ranking over all blocks settles."""
+        """Kept units, counts and compensations that a plan, a ranking over all blocks or a budget settles."""
         if self.plan is not None:
-            kept = {(s.block, s.space): torch.tensor(s.kept) for s in self.plan.sites}
-            return Decisions(self.recipe, kept, {(s.block, s.space): s.strength for s in self.plan.sites})
-        if self.recipe.allocation == "uniform":
-            return Decisions(self.recipe)
-        return Decisions(self.recipe, self._ranked())
-
-    def _ranked(self) -> dict[Site, Tensor]:
-        pruner = self.unsettled
-        source = self.source()
-        scores: dict[Site, Tensor] = {}
-        for block in track(range(self.blocks), "ranking", total=self.blocks):
-            spaces = list(self.recipe.spaces)
-            moments = source.moments(block, {}, spaces)
-            for space in spaces:
-                (name,) = pruner.sites.tensors(block, space)
-                weight = self.checkpoint.read([name])[name].to(self.device)
-                folds = tuple(m for m in moments.get(space, ()) if isinstance(m, Moments))
-                whole = _vectors(folds).to(self.device) if folds else None
-                columns = pruner.sites.column_scores(space, weight, whole)
-                scores[block, space] = standardise(columns, self.family.unit_columns(self.config, space))
-        costs: dict[SpaceName, float] = {space: float(self._unit_parameters(space)) for space in self.recipe.spaces}
-        if self.recipe.allocation == "across-layers":
-            kept: dict[Site, Tensor] = {}
-            for space in self.recipe.spaces:
-                own = {site: s for site, s in scores.items() if site[1] == space}
-                units = sum(s.numel() for s in own.values())
-                budget = (1 - self.recipe.ratio_of(space)) * units
-                kept |= select_ranked(own, {space: 1.0}, budget)
-            return kept
-        budget = 0.0
-        for site, own_scores in scores.items():
-            budget += own_scores.numel() * costs[site[1]] * (1 - self.recipe.ratio_of(site[1]))
-        return select_ranked(scores, costs, budget)
-
-    def _unit_parameters(self, space: SpaceName) -> int:
-        """Weights that go with one unit of a space."""
-        description = self.family.columns[space]
-        units = self.family.units(self.config, space)
-        rows = sum(self.checkpoint.tensors[self.family.tensor(0, m)].shape[0] for m in description.producers)
-        columns = self.family.unit_columns(self.config, space)
-        return (rows // units + columns) * self.family.dimension(self.config, "hidden")
+            sites = {(s.block, s.space): s for s in self.plan.sites}
+            kept = {site: torch.tensor(plan.kept) for site, plan in sites.items()}
+            scores = {site: torch.tensor(plan.scores, dtype=torch.float64) for site, plan in sites.items()}
+            return Decisions(self.recipe, kept, sites, scores=scores)
+        return decide(self)
 
     @property
     def unsettled(self) -> Pruner:
@@ -307,12 +288,16 @@ class Job:
     @cached_property
     def widths(self) -> Widths:
         """Units kept per block and space."""
-        pruner = self.unsettled
+        return self.widths_of(self.decisions)
+
+    def widths_of(self, decisions: Decisions) -> Widths:
+        """Units kept per block and space under other decisions."""
+        pruner = Pruner(self.family, self.config, decisions, frozenset(), self.device)
 
         def width(block: int, space: SpaceName) -> int:
-            kept = self.decisions.kept.get((block, space))
+            kept = decisions.kept.get((block, space))
             if kept is None:
-                return pruner.keep_count(space)
+                return pruner.count(block, space)
             units = self.family.units(self.config, space)
             return kept.numel() * units // self.family.site_units(self.config, space)
 
@@ -321,18 +306,21 @@ class Job:
     @cached_property
     def container(self) -> Container:
         """What the output is stored as."""
+        return self._container_of(self.widths)
+
+    def _container_of(self, widths: Widths) -> Container:
         biases = {m for m in self.family.linears if self.family.tensor(0, m, "bias") in self.checkpoint.tensors}
         for space, own in self.recipe.spaces.items():
             units = self.family.units(self.config, space)
-            pruned = any(w[space] < units for w in self.widths)
-            if pruned and methods_of(space)[own.compensation.method].adds_bias:
+            pruned = any(w[space] < units for w in widths)
+            if pruned and own.compensation.opens_bias:
                 biases.add(self.family.columns[space].consumer)
         rotated = self.rotated
         turns = rotated is not None and bool(rotated.turns)
         chosen = choose_container(
             self.family,
             self.checkpoint.config,
-            self.widths,
+            widths,
             biases | (rotated.added_biases if rotated is not None else frozenset()),
             requested=REMOTE if turns else self.recipe.container,
             per_layer=self.recipe.widths == "per_layer",
@@ -351,8 +339,11 @@ class Job:
     @cached_property
     def layout(self) -> Layout:
         """The checkpoint's files, tensors, dtypes and shapes."""
+        return self._layout_of(self.widths, self.container)
+
+    def _layout_of(self, widths: Widths, container: Container) -> Layout:
         added = self.rotated.added if self.rotated is not None else None
-        return plan_layout(self.checkpoint, self.family, self.widths, self.container, added)
+        return plan_layout(self.checkpoint, self.family, widths, container, added)
 
     @cached_property
     def aside(self) -> Layout:
@@ -370,9 +361,17 @@ class Job:
     @cached_property
     def after(self) -> Cost:
         """Cost of the output."""
-        shapes = {name: shape for tensors in self.layout.values() for name, shape in tensors.items()}
+        return self._cost_of(self.layout, self.container)
+
+    def cost_at(self, widths: Widths) -> Cost:
+        """Cost of the output at other widths, with the container it would have there."""
+        container = self._container_of(widths)
+        return self._cost_of(self._layout_of(widths, container), container)
+
+    def _cost_of(self, layout: Layout, container: Container) -> Cost:
+        shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
         # The output's config: rotations may have untied the head.
-        return cost_of(self.family, parse_config(self.container.config), shapes)
+        return cost_of(self.family, parse_config(container.config), shapes)
 
     def pruner(self) -> Pruner | Masker:
         """The engine for this job."""
@@ -432,7 +431,7 @@ class Job:
         if self.live is not None:
             samples = self.live.samples
             return {
-                "target": "sequential" if self.recipe.true_sequential else "sequential, once per block",
+                "target": self.recipe.target + ("" if self.recipe.true_sequential else ", once per block"),
                 "modality": self.family.modality,
                 "data": samples.fingerprint,
                 "samples": len(samples),
@@ -441,11 +440,6 @@ class Job:
                 "folds": self.live.folds,
             }
         return {"target": "none"}
-
-
-def _vectors(folds: tuple[Moments, ...]) -> Moments:
-    """Sum of folds without their Grams, which a ranking does not need."""
-    return total(tuple(replace(fold, gram=None) for fold in folds))
 
 
 def make_plan(job: Job) -> Plan:

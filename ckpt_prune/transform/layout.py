@@ -1,11 +1,11 @@
 """Shapes before data: every output tensor's dtype and shape, checked against the container on the meta device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import nn
 
-from ckpt_prune.architectures.family import ColumnSpace, Family
+from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
 from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, tied_names
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -83,6 +83,37 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], model: nn.Module, where:
             raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")
 
 
+def pruned_shapes(
+    checkpoint: Checkpoint, family: Family, widths: Widths, padded: Set[SpaceName] = frozenset()
+) -> dict[str, Shape]:
+    """Name → dtype and shape of a checkpoint's tensors at other widths, before any bias is added.
+
+    Args:
+        checkpoint: the source.
+        family: its description.
+        widths: units kept per block and space.
+        padded: spaces that stay at their dense width.
+    """
+    config = parse_config(checkpoint.config)
+    shapes = source_shapes(checkpoint)
+    for block, kept in enumerate(widths):
+        for space, count in kept.items():
+            if space in padded:
+                continue
+            description = family.spaces[space]
+            units = family.units(config, space)
+            for module in family.producers(space):
+                for name in (family.tensor(block, module), family.tensor(block, module, "bias")):
+                    if name in shapes:
+                        dtype, shape = shapes[name]
+                        shapes[name] = (dtype, (shape[0] // units * count, *shape[1:]))
+            if isinstance(description, ColumnSpace):
+                name = family.tensor(block, description.consumer)
+                dtype, shape = shapes[name]
+                shapes[name] = (dtype, (shape[0], count * family.unit_columns(config, space)))
+    return shapes
+
+
 def plan_layout(
     checkpoint: Checkpoint, family: Family, widths: Widths, container: Container, added: Added | None = None
 ) -> Layout:
@@ -98,24 +129,9 @@ def plan_layout(
     Raises:
         UserError: the result would not load under the container (a fault of this tool, caught before any byte).
     """
-    config = parse_config(checkpoint.config)
-    shapes = source_shapes(checkpoint)
+    shapes = pruned_shapes(checkpoint, family, widths, container.padded)
     files = {name: info.file for name, info in checkpoint.tensors.items()}
-    for block, kept in enumerate(widths):
-        for space, count in kept.items():
-            if space in container.padded:
-                continue
-            description = family.spaces[space]
-            units = family.units(config, space)
-            for module in family.producers(space):
-                for name in (family.tensor(block, module), family.tensor(block, module, "bias")):
-                    if name in shapes:
-                        dtype, shape = shapes[name]
-                        shapes[name] = (dtype, (shape[0] // units * count, *shape[1:]))
-            if isinstance(description, ColumnSpace):
-                name = family.tensor(block, description.consumer)
-                dtype, shape = shapes[name]
-                shapes[name] = (dtype, (shape[0], count * family.unit_columns(config, space)))
+    for block in range(len(widths)):
         for module in sorted(container.biases):
             weight, bias = family.tensor(block, module), family.tensor(block, module, "bias")
             if bias not in shapes:

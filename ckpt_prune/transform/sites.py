@@ -15,21 +15,22 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation import logit
+from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import Fit, Fold, error, from_moments
-from ckpt_prune.compensation.methods import METHODS, Method, absolute_lambda
+from ckpt_prune.compensation.fit import Blend, Fit, Fold, blend_from_moments, error
+from ckpt_prune.compensation.methods import METHODS, absolute_lambda
 from ckpt_prune.compensation.spectrum import spectrum
-from ckpt_prune.compensation.strength import choose_lambda
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import HeadErrors, SitePlan
-from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe import Compensation, Recipe
 from ckpt_prune.planning.selection import in_heads, select, select_in_heads, unit_scores
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.scoring.scores import SCORES
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 
 SPECTRUM_WIDTH = 4096
 """Eigenvalues of wider Grams take minutes of a CPU for every site: they are left out."""
-NO_FOLDS = "lambda_by: folds needs statistics with at least two folds: calibrate with --folds 4"
+NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class Settled:
     Attributes:
         keep: how many units stay; of q and k, in every head.
         kept: which ones, where a plan or a ranking over blocks has settled them.
-        strength: λ, where a plan has settled it.
+        scores: of the units, where they are known.
+        plan: what a plan says of the site: its compensation is that one's.
     """
 
     keep: int
     kept: Tensor | None = None
-    strength: float | None = None
+    scores: Tensor | None = None
+    plan: SitePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Sites:
         """On-disk names of what a site is solved from; a bias may be absent."""
         description = self.family.spaces[space]
         if isinstance(description, ColumnSpace):
-            return [self.family.tensor(block, description.consumer)]
+            return [self.family.tensor(block, description.consumer, kind) for kind in KINDS]
         modules = (description.query, description.key)
         return [self.family.tensor(block, m, kind) for m in modules for kind in KINDS]
 
@@ -124,41 +127,56 @@ class Sites:
     ) -> tuple[SitePlan, dict[str, Tensor] | None]:
         own = self.recipe.spaces[space].compensation
         name = self.family.tensor(block, description.consumer)
+        bias = tensors.get(self.family.tensor(block, description.consumer, "bias"))
+        methods = own.methods(biased=bias is not None)
         per_unit = self.family.unit_columns(self.config, space)
         weight = tensors[name].to(self.device)
         folds = tuple(f.to(self.device) for f in folds)
         whole = total(folds) if folds else None
-        scores = unit_scores(self.column_scores(space, weight, whole), per_unit)
+        scores = settled.scores
+        if scores is None:
+            scores = self._unit_scores(space, weight, whole, centred=any(METHODS[m].adds_bias for m in methods))
         kept = select(scores, settled.keep) if settled.kept is None else settled.kept
         plan = _plan(block, space, name, kept, scores)
         if kept.numel() == scores.numel():
             return plan, None
         columns = unit_columns(kept, per_unit).to(self.device)
         weight_kept = weight[:, columns].double()
-        method = METHODS[own.method]
-        plan.method = method.name
+        plan.method = methods[0]
         if whole is None:
             return plan, {name: weight_kept.cpu()}
-        if method.needs_gram and whole.gram is None:
+        lacking = [m for m in methods if METHODS[m].needs_gram]
+        if lacking and whole.gram is None:
             raise UserError(
-                f"compensation {method.name} needs Grams, and these statistics have none: "
+                f"compensation {lacking[0]} needs Grams, and these statistics have none: "
                 "calibrate with --collect moments,gram"
             )
-        by_folds = own.lambda_by == "folds" and len(folds) > 1
+        known = settled.plan
+        by_folds = own.by_folds and known is None
+        if by_folds and len(folds) < 2:
+            raise UserError(NO_FOLDS)
         cross_validated = self.diagnostics and len(folds) > 1 and whole.gram is not None
-        fits = [from_moments(weight, f, columns) for f in folds] if by_folds or cross_validated else []
-        # The sum of folds only where λ is chosen on them: diagnostics must not change a bit of the result.
-        fit = reduce(add, fits) if by_folds else from_moments(weight, whole, columns)
-        strength = 0.0
-        if method.uses_lambda:
-            plan.strength = settled.strength
-            if plan.strength is None:
-                plan.strength = self._column_strength(method, space, weight_kept, fits if by_folds else [])
-            strength = absolute_lambda(plan.strength, own.lambda_units, fit)
-        fold = method.fit(weight_kept, fit, strength)
-        if fit.target_energy:
-            plan.error_uncompensated = error(Fold(weight_kept), fit) / fit.target_energy
-            plan.error_compensated = error(fold, fit) / fit.target_energy
+        # The sum of folds only where something is chosen on them: diagnostics must not change a bit of the result.
+        summed = own.by_folds and len(folds) > 1
+        blends = [blend_from_moments(weight, f, columns) for f in folds] if summed or cross_validated else []
+        blend = reduce(add, blends) if summed else blend_from_moments(weight, whole, columns)
+        if by_folds:
+            self._choose(plan, own, methods, weight_kept, blends)
+        elif known is not None:
+            plan.method, plan.strength, plan.share = known.method, known.strength, known.share
+            plan.error_held_out, plan.runner_up, plan.margin = known.error_held_out, known.runner_up, known.margin
+        else:
+            plan.strength = own.strength if METHODS[methods[0]].uses_lambda else None
+            plan.share = own.drift_shares[0]
+        if whole.drift is None:
+            plan.share = None
+        method = METHODS[plan.method]
+        share = plan.share or 0.0
+        fit, target = blend.at(share), blend.at(1.0)
+        fold = method.fit(weight_kept, fit, self._absolute(plan, own, fit))
+        if target.target_energy:
+            plan.error_uncompensated = error(Fold(weight_kept), target) / target.target_energy
+            plan.error_compensated = error(fold, target) / target.target_energy
         if self.diagnostics and whole.gram is not None:
             found = diagnose(weight, whole, columns)
             plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
@@ -168,28 +186,63 @@ class Sites:
                 plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
             if cross_validated and method.name == "none":
                 plan.error_held_out = plan.error_uncompensated
-            elif cross_validated and fit.target_energy:
+            elif cross_validated and target.target_energy and plan.error_held_out is None:
                 held_out = 0.0
-                for each in fits:
-                    train = fit - each
-                    fixed = absolute_lambda(plan.strength or 0.0, own.lambda_units, train)
-                    held_out += error(method.fit(weight_kept, train, fixed), each)
-                plan.error_held_out = held_out / fit.target_energy
+                for each in blends:
+                    train = (blend - each).at(share)
+                    trained = method.fit(weight_kept, train, self._absolute(plan, own, train))
+                    held_out += error(trained, each.at(1.0))
+                plan.error_held_out = held_out / target.target_energy
         new = {name: fold.weight.cpu()}
         if fold.bias is not None:
             bias_name = self.family.tensor(block, description.consumer, "bias")
-            existing = tensors.get(bias_name)
-            new[bias_name] = fold.bias.cpu() if existing is None else fold.bias.cpu() + existing.double()
+            new[bias_name] = fold.bias.cpu() if bias is None else fold.bias.cpu() + bias.double()
         return plan, new
 
-    def _column_strength(self, method: Method, space: SpaceName, weight_kept: Tensor, fits: list[Fit]) -> float:
-        compensation = self.recipe.spaces[space].compensation
-        if compensation.lambda_by != "folds":
-            return compensation.strength
-        if not fits:
-            raise UserError(NO_FOLDS)
-        assert compensation.lambda_grid is not None
-        return choose_lambda(method, weight_kept, fits, compensation.lambda_grid, compensation.lambda_units).value
+    def _choose(
+        self, plan: SitePlan, own: Compensation, methods: list[str], weight_kept: Tensor, folds: list[Blend]
+    ) -> None:
+        """Enter into the plan what is best on held-out folds."""
+        chosen = choose(weight_kept, folds, methods, own.grid, own.drift_shares, own.lambda_units)
+        plan.method, plan.strength, plan.share = chosen.best.method, chosen.best.strength, chosen.best.share
+        plan.error_held_out = chosen.best.error
+        plan.runner_up, plan.margin = chosen.runner_up, chosen.margin if chosen.runner_up else None
+
+    @staticmethod
+    def _absolute(plan: SitePlan, own: Compensation, fit: Fit) -> float:
+        """The plan's λ on the scale of a fit's Gram; 0 where there is none."""
+        return 0.0 if plan.strength is None else absolute_lambda(plan.strength, own.lambda_units, fit)
+
+    def _unit_scores(self, space: SpaceName, weight: Tensor, moments: Moments | None, *, centred: bool) -> Tensor:
+        """Score of every unit, (units,) float64, on CPU."""
+        name, per_unit = self.recipe.spaces[space].score, self.family.unit_columns(self.config, space)
+        if name not in UNIT_SCORES:
+            return unit_scores(self.column_scores(space, weight, moments), per_unit)
+        if moments is None:
+            raise ValueError(f"score {name} needs moments")
+        return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred)
+
+    def scores(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
+        """What `solve` ranks the units of a site by; of q and k, (heads, dimensions).
+
+        Args:
+            block: index of the block.
+            space: which of its spaces.
+            tensors: at least those that `tensors` names and the block has.
+            folds: moments, one for each fold.
+        """
+        description = self.family.spaces[space]
+        if isinstance(description, LogitSpace):
+            whole = logit_moments.total(tuple(m.to(self.device) for m in folds if isinstance(m, LogitMoments)))
+            query, key = (tensors[self.family.tensor(block, m)] for m in (description.query, description.key))
+            heads = query.shape[0] // self.family.dimension(self.config, "head_dim")
+            score = LOGIT_SCORES[self.recipe.spaces[space].score]
+            return score.function(query.to(self.device), key.to(self.device), whole, heads)
+        weight = tensors[self.family.tensor(block, description.consumer)].to(self.device)
+        biased = self.family.tensor(block, description.consumer, "bias") in tensors
+        methods = self.recipe.spaces[space].compensation.methods(biased=biased)
+        moments = total(tuple(m.to(self.device) for m in folds if isinstance(m, Moments)))
+        return self._unit_scores(space, weight, moments, centred=any(METHODS[m].adds_bias for m in methods))
 
     # ---- logits -----------------------------------------------------------------------------------------------
 
@@ -210,7 +263,9 @@ class Sites:
         heads = query.shape[0] // head_dim
         folds = tuple(f.to(self.device) for f in folds)
         whole = logit_moments.total(folds) if folds else None
-        scores = LOGIT_SCORES[own.score].function(query, key, whole, heads)
+        scores = settled.scores
+        if scores is None:
+            scores = LOGIT_SCORES[own.score].function(query, key, whole, heads)
         kept = select_in_heads(scores, settled.keep) if settled.kept is None else settled.kept
         plan = _plan(block, "qk", None, kept, scores.flatten())
         if kept.numel() == scores.numel():
@@ -219,7 +274,7 @@ class Sites:
         plan.method = own.compensation.method
         M = torch.zeros(heads, *[dimensions.shape[1]] * 2, dtype=torch.float64, device=self.device)
         if whole is not None:
-            M = self._solve_logits(plan, dimensions, folds, whole, settled.strength, M)
+            M = self._solve_logits(plan, dimensions, folds, whole, settled.plan, M)
         values = [tensors[name].to(self.device) if name in tensors else None for name in biases]
         if plan.method == "none":
             rows = kept.to(self.device)
@@ -235,7 +290,7 @@ class Sites:
         dimensions: Tensor,
         folds: Sequence[LogitMoments],
         whole: LogitMoments,
-        settled: float | None,
+        settled: SitePlan | None,
         M: Tensor,
     ) -> Tensor:
         """Solve, and enter errors and diagnostics into the plan."""
@@ -244,7 +299,7 @@ class Sites:
         energy = float(system.energy.sum())
         held_out = None
         if own.method != "none":
-            plan.strength = settled
+            plan.strength = None if settled is None else settled.strength
             if plan.strength is None and own.lambda_by == "folds":
                 if len(folds) < 2:
                     raise UserError(NO_FOLDS)

@@ -3,12 +3,13 @@
 The engine and the closed forms do not know which (DESIGN, "moment source").
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.drift import observe_drift
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.moments import Moments
@@ -85,6 +86,43 @@ class SequentialMoments:
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the pruned block's output become the next block's input."""
         self.stream.advance(block, tensors)
+
+
+class DriftMoments(SequentialMoments):
+    """Measured on the already pruned prefix, with its drift from the dense model (METHODS section 1).
+
+    Of queries and keys the moments are the sequential ones. Two blocks and two sets of hidden states are held: the
+    dense block runs again for every stage, and once more as the streams go on, for nothing of it is kept between.
+
+    Args:
+        stream: hidden states of the model that is pruned, at the input of the first block.
+        dense: those of the dense model there, of the same samples and folds.
+        read_block: reads the on-disk tensors of a block of the dense model.
+        gram: for each space that will be asked for, whether the Gram is needed.
+        true_sequential: measure again after each of them, so that every one sees its own pruned prefix.
+    """
+
+    def __init__(
+        self,
+        stream: HiddenStream,
+        dense: HiddenStream,
+        read_block: Callable[[int], Mapping[str, Tensor]],
+        gram: Mapping[Any, bool],
+        *,
+        true_sequential: bool,
+    ) -> None:
+        super().__init__(stream, gram, true_sequential=true_sequential)
+        self.dense, self._read_block = dense, read_block
+
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        """Moments of the block run on the pruned prefix's output, with drift where the space has a consumer."""
+        gram = {key: self._gram[key] for key in keys}
+        return observe_drift(self.dense, self.stream, block, self._read_block(block), tensors, gram)
+
+    def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+        """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""
+        super().advance(block, tensors)
+        self.dense.advance(block, self._read_block(block))
 
 
 class RotatedMoments(NoMoments):

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.calibration import measure as measure_module
 from ckpt_prune.calibration.measure import add, checkpoint_dtype, statistics_bytes
-from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.statistics import Statistics, StatisticsIndex, add_index, with_effects
 from ckpt_prune.calibration.text import text_fingerprint
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -127,6 +128,87 @@ def test_what_does_not_belong_together_is_not_added(model, measured, tmp_path):
         assert refusal(add, measured, statistics, tmp_path / "sum") == (
             f"{measured.folder} and {statistics.folder} are of different {name}: only equal ones can be added"
         )
+
+
+# ---- effects ---------------------------------------------------------------------------------------------------
+
+EFFECTS = {DOWN: [(5, 0.125), (11, 1 / 3)], DOWN.replace(".1.", ".2."): [(5, 0.0), (16, 1e-9)]}
+INDEX_OF_OLD = {
+    "model": "a" * 64,
+    "tokenizer": None,
+    "dtype": "float32",
+    "data": ["b" * 64],
+    "seed": 0,
+    "samples": 6,
+    "window": 8,
+    "tokens": 48,
+    "folds": 1,
+    "collect": ["moments"],
+    "compute_dtype": "float32",
+    "blocks": 1,
+    "consumers": {"model.layers.{block}.mlp.down_proj.weight": 4},
+    "files": {"block-00000.safetensors": "c" * 64},
+}
+
+
+def test_an_index_without_effects_is_as_it_always_was(measured):
+    """It is written without them, and its digest is that of before there were any."""
+    old = StatisticsIndex.model_validate(INDEX_OF_OLD)
+    assert old.effects == {}
+    assert old.digest == "e0ca8414ae2560f5970ea9f310b11122a0af1fe133246dec7e1c91104d799508"
+    written = json.loads((measured.folder / "statistics.json").read_text())
+    assert "effects" not in written
+    assert "effects" not in measured.summary()
+    assert measured.index.digest == hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
+
+
+def test_effects_come_back_and_moments_stay(measured, tmp_path):
+    before = Statistics(copy_of(measured, tmp_path / "copy"))
+    after = with_effects(before, EFFECTS)
+    assert after.folder == before.folder
+    assert after.index.effects == Statistics(before.folder).index.effects == EFFECTS
+    assert after.index.digest not in (before.index.digest, with_effects(after, {DOWN: EFFECTS[DOWN]}).index.digest)
+    assert after.index.model_copy(update={"effects": {}}) == before.index
+    assert_equal(after, measured)
+    assert after.summary()["effects"][DOWN] == [[5, 0.125], [11, 1 / 3]]
+    # What was measured before gives way, to nothing too.
+    assert with_effects(after, {}).index.digest == before.index.digest
+    assert (before.folder / "statistics.json").read_bytes() == (measured.folder / "statistics.json").read_bytes()
+    assert sorted(path.name for path in before.folder.iterdir()) == sorted(p.name for p in measured.folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ([(1, float("nan"))], "Input should be"),
+        ([(1, 0.5), (2, float("inf"))], "Input should be a finite number"),
+        ([(1, -1e-9)], "Input should be greater than or equal to 0"),
+        ([(0, 0.5)], "Input should be greater than or equal to 1"),
+        ([(2, 0.5), (1, 0.5)], "units dropped must ascend"),
+        ([(2, 0.5), (2, 0.5)], "units dropped must ascend"),
+        ([], "units dropped must ascend"),
+    ],
+)
+def test_effects_that_cannot_be(measured, tmp_path, own, why):
+    folder = copy_of(measured, tmp_path / "copy")
+    message = refusal(with_effects, Statistics(folder), {DOWN: own})
+    assert message.startswith(f"{folder}: effects")
+    assert DOWN in message
+    assert why in message
+    assert message.endswith(": measure effects again")
+    assert (folder / "statistics.json").read_bytes() == (measured.folder / "statistics.json").read_bytes()
+    edit_index(folder, effects={DOWN: own})
+    assert "is damaged or of another version" in refusal(Statistics, folder)
+
+
+def test_effects_of_a_sum():
+    """The mean weighted by samples, of what both measured at the same points."""
+    a = StatisticsIndex.model_validate(INDEX_OF_OLD | {"effects": {"x": [(1, 0.25), (3, 1.0)], "y": [(2, 1.0)]}})
+    b = a.model_copy(update={"samples": 2, "effects": {"x": [(1, 0.75), (3, 0.0)], "y": [(1, 1.0)], "z": [(1, 1.0)]}})
+    assert add_index(a, b, {}).effects == {"x": [(1, 0.375), (3, 0.75)]}
+    assert add_index(b, a, {}).effects == {"x": [(1, 0.375), (3, 0.75)]}
+    assert add_index(a, b.model_copy(update={"effects": {}}), {}).effects == {}
+    assert add_index(a.model_copy(update={"effects": {}}), b, {}).effects == {}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

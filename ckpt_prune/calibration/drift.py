@@ -1,0 +1,161 @@
+"""Measuring the drift of a pruned model's residual stream, for the drift-correcting target (METHODS section 1)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.architectures.family import ColumnSpace, SpaceName
+from ckpt_prune.calibration.kinds import Key, SpaceMoments
+from ckpt_prune.calibration.moments import Drift, Moments
+from ckpt_prune.calibration.streams import HiddenStream
+
+
+@torch.no_grad()
+def observe_drift(
+    dense: HiddenStream,
+    pruned: HiddenStream,
+    index: int,
+    dense_tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    gram: Mapping[Key, bool],
+) -> dict[Key, SpaceMoments]:
+    """Moments of what is named in the pruned stream, a tuple over folds, with the drift of spaces with a consumer.
+
+    The target of a consumer is y* = (dense residual stream after it) − (pruned residual stream before it), its own
+    bias aside; where the block multiplies its output by a layer scale s, (…) / s element by element. What is stored
+    is δ = y* − W x, where x and W are the input and the weight of the consumer in the block as `tensors` have it:
+    ([dense residual stream after] − [pruned residual stream after]) / s, the target of METHODS section 1 (this
+    project's). Where an element of s is zero nothing the consumer does is seen, and δ is zero. Queries and keys have
+    no output of their own in the stream: of them, and of linear modules that no space names, the moments are those of
+    `HiddenStream.observe`.
+
+    Both blocks run batch by batch, one after the other; two blocks and two streams are held, and a third set of hidden
+    states is not. δ is made in float64.
+
+    Args:
+        dense: stream of the dense model at the input of the block.
+        pruned: stream of the pruned one, of the same samples and folds.
+        index: the block.
+        dense_tensors: its on-disk tensors in the dense model.
+        tensors: its on-disk tensors as they stand in the pruned one, of any widths; consumers that are asked for are
+            still whole.
+        gram: spaces and linear modules to observe, and whether with the Gram.
+
+    Raises:
+        ValueError: the streams have different batches.
+    """
+    if dense.batches != pruned.batches:
+        raise ValueError("drift is measured between streams of the same samples in the same folds")
+    columns = pruned.factory.family.columns
+    spaces: dict[Key, SpaceName] = {key: space for key in gram for space in columns if space == key}
+    if not spaces:
+        return pruned.observe(index, tensors, gram)
+    wanted = list(spaces.values())
+    theirs = _Residual(dense, index, dense_tensors, wanted)
+    ours = _Residual(pruned, index, tensors, wanted)
+    observers = {key: pruned.observer(ours.block, index, key, own) for key, own in gram.items()}
+    drifts = {space: [ours.no_drift(space) for _ in range(pruned.folds)] for space in wanted}
+    for fold, rows in pruned.batches:
+        for observer in observers.values():
+            observer.fold = fold
+        theirs.run(rows)
+        ours.run(rows)
+        for space, folds in drifts.items():
+            delta = ours.unscaled(space, theirs.after(space) - ours.after(space))
+            folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
+    found: dict[Key, SpaceMoments] = {}
+    for key, observer in observers.items():
+        moments: SpaceMoments = observer.moments()
+        if key in spaces:
+            own = drifts[spaces[key]]
+            moments = tuple(
+                replace(m, drift=drift.to("cpu"))
+                for m, drift in zip(moments, own, strict=True)
+                if isinstance(m, Moments)
+            )
+        found[key] = moments
+    return found
+
+
+class _Residual:
+    """One block of a stream, and the residual stream after those of its spaces that are asked for.
+
+    Args:
+        stream: at the input of the block.
+        index: of the block.
+        tensors: its on-disk tensors.
+        spaces: that end in a consumer.
+
+    Attributes:
+        block: the module.
+        inputs: linear module → its input in the batch that ran last, (..., d_in).
+    """
+
+    def __init__(
+        self, stream: HiddenStream, index: int, tensors: Mapping[str, Tensor], spaces: list[SpaceName]
+    ) -> None:
+        self._stream, self._index = stream, index
+        family, factory = stream.factory.family, stream.factory
+        self._columns = family.columns
+        self.block = factory.block(index, tensors)
+        names = {space: family.scale(index, space) for space in spaces}
+        self._scales = {s: tensors[n].to(factory.device, torch.float64) for s, n in names.items() if n is not None}
+        self.inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
+        self._entered = self._left = torch.empty(0)
+        # What tells pre-norm and post-norm apart, and what the consumers asked for need.
+        watched = {_reader(self._columns["heads"])}
+        for space in spaces:
+            watched |= {_reader(self._columns[space]), self._columns[space].consumer}
+        for name in watched:
+            self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            self.inputs[name], self._outputs[name] = args[0], output
+
+        path = self._stream.factory.module_path(self._index, name)
+        self.block.get_submodule(path).register_forward_hook(see)
+
+    def run(self, rows: slice) -> None:
+        """Let samples go through the block."""
+        self._entered = self._stream.states[rows].to(self._stream.factory.device)
+        self._left = self._stream.run(self.block, self._index, self._entered)
+
+    @property
+    def _post_norm(self) -> bool:
+        """Whether norms stand after the additions: then queries are made of the very input of the block."""
+        return torch.equal(self.inputs[_reader(self._columns["heads"])], self._entered)
+
+    def after(self, space: SpaceName) -> Tensor:
+        """The residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
+        if space != "heads" and not self._post_norm:
+            return _rows(self._left)
+        before = self._entered if space == "heads" else self.inputs[_reader(self._columns[space])]
+        added = _rows(self._outputs[self._columns[space].consumer])
+        return _rows(before) + (added * self._scales[space] if space in self._scales else added)
+
+    def unscaled(self, space: SpaceName, residual: Tensor) -> Tensor:
+        """What a space's consumer would have to give for a difference of the residual stream; 0 where its scale is."""
+        if space not in self._scales:
+            return residual
+        scale = self._scales[space]
+        return torch.where(scale == 0, 0.0, residual / scale)
+
+    def no_drift(self, space: SpaceName) -> Drift:
+        """The drift of no token at a space's consumer."""
+        path = self._stream.factory.module_path(self._index, self._columns[space].consumer)
+        outputs, width = self.block.get_parameter(f"{path}.weight").shape
+        return Drift.zeros(outputs, width, self._stream.factory.device)
+
+
+def _reader(space: ColumnSpace) -> str:
+    """The first linear module that makes a space; all of them read one input."""
+    return next(iter(space.producers))
+
+
+def _rows(states: Tensor) -> Tensor:
+    """(..., d) as (tokens, d) float64: some blocks fold samples and tokens together before their mlp."""
+    return states.reshape(-1, states.shape[-1]).double()

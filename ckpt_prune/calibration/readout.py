@@ -1,0 +1,163 @@
+"""What a model makes of the hidden states that leave its last block, and how far two such outputs are apart."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ckpt_prune.architectures.skeleton import is_stored_buffer
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.streams import ReadTensors
+
+CHUNK = 2**24
+"""Logits that are compared at once: 64 MiB in each of a few float32 tensors, however large the vocabulary."""
+
+
+class Readout:
+    """The model's own forward pass, with given hidden states in place of what its blocks would make.
+
+    Every head is thus the model's own: its final norm, pooler, projections, and weights tied as it ties them. Memory,
+    on the factory's device: everything outside the blocks, for as long as this lives, and the outputs of the samples
+    that are asked for together (of a causal language model tokens x vocabulary).
+
+    Args:
+        factory: of the model's blocks; its skeleton is copied, not changed.
+        tensors: on-disk names of the checkpoint.
+        read: reads on-disk tensors by name; asked for those outside the blocks only.
+
+    Attributes:
+        logits: whether the model has a head, so that its outputs are logits, or else its last hidden states.
+
+    Raises:
+        ValueError: a parameter outside the blocks has no tensor.
+    """
+
+    def __init__(self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors) -> None:
+        self.factory = factory
+        self.logits = factory.family.auto_class != "AutoModel"
+        self._model: Any = copy.deepcopy(factory.skeleton).to("meta")
+        self._states: Tensor | None = None
+        self._fill(tensors, read)
+        self._fill_buffers()
+        layers: Any = self._model.get_submodule(factory.family.layers)
+        for index, layer in enumerate(layers):
+            layer.forward = self._stand_in(last=index == len(layers) - 1)
+
+    @torch.no_grad()
+    def outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
+        """What the model returns for some samples when its last block makes `states` of them.
+
+        Args:
+            batch: what the model is called with for B samples (`Samples.batch`), on any device.
+            states: (B, T, hidden), any floating dtype, on any device.
+
+        Returns:
+            Every output whose name ends in "logits", in the model's order, (B, ..., classes); of a model without a
+            head its last hidden states alone, (B, T, hidden). In the factory's dtype, on its device.
+        """
+        factory = self.factory
+        inputs = {name: values.to(factory.device) for name, values in batch.items()}
+        options = {"use_cache": False} if factory.family.modality == "text" else {}
+        self._states = states.to(factory.device, factory.dtype)
+        found = self._model(**inputs, **options)
+        self._states = None
+        if not self.logits:
+            return [found.last_hidden_state]
+        return [value for name, value in found.items() if name.endswith("logits")]
+
+    def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+        """How far outputs are from those of the reference, summed over samples.
+
+        Of each sample: the mean over its positions of KL(reference ‖ outputs) in nats, added up over several logits;
+        of a model without a head ‖h′ − h‖² / ‖h‖² of its last hidden states.
+
+        Args:
+            reference: as `outputs` returns them.
+            outputs: the same of other states of the same samples.
+        """
+        measure = kl_divergence if self.logits else relative_error
+        return sum(measure(theirs, ours) for theirs, ours in zip(reference, outputs, strict=True))
+
+    def _outside(self, name: str) -> bool:
+        """Whether a module or parameter of the model is outside its blocks."""
+        layers = self.factory.family.layers
+        return name != layers and not name.startswith(f"{layers}.")
+
+    def _fill(self, tensors: Iterable[str], read: ReadTensors) -> None:
+        factory, model = self.factory, self._model
+        held = {name: factory.parameters(name) for name in tensors if not is_stored_buffer(name)}
+        held = {name: own for name, own in held.items() if own and self._outside(own[0])}
+        found = read(list(held))
+        for name, own in held.items():
+            for parameter, part in zip(own, found[name].chunk(len(own)), strict=True):
+                place, _, attribute = parameter.rpartition(".")
+                value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)
+                model.get_submodule(place).register_parameter(attribute, value)
+        # As stock loading ties them: a head that is stored under either name, or under both and differs, is respected.
+        missing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta}
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta and self._outside(name):
+                raise ValueError(f"no tensor for {name}")
+
+    def _fill_buffers(self) -> None:
+        """Buffers that no checkpoint stores: modules compute them themselves, off the meta device."""
+        factory, model = self.factory, self._model
+        for path, module in list(model.named_modules()):
+            own = [buffer for buffer in module.buffers(recurse=False) if buffer.is_meta]
+            if not own or not self._outside(path):
+                continue
+            with factory.device:
+                real = type(module)(factory.config)
+            if next(module.parameters(), None) is None:
+                place, _, attribute = path.rpartition(".")
+                setattr(model.get_submodule(place), attribute, real)
+            else:
+                for name, values in real.named_buffers(recurse=False):
+                    module.register_buffer(name, values, persistent=False)
+
+    def _stand_in(self, *, last: bool) -> Callable[..., Tensor | None]:
+        """What runs in place of a block's own forward."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+            return self._states if last else hidden_states
+
+        return forward
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> float:
+    """Mean over a sample's positions of KL(reference ‖ model) in nats, summed over samples.
+
+    Summed as Σ (q − p − p log(q / p)), whose terms are never negative, and which is KL since p and q add up to one.
+    Rounding of the logarithms only enters its terms squared, where it would swamp a small Σ p log(p / q). The
+    log-softmax is taken in float32, sums in float64.
+
+    Args:
+        reference: logits (B, ..., classes), any floating dtype.
+        logits: of the model, of the same shape.
+    """
+    samples, classes = reference.shape[0], reference.shape[-1]
+    p, q = reference.reshape(-1, classes), logits.reshape(-1, classes)
+    rows, total = max(1, CHUNK // classes), 0.0
+    for start in range(0, len(p), rows):
+        log_p, log_q = (functional.log_softmax(each[start : start + rows].float(), -1) for each in (p, q))
+        ratio = log_q - log_p
+        # The first form keeps its digits near 0, the second does not overflow.
+        near, far = log_p.exp() * (ratio.expm1() - ratio), log_q.exp() - log_p.exp() * (1 + ratio)
+        total += float(torch.where(ratio < 1, near, far).sum(dtype=torch.float64).clamp_min(0))
+    return total / (len(p) / samples)
+
+
+def relative_error(reference: Tensor, states: Tensor) -> float:
+    """‖h′ − h‖² / ‖h‖² of each sample, summed over samples, in float64.
+
+    Args:
+        reference: h, (B, T, hidden), any floating dtype.
+        states: h′, of the same shape.
+    """
+    wide = reference.double().flatten(1)
+    lost = (states.double().flatten(1) - wide).square().sum(1)
+    return float((lost / wide.square().sum(1)).sum())

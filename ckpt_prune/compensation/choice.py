@@ -1,0 +1,192 @@
+"""Which closed form, λ and share of the drift a projection gets: the best on held-out folds (this project).
+
+No method is best everywhere: with few tokens a rotation beats a refit, with many it does not, and correcting the drift
+can do harm. The error of each on tokens it was not fitted to follows from the moments of a few folds alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import product
+from operator import add
+
+from torch import Tensor
+
+from ckpt_prune.compensation.fit import Blend, Fit, Fold, error
+from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_lambda
+from ckpt_prune.compensation.strength import HeldOut
+
+RESOLUTION = 1e-12
+"""Relative errors nearer to each other than this differ by rounding alone, and count as equal."""
+SMALLEST_SCALE = 1e-6
+"""A rotation is told from its scaled version by dividing by the scale, unless it is smaller than this."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to fit a projection, and how it does on tokens it was not fitted to.
+
+    Attributes:
+        method: a name of `METHODS`.
+        strength: λ in the units of the grid; None for methods without.
+        share: α of the target the weights are fitted to, W x + α δ.
+        error: Σ held-out error / Σ energy of the held-out target, both at α = 1; 0 where that energy is 0.
+    """
+
+    method: str
+    strength: float | None
+    share: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The trial with the least held-out error, and by how much.
+
+    Attributes:
+        best: the one chosen.
+        margin: by how much the best trial of any other method is worse, relative to the error of `best`. 0 where no
+            other method was tried, or where the two differ by less than `RESOLUTION`; an error of `best` below that
+            counts as that much, so that the margin is finite.
+        runner_up: that other method; None where no other was tried.
+        trials: the best of each method, in the order of `METHODS`.
+    """
+
+    best: Trial
+    margin: float
+    runner_up: str | None
+    trials: tuple[Trial, ...]
+
+
+def choose(
+    weight_kept: Tensor,
+    folds: Sequence[Blend],
+    methods: Sequence[str],
+    grid: Sequence[float],
+    shares: Sequence[float] = (0.0,),
+    units: Units = "relative",
+) -> Chosen:
+    """The method, λ and share of the drift with the least error on each fold when fitted to all the others.
+
+    Whatever the share α of a fit, it is scored by the target at α = 1: the dense model's own residual stream. α only
+    says how much of the drift of the training tokens to believe. Without drift there is one target, and α is 0.
+
+    Of equal errors the one that changes less wins: the method that stands first in `METHODS`, then the larger λ, then
+    the smaller share.
+
+    Args:
+        weight_kept: W_K, (d_out, k) float64.
+        folds: blends of disjoint tokens, with second moments, all with a drift or all without. Those without a token
+            are left out.
+        methods: names of `METHODS` to choose among.
+        grid: λ to try with the methods that have one, none negative; may be empty if none has.
+        shares: α to try, each in [0, 1].
+        units: of the grid; a relative λ is relative to the training folds' Gram.
+
+    Raises:
+        ValueError: no method or an unknown one, fewer than two folds with tokens, an empty grid that a method needs, a
+            negative λ, no share or one outside [0, 1], drift in some folds only, or a fold without second moments.
+    """
+    strange = [name for name in methods if name not in METHODS]
+    if strange:
+        raise ValueError(f"unknown method {strange[0]!r}: known are {', '.join(METHODS)}")
+    chosen = [method for name, method in METHODS.items() if name in methods]
+    if not chosen:
+        raise ValueError("choosing a method needs at least one to try")
+    used = [fold for fold in folds if fold.fit.count > 0]
+    if len(used) < 2:
+        raise ValueError(f"choosing on held-out tokens needs at least 2 folds with tokens, not {len(used)}")
+    if not grid and any(method.uses_lambda for method in chosen):
+        raise ValueError("choosing lambda needs at least one value to try")
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise ValueError(f"shares of the drift must be one or more numbers from 0 to 1, not {list(shares)}")
+    if len({fold.cross is None for fold in used}) > 1:
+        raise ValueError("some folds have a drift and some have none: measure all of them to the same target")
+    if used[0].cross is None:
+        shares = (0.0,)
+    every = _trials(weight_kept, used, chosen, grid, shares, units)
+    trials = [_least([trial for trial in every if trial.method == method.name]) for method in chosen]
+    best = _least(trials)
+    others = [trial for trial in trials if trial.method != best.method]
+    if not others:
+        return Chosen(best, 0.0, None, tuple(trials))
+    runner_up = _least(others)
+    gap = runner_up.error - best.error
+    margin = gap / max(best.error, RESOLUTION) if gap > RESOLUTION else 0.0
+    return Chosen(best, margin, runner_up.method, tuple(trials))
+
+
+def _least(trials: Sequence[Trial]) -> Trial:
+    """The trial with the least error, of those that equal it the one that changes the weights least."""
+    least = min(trial.error for trial in trials)
+    order = list(METHODS)
+    return min(
+        (trial for trial in trials if trial.error <= least + RESOLUTION),
+        key=lambda trial: (order.index(trial.method), -(trial.strength or 0.0), trial.share),
+    )
+
+
+def _trials(
+    weight_kept: Tensor,
+    folds: Sequence[Blend],
+    methods: Sequence[Method],
+    grid: Sequence[float],
+    shares: Sequence[float],
+    units: Units,
+) -> list[Trial]:
+    """Every trial, each λ and share once."""
+    grid, shares = sorted(set(grid)), sorted(set(shares))
+    fixed = [method.name for method in methods if not method.uses_lambda]
+    fitted = [name for name in fixed if name != "none"]
+    sums: dict[tuple[str, float | None, float], float] = defaultdict(float)
+    energy = 0.0
+    total = reduce(add, folds)
+    for each in folds:
+        train, fold = total - each, each.at(1.0)
+        energy += fold.second_moments()[2]
+        strengths = [absolute_lambda(value, units, train.fit) for value in grid]
+        for centred in (False, True):
+            shrinking = [method for method in methods if method.uses_lambda and method.adds_bias == centred]
+            for method, errors in _shrunk(shrinking, weight_kept, train, fold, strengths, shares):
+                for (value, share), found in zip(product(grid, shares), errors, strict=True):
+                    sums[method.name, value, share] += found
+        if "none" in fixed:
+            sums["none", None, shares[0]] += error(Fold(weight_kept), fold)
+        for share in shares if fitted else []:
+            for name, result in _fits(fitted, weight_kept, train.at(share)):
+                sums[name, None, share] += error(result, fold)
+    return [Trial(*key, found / energy if energy > 0 else 0.0) for key, found in sums.items()]
+
+
+def _shrunk(
+    methods: Sequence[Method],
+    weight_kept: Tensor,
+    train: Blend,
+    fold: Fit,
+    strengths: Sequence[float],
+    shares: Sequence[float],
+) -> Iterator[tuple[Method, list[float]]]:
+    """Held-out errors of methods with λ, all centred or none: of each λ in turn, every share.
+
+    The decomposition they share is let go before the next is made: at width 11008 it holds gigabytes.
+    """
+    if not methods:
+        return
+    held_out = HeldOut.of(train, fold, centred=methods[0].adds_bias)
+    for method in methods:
+        base = weight_kept if method.shrinks_to == "kept" else None
+        yield method, held_out.errors(base, strengths, shares).flatten().tolist()
+
+
+def _fits(names: Sequence[str], weight_kept: Tensor, fit: Fit) -> Iterator[tuple[str, Fold]]:
+    """What each of the methods without λ gives."""
+    known: dict[str, Fold] = {}
+    if {"rotation", "rotation-scale"} <= set(names):
+        # Nearly all of the work is the polar factor, which both share.
+        scaled = METHODS["rotation-scale"].fit(weight_kept, fit, 0.0)
+        known["rotation-scale"], scale = scaled, scaled.details["scale"]
+        if scale > SMALLEST_SCALE:
+            known["rotation"] = Fold(scaled.weight / scale)
+    for name in names:
+        yield name, known.pop(name) if name in known else METHODS[name].fit(weight_kept, fit, 0.0)

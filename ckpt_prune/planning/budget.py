@@ -1,0 +1,314 @@
+"""Widths of many sites under one budget, so that the total predicted error is least. Pure functions.
+
+Every site brings its error as a function of the units dropped, and what a unit costs. Choosing one width per site under
+a bound on the total cost is a multiple-choice knapsack. Where few combinations exist it is solved exactly. Else the
+Lagrangian relaxation is (Everett 1963: the lower convex hulls of all sites, steepest fall of error per cost first),
+and what it leaves of the budget is used up by further steps and by exchanges between two sites (this project).
+"""
+
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite, isnan, lcm, prod
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ckpt_prune.errors import UserError
+
+K = TypeVar("K", bound=Hashable)
+Array = NDArray[np.float64]
+
+MOST_COMBINATIONS = 50_000
+"""Widths of all sites but the one with most choices are tried in every combination up to this many."""
+ROUNDING = 1e-6
+"""A fall between neighbours by this share of the largest error is rounding (of float32 moments), not a decrease."""
+NEARBY = 8
+"""Exchanges look at this many widths on either side of a site's own, beside the next hull vertices."""
+ROUNDS = 64
+"""Exchanges at most."""
+
+
+class BudgetError(UserError):
+    """Even the smallest widths cost more than the budget.
+
+    Attributes:
+        least: what the smallest widths cost, in the units of the budget.
+    """
+
+    def __init__(self, budget: float, least: float):
+        super().__init__(
+            f"a budget of {_exact(budget)} is out of reach: the smallest widths that are allowed take {_exact(least)}; "
+            "ask for that or more"
+        )
+        self.least = least
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What one site loses with its units, and what a unit costs.
+
+    Attributes:
+        errors: (units + 1,) of any float dtype: the predicted error with k units dropped, never decreasing.
+        unit_cost: parameters, bytes or FLOPs that go with one unit. Costs are compared in float64, which is exact for
+            whole numbers up to 2**53.
+        multiple_of: widths allowed are the multiples of this that are at least 1, and all units.
+
+    Raises:
+        ValueError: there is no unit, an error is not finite, errors decrease by more than rounding, a unit is free, or
+            multiple_of is below 1.
+    """
+
+    errors: Tensor | Sequence[float]
+    unit_cost: float
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if values.ndim != 1 or len(values) < 2:
+            raise ValueError(f"a curve has an error for 0, 1, ... units dropped, not shape {values.shape}")
+        if not np.isfinite(values).all():
+            raise ValueError("an error of a curve is not finite")
+        falls = np.diff(values) < -ROUNDING * np.abs(values).max()
+        if falls.any():
+            raise ValueError(f"errors never decrease, but from {int(falls.argmax())} units dropped to one more they do")
+        if not (isfinite(self.unit_cost) and self.unit_cost > 0):
+            raise ValueError(f"the cost of a unit is positive and finite, not {self.unit_cost:g}")
+        if self.multiple_of < 1:
+            raise ValueError(f"multiple_of is at least 1, not {self.multiple_of}")
+
+    @cached_property
+    def values(self) -> Array:
+        """`errors` as they were when the curve was made, float64 on the CPU."""
+        if isinstance(self.errors, Tensor):
+            return self.errors.detach().to("cpu", torch.float64).numpy().copy()
+        return np.array(self.errors, dtype=np.float64)
+
+    @property
+    def units(self) -> int:
+        """Units of the dense site."""
+        return len(self.values) - 1
+
+    def error(self, kept: int) -> float:
+        """Predicted error with `kept` units left.
+
+        Raises:
+            ValueError: there are not that many units.
+        """
+        if not 0 <= kept <= self.units:
+            raise ValueError(f"{kept} units cannot be kept of {self.units}")
+        return float(self.values[self.units - kept])
+
+    @cached_property
+    def choices(self) -> "_Choices":
+        """The widths allowed, with what each costs and loses."""
+        widths = np.arange(self.multiple_of, self.units + 1, self.multiple_of)
+        if not len(widths) or widths[-1] != self.units:
+            widths = np.append(widths, self.units)
+        # Rounding aside this changes nothing; with it, wider is never worse, on which both solvers rest.
+        rising = np.maximum.accumulate(self.values)
+        return _Choices(widths, widths.astype(np.float64) * self.unit_cost, rising[self.units - widths])
+
+
+@dataclass(frozen=True, eq=False)
+class _Choices:
+    """Widths a site may have in ascending order (n,) int64, with their costs (n,) and errors (n,)."""
+
+    widths: NDArray[np.int64]
+    costs: Array
+    errors: Array
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    @cached_property
+    def hull(self) -> NDArray[np.int64]:
+        """Indices of the choices on the lower convex hull of error over cost, first and last among them (Andrew 1979).
+
+        Points on an edge stay in: shorter segments leave less of a budget unused.
+        """
+        costs, errors = self.costs.tolist(), self.errors.tolist()
+        vertices, worths = [0], [float("inf")]
+        for new in range(1, len(costs)):
+            while True:
+                last = vertices[-1]
+                worth = (errors[last] - errors[new]) / (costs[new] - costs[last])
+                if worth <= worths[-1]:
+                    break
+                vertices.pop()
+                worths.pop()
+            vertices.append(new)
+            worths.append(worth)
+        return np.array(vertices)
+
+    @cached_property
+    def steps(self) -> Array:
+        """Cost of each segment of the hull, from narrow to wide, (h - 1,)."""
+        return np.diff(self.costs[self.hull])
+
+    @cached_property
+    def worths(self) -> Array:
+        """Fall of the error per cost along each segment of the hull, (h - 1,), never rising."""
+        return -np.diff(self.errors[self.hull]) / self.steps
+
+
+def merged(curves: Sequence[Curve]) -> Curve:
+    """One curve for sites that share one width: their errors and unit costs added.
+
+    Widths allowed are those that every site allows.
+
+    Raises:
+        ValueError: no curve, or they differ in units.
+    """
+    units = sorted({curve.units for curve in curves})
+    if len(units) != 1:
+        raise ValueError(f"curves that share a width have the same number of units, not {units}")
+    errors = np.sum([curve.values for curve in curves], axis=0)
+    cost = sum(curve.unit_cost for curve in curves)
+    return Curve(torch.from_numpy(errors), cost, lcm(*(curve.multiple_of for curve in curves)))
+
+
+def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
+    """Widths whose total cost is within the budget and whose total error is least.
+
+    Exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS` combinations:
+    two spaces that each have one width for the whole model always do. Else the error exceeds the least possible by no
+    more than what a single segment of a site's lower convex hull is worth. Deterministic: what is tried first wins a
+    tie, earlier keys and, among combinations, wider widths; the site with most choices counts as the last.
+
+    Args:
+        curves: site → its curve.
+        budget: for Σ kept · unit_cost, in the units of `unit_cost`.
+
+    Returns:
+        site → units kept. Where everything fits, nothing is dropped.
+
+    Raises:
+        BudgetError: the smallest widths do not fit.
+        ValueError: the budget is not a number.
+    """
+    if isnan(budget):
+        raise ValueError("the budget is not a number")
+    choices = [curve.choices for curve in curves.values()]
+    least = float(sum(c.costs[0] for c in choices))
+    if least > budget:
+        raise BudgetError(budget, least)
+    if sum(c.costs[-1] for c in choices) <= budget:
+        return {key: curve.units for key, curve in curves.items()}
+    most = max(range(len(choices)), key=lambda site: (len(choices[site]), site))
+    combinations = prod(len(c) for site, c in enumerate(choices) if site != most)
+    at = _enumerate(choices, most, budget) if combinations <= MOST_COMBINATIONS else _relax(choices, budget)
+    return {key: int(c.widths[index]) for key, c, index in zip(curves, choices, at, strict=True)}
+
+
+def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[int]:
+    """Index of each site's best choice: every combination of the others, and the widest of `last` that then fits."""
+    others = [site for site in range(len(choices)) if site != last]
+    spent, error = np.zeros(1), np.zeros(1)
+    # From wide to narrow, so that the first of equal errors is the widest in the earlier sites.
+    for site in others:
+        spent = np.add.outer(spent, choices[site].costs[::-1]).ravel()
+        error = np.add.outer(error, choices[site].errors[::-1]).ravel()
+    widest = np.searchsorted(choices[last].costs, budget - spent, side="right") - 1
+    best = int(np.where(widest < 0, np.inf, error + choices[last].errors[widest]).argmin())
+    at = [int(widest[best])] * len(choices)
+    for site, narrower in zip(others, np.unravel_index(best, [len(choices[site]) for site in others]), strict=True):
+        at[site] = len(choices[site]) - 1 - int(narrower)
+    return at
+
+
+def _relax(choices: Sequence[_Choices], budget: float) -> list[int]:
+    """Index of each site's choice: where the steepest segments of all hulls lead, then what is left used up."""
+    vertices = _steepest(choices, budget)
+    _fill(choices, vertices, budget)
+    at = _indices(choices, vertices)
+    _exchange(choices, at, budget)
+    return at
+
+
+def _steepest(choices: Sequence[_Choices], budget: float) -> list[int]:
+    """Hull vertex of each site before the first segment that does not fit, taken steepest first."""
+    owners = np.concatenate([np.full(len(c.steps), site) for site, c in enumerate(choices)])
+    # Stable, and worths never rise along a hull: the segments of a site are taken in their order.
+    order = np.argsort(-np.concatenate([c.worths for c in choices]), kind="stable")
+    spent = np.cumsum(np.concatenate([c.steps for c in choices])[order])
+    fit = int(np.searchsorted(spent, _slack(choices, [0] * len(choices), budget), side="right"))
+    return [int(vertex) for vertex in np.bincount(owners[order[:fit]], minlength=len(choices))]
+
+
+def _fill(choices: Sequence[_Choices], vertices: list[int], budget: float) -> None:
+    """Move on, in place, with the steepest segments that still fit."""
+    slack = _slack(choices, _indices(choices, vertices), budget)
+    waiting: list[tuple[float, int]] = []
+
+    def wait(site: int) -> None:
+        if vertices[site] < len(choices[site].steps):
+            heapq.heappush(waiting, (-float(choices[site].worths[vertices[site]]), site))
+
+    for site in range(len(choices)):
+        wait(site)
+    while waiting:
+        _, site = heapq.heappop(waiting)
+        step = float(choices[site].steps[vertices[site]])
+        # What does not fit now never will: what is left only shrinks.
+        if step > slack:
+            continue
+        slack -= step
+        vertices[site] += 1
+        wait(site)
+
+
+def _exchange(choices: Sequence[_Choices], at: list[int], budget: float) -> None:
+    """Move one site a little and give another the widest choice that then fits, in place, as long as that helps."""
+    for _ in range(ROUNDS):
+        slack = _slack(choices, at, budget)
+        sites = list(zip(choices, at, (_nearby(c, here) for c, here in zip(choices, at, strict=True)), strict=True))
+        movers = np.concatenate([np.full(len(near), site) for site, (_, _, near) in enumerate(sites)])
+        moves = np.concatenate([near for _, _, near in sites])
+        freed = np.concatenate([c.costs[here] - c.costs[near] for c, here, near in sites])
+        risen = np.concatenate([c.errors[near] - c.errors[here] for c, here, near in sites])
+        # Less than this is rounding, which must not keep two sites exchanging.
+        least = -1e-12 * sum(abs(float(c.errors[here])) for c, here, _ in sites)
+        found = None
+        for site, (c, here, _) in enumerate(sites):
+            # A site that would be its own partner stands for nobody moving: it takes what is left by itself.
+            partner = movers != site
+            widest = np.searchsorted(c.costs, c.costs[here] + slack + partner * freed, side="right") - 1
+            change = np.where(widest < 0, np.inf, partner * risen + c.errors[widest] - c.errors[here])
+            best = int(change.argmin())
+            if change[best] < least:
+                least, found = float(change[best]), (int(movers[best]), int(moves[best]), site, int(widest[best]))
+        if found is None:
+            return
+        mover, moved, site, taken = found
+        at[mover] = moved
+        at[site] = taken
+
+
+def _nearby(c: _Choices, here: int) -> NDArray[np.int64]:
+    """Indices of choices close to `here`, itself excluded, and of the hull vertices before and after it."""
+    before = max(0, int(np.searchsorted(c.hull, here, side="left")) - 1)
+    after = min(len(c.hull) - 1, int(np.searchsorted(c.hull, here, side="right")))
+    found = set(range(max(0, here - NEARBY), min(len(c), here + NEARBY + 1))) | {
+        int(c.hull[before]),
+        int(c.hull[after]),
+    }
+    return np.array(sorted(found - {here}), dtype=np.int64)
+
+
+def _indices(choices: Sequence[_Choices], vertices: Sequence[int]) -> list[int]:
+    """Index of the choice at each site's hull vertex."""
+    return [int(c.hull[vertex]) for c, vertex in zip(choices, vertices, strict=True)]
+
+
+def _slack(choices: Sequence[_Choices], at: Sequence[int], budget: float) -> float:
+    """What these choices leave of the budget."""
+    return budget - float(sum(c.costs[here] for c, here in zip(choices, at, strict=True)))
+
+
+def _exact(value: float) -> str:
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.15g}"

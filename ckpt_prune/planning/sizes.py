@@ -1,0 +1,171 @@
+"""The size a model should come to, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, or a share of the dense."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
+
+from ckpt_prune.planning.accounting import Cost
+from ckpt_prune.planning.fields import Strict
+
+SizeKind = Literal["params", "bytes", "flops"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number, or a share of what the dense model has. Exactly one of the two is given.
+
+    Attributes:
+        value: at least 1.
+        share: above 0, at most 1; exact, so that 29 % of 100 is 29.
+    """
+
+    value: int | None = None
+    share: Fraction | None = None
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.share is None):
+            raise ValueError("a size is either a number or a share")
+
+    def of(self, dense: int) -> int:
+        """The size in numbers where the dense model has `dense`; a share is rounded down."""
+        if self.share is not None:
+            return floor(self.share * dense)
+        assert self.value is not None
+        return self.value
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """How sizes of one kind are written: suffixes in lower case → what they multiply by; "" is a plain number."""
+
+    what: str
+    scales: dict[str, int]
+    allowed: str
+
+
+def _powers(prefixes: str, base: int, ending: str) -> dict[str, int]:
+    return {f"{prefix}{ending}": base ** (power + 1) for power, prefix in enumerate(prefixes)}
+
+
+_FLOPS = {"": 1} | _powers("kmgtp", 1000, "")
+_UNITS: dict[SizeKind, _Unit] = {
+    "params": _Unit("parameters", {"": 1} | _powers("kmbt", 1000, ""), "5.0B (K, M, B or T), 5000000000"),
+    "bytes": _Unit(
+        "bytes",
+        {"": 1, "b": 1} | _powers("kmgtp", 1000, "b") | _powers("kmgtp", 1024, "ib"),
+        "9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000",
+    ),
+    "flops": _Unit(
+        "FLOPs",
+        {f"{prefix}{ending}": scale for prefix, scale in _FLOPS.items() for ending in ("", "flop", "flops")},
+        "2.3T (K, M, G, T or P, with or without FLOPs), 2300000000000",
+    ),
+}
+_GROUPED = r"\d{1,3}(?P<gap>[_, ])\d{3}(?:(?P=gap)\d{3}){0,8}"
+_PLAIN = r"\d{1,30}(?:\.\d{1,30})?(?:e\+?\d{1,2})?"
+_SIZE = re.compile(rf"(?:(?P<grouped>{_GROUPED})|(?P<plain>{_PLAIN})) ?(?P<suffix>%|[a-z]*)", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(kind: SizeKind, text: str) -> Size:
+    """Read a size.
+
+    Case does not matter, and a space may stand before the unit. KB to PB are decimal, KiB to PiB binary. `_`, `,` and
+    spaces may separate thousands of a number without a suffix; with one, 9,5GiB could be 95 or 9.5. What is no whole
+    number after its suffix is rounded down.
+
+    Raises:
+        ValueError: anything else; the message says what is allowed.
+    """
+    unit = _UNITS[kind]
+    match = _SIZE.fullmatch(text.strip())
+    suffix = match["suffix"].lower() if match is not None else ""
+    scale = unit.scales.get(suffix)
+    if match is None or (scale is None and suffix != "%") or (match["grouped"] and scale != 1):
+        raise ValueError(
+            f"{text!r} is not a size in {unit.what}: allowed are {unit.allowed}, or a share of the dense model: 50%"
+        )
+    number = Fraction(match["plain"] or match["grouped"].replace(match["gap"], ""))
+    if scale is None:
+        if not 0 < number <= 100:
+            raise ValueError(f"{text!r} is not a share of the dense model: above 0% and at most 100% is allowed")
+        return Size(share=number / 100)
+    if scale == 1 and number.denominator != 1:
+        raise ValueError(
+            f"{text!r} is no whole number of {unit.what}: is a suffix missing? Allowed are {unit.allowed}, or a share "
+            "of the dense model: 50%"
+        )
+    if number * scale < 1:
+        raise ValueError(f"{text!r} comes to less than 1: nothing of the model would be left")
+    return Size(value=floor(number * scale))
+
+
+def _as_text(value: Any) -> Any:
+    """YAML reads 5e9 and 5000000000 as numbers."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _size_text(kind: SizeKind) -> Any:
+    """The text of a size of this kind, checked and otherwise as it was written."""
+
+    def check(text: str) -> str:
+        parse_size(kind, text)
+        return text.strip()
+
+    return Annotated[
+        str, BeforeValidator(_as_text), AfterValidator(check), WithJsonSchema({"type": ["string", "number"]})
+    ]
+
+
+if TYPE_CHECKING:
+    ParamsText = str
+    BytesText = str
+    FlopsText = str
+else:
+    ParamsText, BytesText, FlopsText = _size_text("params"), _size_text("bytes"), _size_text("flops")
+
+
+class TargetSize(Strict):
+    """What the pruned model may come to, at most: exactly one of parameters, bytes and FLOPs.
+
+    Written as it was read: `{"params": "5.0B"}`. A number becomes its text.
+    """
+
+    params: ParamsText | None = Field(None, description="Parameters: 5.0B, 5_000_000_000, or 50% of the dense model's.")
+    bytes: BytesText | None = Field(None, description="Bytes of tensors on disk: 9.5GiB, 10GB, or 50%.")
+    flops: FlopsText | None = Field(None, description="FLOPs of one forward pass, as inspect counts: 2.3T, or 50%.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "TargetSize":
+        if len(self._given()) != 1:
+            raise ValueError("a target size has exactly one of params, bytes and flops: {params: 5.0B}")
+        return self
+
+    @model_serializer
+    def _given(self) -> dict[str, str]:
+        texts = {"params": self.params, "bytes": self.bytes, "flops": self.flops}
+        return {kind: text for kind, text in texts.items() if text is not None}
+
+    @property
+    def kind(self) -> SizeKind:
+        """Which of the three is given."""
+        return cast(SizeKind, next(iter(self._given())))
+
+    @property
+    def text(self) -> str:
+        """The size as it was written."""
+        return self._given()[self.kind]
+
+    def of(self, cost: Cost) -> int:
+        """The size in numbers, where the dense model costs `cost`."""
+        return parse_size(self.kind, self.text).of(cost_in(self.kind, cost))
+
+
+def cost_in(kind: SizeKind, cost: Cost) -> int:
+    """The part of a cost that a size of this kind speaks of."""
+    return {"params": cost.parameters, "bytes": cost.bytes, "flops": cost.flops}[kind]

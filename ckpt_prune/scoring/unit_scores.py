@@ -1,0 +1,46 @@
+"""Scores of whole units of an output projection, which no sum over columns gives: higher = keep. Pure functions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.scoring.obs import removal
+
+
+def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
+    """Error of dropping a unit and all that are cheaper, once the others are refitted (`scoring.obs`).
+
+    Args:
+        weight: of the consumer, (d_out, d), any floating dtype.
+        moments: of its input (d,), with a Gram, on the same device.
+        per_unit: adjacent columns that make a unit.
+        centred: whether what stays may get a bias, which makes up for every mean.
+
+    Returns:
+        (d / per_unit,) float64, per token: sorted, the cost curve J(k).
+
+    Raises:
+        ValueError: `moments` has no Gram.
+    """
+    if moments.gram is None:
+        raise ValueError("score obs needs second moments: collect statistics with a Gram")
+    gram = moments.gram
+    if centred:
+        gram = torch.addr(gram.double(), moments.mean, moments.mean, alpha=-moments.count)
+    return removal(weight, gram, per_unit).scores / moments.count
+
+
+@dataclass(frozen=True)
+class UnitScore:
+    """A score of units by name: its function and what statistics it needs."""
+
+    function: Callable[..., Tensor]
+    needs_moments: bool = True
+    needs_gram: bool = True
+
+
+UNIT_SCORES: dict[str, UnitScore] = {"obs": UnitScore(obs)}
+"""Each takes what `obs` takes."""

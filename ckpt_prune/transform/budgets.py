@@ -1,0 +1,279 @@
+"""How many units of every site stay: by ratio, by FLAP's rankings, or by the least predicted error for a size."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.calibration.measure import moments_name
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import Cost, cost_of
+from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
+from ckpt_prune.planning.selection import Site, select_ranked, standardise
+from ckpt_prune.planning.sizes import SizeKind, cost_in
+from ckpt_prune.progress import track
+from ckpt_prune.transform.containers import Widths
+from ckpt_prune.transform.engine import Decisions
+from ckpt_prune.transform.layout import pruned_shapes
+
+if TYPE_CHECKING:
+    from ckpt_prune.transform.job import Job
+
+_RATIO_STEPS = 10_000
+"""Ratios that are tried for a size: multiples of one in so many."""
+_ROUNDS = 5
+"""How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
+
+
+def decide(job: "Job") -> Decisions:
+    """What a job's recipe settles before the first block.
+
+    Raises:
+        UserError: a size that no widths reach, or statistics that lack what widths are found from.
+    """
+    allocation = job.recipe.allocation
+    if allocation == "least-error":
+        return _least_error(job)
+    if job.recipe.size is not None:
+        raise ValueError("a size is turned into a ratio by at_size before anything else")
+    if allocation == "uniform":
+        return Decisions(job.recipe, scores=job.scores or {})
+    return Decisions(job.recipe, _ranked(job, _standardised(job)))
+
+
+def at_size(job: "Job") -> "Job":
+    """The job with the least ratio that reaches its recipe's size, where one ratio says it all.
+
+    Raises:
+        UserError: no ratio reaches it.
+    """
+    recipe = job.recipe
+    if recipe.size is None or recipe.allocation == "least-error" or job.plan is not None:
+        return job
+    uniform = recipe.allocation == "uniform"
+    if not uniform and job.statistics is None:
+        return job
+    limit, kind = recipe.size.of(job.before), recipe.size.kind
+    scores = {} if uniform else _standardised(job)
+
+    def at(step: int) -> "Job":
+        return replace(job, recipe=recipe.with_ratio(step / _RATIO_STEPS))
+
+    def cost(step: int) -> int:
+        trial = at(step)
+        decisions = Decisions(trial.recipe) if uniform else Decisions(trial.recipe, _ranked(trial, scores))
+        return cost_in(kind, job.cost_at(job.widths_of(decisions)))
+
+    # Too many units dropped is refused by units_kept: the largest ratio is what leaves one unit of each space.
+    low, high = 0, _largest_step(job)
+    if cost(high) > limit:
+        raise UserError(_unreachable(job, cost(high)))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if cost(middle) <= limit else (middle + 1, high)
+    return at(low)
+
+
+def _largest_step(job: "Job") -> int:
+    fewest = min(job.family.units(job.config, space) for space in job.recipe.spaces)
+    return _RATIO_STEPS * (fewest - 1) // fewest
+
+
+def _unreachable(job: "Job", least: float) -> str:
+    assert job.recipe.size is not None
+    kind = job.recipe.size.kind
+    return (
+        f"{job.recipe.size.text} of {kind} is out of reach of recipe {job.recipe.name}: its spaces leave {least:,.0f} "
+        f"at the least, of {cost_in(kind, job.before):,}"
+    )
+
+
+# ---- FLAP's rankings ----------------------------------------------------------------------------------------------
+
+
+def _standardised(job: "Job") -> dict[Site, Tensor]:
+    """FLAP's adaptive metric of every unit."""
+    sites, source = job.unsettled.sites, job.source()
+    scores: dict[Site, Tensor] = {}
+    for block in track(range(job.blocks), "ranking", total=job.blocks):
+        spaces = list(job.recipe.spaces)
+        moments = source.moments(block, {}, spaces)
+        for space in spaces:
+            name = job.family.tensor(block, job.family.columns[space].consumer)
+            weight = job.checkpoint.read([name])[name].to(job.device)
+            folds = tuple(m for m in moments.get(space, ()) if isinstance(m, Moments))
+            whole = _vectors(folds).to(job.device) if folds else None
+            columns = sites.column_scores(space, weight, whole)
+            scores[block, space] = standardise(columns, job.family.unit_columns(job.config, space))
+    return scores
+
+
+def _vectors(folds: tuple[Moments, ...]) -> Moments:
+    """Sum of folds without their Grams, which a ranking does not need."""
+    return total(tuple(replace(fold, gram=None) for fold in folds))
+
+
+def _ranked(job: "Job", scores: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+    costs: dict[SpaceName, float] = {space: float(_unit_parameters(job, space)) for space in job.recipe.spaces}
+    if job.recipe.allocation == "across-layers":
+        kept: dict[Site, Tensor] = {}
+        for space in job.recipe.spaces:
+            own = {site: s for site, s in scores.items() if site[1] == space}
+            units = sum(s.numel() for s in own.values())
+            kept |= select_ranked(own, {space: 1.0}, (1 - job.recipe.ratio_of(space)) * units)
+        return kept
+    budget = 0.0
+    for site, own_scores in scores.items():
+        budget += own_scores.numel() * costs[site[1]] * (1 - job.recipe.ratio_of(site[1]))
+    return select_ranked(scores, costs, budget)
+
+
+def _unit_parameters(job: "Job", space: SpaceName) -> int:
+    """Weights that go with one unit of a space."""
+    description = job.family.columns[space]
+    units = job.family.units(job.config, space)
+    rows = sum(job.checkpoint.tensors[job.family.tensor(0, m)].shape[0] for m in description.producers)
+    columns = job.family.unit_columns(job.config, space)
+    return (rows // units + columns) * job.family.dimension(job.config, "hidden")
+
+
+# ---- the least predicted error ------------------------------------------------------------------------------------
+
+
+def dense_scores(job: "Job") -> dict[Site, Tensor]:
+    """Scores of every site's units in the dense model, from its statistics; of q and k, (heads, dimensions)."""
+    assert job.statistics is not None
+    sites = job.unsettled.sites
+    found: dict[Site, Tensor] = {}
+    for block in track(range(job.blocks), "ranking", total=job.blocks):
+        names = {space: moments_name(job.family, block, space) for space in job.recipe.spaces}
+        moments = job.statistics.block(block, set(names.values()))
+        for space, name in names.items():
+            tensors = job.checkpoint.read([n for n in sites.tensors(block, space) if n in job.checkpoint.tensors])
+            found[block, space] = sites.scores(block, space, tensors, moments[name]).cpu()
+    return found
+
+
+def error_curve(scores: Tensor) -> Tensor:
+    """Error of dropping the k units of least score, for every k, (units + 1,) float64.
+
+    Args:
+        scores: (units,) of score obs, which are such errors; or (heads, dimensions) of q and k, whose energies add up
+            over the k dimensions that every head loses.
+    """
+    ranked = scores.double().sort(-1).values
+    dropped = ranked if scores.ndim == 1 else ranked.cumsum(-1).sum(0)
+    return torch.cat([dropped.new_zeros(1), dropped])
+
+
+def weighed_by_energy(curve: Tensor) -> Tensor:
+    """An error curve as shares of what dropping everything costs."""
+    return curve / curve[-1] if curve[-1] > 0 else curve
+
+
+def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor:
+    """An error curve in units of the measured effect: through the measured points, in the curve's shape between them.
+
+    Args:
+        curve: (units + 1,).
+        effects: (units dropped, divergence of the model's output), ascending; none for a site of one unit.
+    """
+    known = [(k, effect / float(curve[k])) for k, effect in effects if curve[k] > 0]
+    if not known:
+        return weighed_by_energy(curve)
+    # The divergence per unit of error changes slowly with k: linear between the measured points, constant outside.
+    factor = torch.full_like(curve, known[-1][1])
+    factor[: known[0][0]] = known[0][1]
+    for (start, left), (stop, right) in pairwise(known):
+        factor[start : stop + 1] = torch.linspace(left, right, stop - start + 1, dtype=curve.dtype)
+    return (curve * factor).cummax(0).values
+
+
+def _least_error(job: "Job") -> Decisions:
+    recipe = job.recipe
+    if job.statistics is None:
+        raise UserError(f"allocation {recipe.allocation} needs the dense model's statistics: give --statistics")
+    scores = dict(job.scores) if job.scores is not None else dense_scores(job)
+    effects = job.statistics.index.effects
+    curves: dict[Site, Curve] = {}
+    kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
+    unit_costs = _unit_costs(job, kind)
+    for (block, space), own in scores.items():
+        curve = error_curve(own)
+        if recipe.weighed_by_effect:
+            curve = weighed_by_effect(curve, effects.get(moments_name(job.family, block, space), []))
+        else:
+            curve = weighed_by_energy(curve)
+        curves[block, space] = Curve(curve, unit_costs[space], recipe.spaces[space].multiple_of)
+    dense = sum(curve.units * curve.unit_cost for curve in curves.values())
+    whole = cost_in(kind, job.before)
+    limit = _limit(job)
+    budget = limit - (whole - dense)
+    for _ in range(_ROUNDS):
+        counts = _solve(job, curves, budget, whole - dense)
+        # Sequential moments differ from these: there, units are ranked anew when their block is reached.
+        decisions = Decisions(recipe, counts=counts, scores={} if job.sequential else scores)
+        excess = cost_in(kind, job.cost_at(job.widths_of(decisions))) - limit
+        if recipe.size is None or excess <= 0:
+            return decisions
+        budget -= excess
+    assert recipe.size is not None
+    raise UserError(f"{recipe.size.text} of {kind} cannot be met: biases of the container take up what is saved")
+
+
+def _solve(job: "Job", curves: Mapping[Site, Curve], budget: float, fixed: float) -> dict[Site, int]:
+    try:
+        if job.recipe.widths == "per_layer":
+            return least_error(curves, budget)
+        spaces = {space: merged([c for site, c in curves.items() if site[1] == space]) for space in job.recipe.spaces}
+        kept = least_error(spaces, budget)
+        return {site: kept[site[1]] for site in curves}
+    except BudgetError as error:
+        if job.recipe.size is None:
+            raise
+        raise UserError(_unreachable(job, error.least + fixed)) from error
+
+
+def _limit(job: "Job") -> int:
+    """The size to keep to: the recipe's, or what its ratio leaves in every block."""
+    if job.recipe.size is not None:
+        return job.recipe.size.of(job.before)
+    return cost_in("params", _cost(job, job.widths_of(Decisions(job.recipe))))
+
+
+def _unit_costs(job: "Job", kind: SizeKind) -> dict[SpaceName, float]:
+    """What one unit of a space costs in one block: all sizes are linear in the widths of a block."""
+    units = {space: job.family.units(job.config, space) for space in job.recipe.spaces}
+    found: dict[SpaceName, float] = {}
+    for space in units:
+        if units[space] == 1:
+            found[space] = 1.0  # it stays whatever it costs
+            continue
+        widths = [dict(units) for _ in range(job.blocks)]
+        widths[0][space] -= 1
+        found[space] = float(cost_in(kind, job.before) - cost_in(kind, _cost(job, widths)))
+    return found
+
+
+def _cost(job: "Job", widths: Widths) -> Cost:
+    """Cost at some widths, before the container adds biases."""
+    return cost_of(job.family, job.config, pruned_shapes(job.checkpoint, job.family, widths))
+
+
+def check_effects(statistics: Statistics) -> None:
+    """Refuse to weigh by effects that were not measured.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not statistics.index.effects:
+        raise UserError(
+            f"{statistics.folder} holds no effects, by which allocation least-error weighs errors: calibrate with "
+            "--effects, or say --set weigh_by=energy"
+        )

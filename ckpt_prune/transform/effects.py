@@ -1,0 +1,258 @@
+"""Effects: what pruning each site alone does to the model's own output, measured on a few samples."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration import logits as logit_moments
+from ckpt_prune.calibration import moments as column_moments
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.kinds import Key, SpaceMoments
+from ckpt_prune.calibration.logits import LogitMoments
+from ckpt_prune.calibration.measure import block_names, moments_name
+from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.streams import TOKENS_PER_BATCH, HiddenStream
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.selection import select, select_in_heads
+from ckpt_prune.progress import track
+from ckpt_prune.scoring.unit_scores import obs
+from ckpt_prune.transform.engine import Decisions, Pruner
+from ckpt_prune.transform.sources import CachedMoments, NoMoments
+
+POINTS = (0.25, 0.5, 0.75)
+"""Shares of a site's units that are dropped while the others are whole."""
+LIMIT = 8
+"""Samples: effects of sites are compared on the same ones, so that few tell them apart."""
+READOUT_TOKENS = 2048
+"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
+STRENGTH, LOGIT_STRENGTH = 0.01, 0.001
+"""Relative λ of ridge and affine, and of logit: any sound compensation will do, and the same one for all."""
+
+
+def measure_effects(
+    checkpoint: Checkpoint,
+    family: Family,
+    statistics: Statistics,
+    samples: Samples,
+    *,
+    spaces: Collection[SpaceName],
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    points: tuple[float, ...] = POINTS,
+    limit: int = LIMIT,
+    allocate: Allocate = in_memory,
+) -> dict[str, list[tuple[int, float]]]:
+    """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
+
+    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
+    a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
+
+    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
+    block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
+    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
+    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
+
+    Args:
+        checkpoint: the dense model.
+        family: its description.
+        statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
+            spaces. That they are this model's is up to the caller.
+        samples: the first `limit` are run.
+        spaces: whose sites are pruned; those that the family has.
+        device: where blocks run and are refitted.
+        compute_dtype: in which they run.
+        points: shares of the units of a site to drop, nearest counts from 1 to all but one.
+        limit: of samples.
+        allocate: makes the tensors that hold hidden states.
+
+    Returns:
+        Site by `calibration.measure.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
+        of q and k dimensions dropped in every head, ascending, and the mean over samples of `Readout.divergence` from
+        the dense model. A site of one unit is left out.
+
+    Raises:
+        UserError: statistics lack moments, or the output is not finite.
+    """
+    config = parse_config(checkpoint.config)
+    chosen = [space for space in family.spaces if space in spaces]
+    _check(statistics, chosen)
+    counts = {space: dropped_counts(family.units(config, space), points) for space in chosen}
+    variants = [(space, count) for space, own in counts.items() for count in own]
+    if not variants:
+        return {}
+    few = _First(samples, limit)
+    factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
+    rows = _batches(few, TOKENS_PER_BATCH)
+    sizes = {each.stop - each.start for each in rows}
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, sizes=sizes, allocate=allocate)
+    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    sites = _Variants(family, config, statistics, device, counts)
+    shape, dtype = tuple(stream.states.shape), stream.states.dtype
+    pruned = [allocate(shape, dtype) for _ in variants]
+    dense = allocate(shape, dtype)
+
+    @torch.no_grad()
+    def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
+        """Run a block from the first states of each pair into the second, which may be the same."""
+        module = factory.block(block, tensors)
+        for given, out in moved:
+            for each in rows:
+                out[each] = stream.run(module, block, given[each]).cpu()
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    blocks = family.dimension(config, "layers")
+    passes = [(site, block) for site in range(blocks) for block in range(site, blocks)]
+    for site, block in track(passes, "measuring effects", total=len(passes)):
+        tensors = checkpoint.read(block_names(checkpoint, family, block))
+        if block == site:
+            for out, new in zip(pruned, sites.of(block, tensors), strict=True):
+                run(block, new, [(stream.states, out)])
+            run(block, tensors, [(stream.states, stream.states)])
+            if site == 0:
+                dense.copy_(stream.states)
+        else:
+            # The first time round the dense model's own states go all the way, as what the others are held against.
+            run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
+        if block == blocks - 1:
+            for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
+                name = moments_name(family, site, space)
+                if not math.isfinite(value):
+                    raise UserError(
+                        f"the output with {count} units of {name} dropped is not finite: the model overflows in "
+                        f"{compute_dtype}"
+                    )
+                found.setdefault(name, []).append((count, value))
+    return found
+
+
+def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
+    """Units to drop at these shares: distinct, ascending, from 1 to all but one; none of a single unit."""
+    return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
+
+
+def _check(statistics: Statistics, spaces: list[SpaceName]) -> None:
+    collect = statistics.index.collect
+    if "gram" not in collect and set(spaces) - {"qk"}:
+        raise UserError(f"effects need Grams, and {statistics.folder} has none: calibrate with --collect moments,gram")
+    if "logits" not in collect and "qk" in spaces:
+        raise UserError(
+            f"effects of q and k need their moments, and {statistics.folder} has none: "
+            "calibrate with --collect moments,gram,logits"
+        )
+
+
+def _batches(samples: Samples, tokens: int) -> list[slice]:
+    """Runs of samples of at most so many tokens, or of one sample."""
+    size = max(1, tokens // samples.tokens)
+    return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+
+
+def _divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
+    """Mean over samples of each one's divergence from the dense states'."""
+    sums = [0.0] * len(pruned)
+    for rows in _batches(samples, READOUT_TOKENS):
+        batch = samples.batch(rows)
+        reference = readout.outputs(batch, dense[rows])
+        for index, states in enumerate(pruned):
+            sums[index] += readout.divergence(reference, readout.outputs(batch, states[rows]))
+    return [each / len(samples) for each in sums]
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first of some samples."""
+
+    samples: Samples
+    limit: int
+
+    @property
+    def tokens(self) -> int:
+        return self.samples.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return self.samples.fingerprint
+
+    def __len__(self) -> int:
+        return min(self.limit, len(self.samples))
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        return self.samples.batch(rows)
+
+
+class _Known(NoMoments):
+    """Moments of one block, read once for all its variants."""
+
+    def __init__(self, moments: Mapping[SpaceName, SpaceMoments]) -> None:
+        self._moments = moments
+
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        return {key: self._moments[cast(SpaceName, key)] for key in keys}
+
+
+@dataclass(frozen=True)
+class _Variants:
+    """A block with one of its sites pruned, for every site and count."""
+
+    family: Family
+    config: PreTrainedConfig
+    statistics: Statistics
+    device: torch.device
+    counts: Mapping[SpaceName, list[int]]
+
+    def of(self, block: int, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The block's tensors, space by space and count by count."""
+        wanted = [space for space, counts in self.counts.items() if counts]
+        read = CachedMoments(self.statistics, self.family).moments(block, tensors, wanted)
+        moments = {space: self._whole(folds) for space, folds in read.items()}
+        for space in wanted:
+            method = self._method(block, space, tensors)
+            scores = self._scores(block, space, tensors, moments[space], centred=method == "affine")
+            recipe = _recipe(space, method)
+            for count in self.counts[space]:
+                left = self.family.units(self.config, space) - count
+                kept = select_in_heads(scores, left) if space == "qk" else select(scores, left)
+                decisions = Decisions(recipe, kept={(block, space): kept})
+                pruner = Pruner(self.family, self.config, decisions, frozenset(), self.device)
+                yield pruner.block(block, tensors, _Known(moments))[0]
+
+    def _whole(self, folds: SpaceMoments) -> SpaceMoments:
+        """All folds as one."""
+        if isinstance(folds[0], LogitMoments):
+            return (logit_moments.total(folds).to(self.device),)
+        return (column_moments.total(folds).to(self.device),)
+
+    def _method(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> str:
+        description = self.family.spaces[space]
+        if not isinstance(description, ColumnSpace):
+            return "logit"
+        return "affine" if self.family.tensor(block, description.consumer, "bias") in tensors else "ridge"
+
+    def _scores(
+        self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: SpaceMoments, *, centred: bool
+    ) -> Tensor:
+        """Of every unit, (units,); of q and k, of every head's dimensions (H, d)."""
+        (own,) = moments
+        if isinstance(own, LogitMoments):
+            return own.logit_energy()
+        weight = tensors[self.family.tensor(block, self.family.columns[space].consumer)].to(self.device)
+        return obs(weight, own, self.family.unit_columns(self.config, space), centred=centred)
+
+
+def _recipe(space: SpaceName, method: str) -> Recipe:
+    """The compensation of one space; units are settled, so that scores and ratio say nothing."""
+    strength = LOGIT_STRENGTH if method == "logit" else STRENGTH
+    own = {"score": "magnitude", "ratio": 0, "compensation": {"method": method, "lambda": strength}}
+    return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})

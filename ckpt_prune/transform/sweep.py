@@ -1,0 +1,62 @@
+"""The size/error curve of a recipe: plans at several ratios, from one ranking of the units."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.planning.accounting import Cost
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.transform.budgets import dense_scores
+from ckpt_prune.transform.job import Job, make_plan
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a recipe gives at one ratio.
+
+    Attributes:
+        ratio: share of units to drop.
+        after: cost of the output.
+        widths: space → least and most units kept in a block.
+        errors: space → mean predicted error of its sites after compensation, relative to each output's energy (on
+            held-out folds where the statistics have several and something is chosen on them); None without second
+            moments.
+    """
+
+    ratio: float
+    after: Cost
+    widths: dict[SpaceName, tuple[int, int]]
+    errors: dict[SpaceName, float | None]
+
+
+def sweep(job: Job, ratios: Sequence[float]) -> list[Point]:
+    """Plan a job at several ratios.
+
+    Args:
+        job: a checked job with dense statistics, where its recipe needs any; its own ratio or size is not used.
+        ratios: shares of units to drop.
+
+    Raises:
+        UserError: a ratio leaves nothing of a space.
+    """
+    if job.statistics is not None and not job.recipe.allocation.startswith("across"):
+        job = replace(job, scores=dense_scores(job))
+    found: list[Point] = []
+    for ratio in ratios:
+        plan = make_plan(replace(job, recipe=job.recipe.with_ratio(ratio)))
+        spaces = {space: [site for site in plan.sites if site.space == space] for space in job.recipe.spaces}
+        heads = {s: job.family.site_units(job.config, s) // job.family.units(job.config, s) for s in spaces}
+        kept = {space: [len(site.kept) // heads[space] for site in sites] for space, sites in spaces.items()}
+        widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
+        errors = {space: _mean_error(sites) for space, sites in spaces.items()}
+        found.append(Point(ratio, plan.after, widths, errors))
+    return found
+
+
+def _mean_error(sites: list[SitePlan]) -> float | None:
+    known = [site.error_compensated if site.error_held_out is None else site.error_held_out for site in sites]
+    # A site that loses nothing has no error; one without second moments has none that is known.
+    whole = [len(site.kept) == site.units for site in sites]
+    errors = [0.0 if w else e for w, e in zip(whole, known, strict=True)]
+    return None if None in errors else fmean(e for e in errors if e is not None)

@@ -1,0 +1,92 @@
+"""Widths under a budget by trying everything, and by an exact dynamic programme: whole costs, plain loops."""
+
+import itertools
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Site(NamedTuple):
+    errors: list[int]
+    """With 0, 1, ... units dropped."""
+    cost: int
+    multiple: int = 1
+
+
+def widths(site: Site) -> list[int]:
+    """Kept counts allowed."""
+    units = len(site.errors) - 1
+    return [kept for kept in range(1, units + 1) if kept % site.multiple == 0 or kept == units]
+
+
+def error(site: Site, kept: int) -> int:
+    return site.errors[len(site.errors) - 1 - kept]
+
+
+def brute_force(sites: list[Site], budget: int) -> int | None:
+    """Least total error of all combinations that fit; None where none does."""
+    fitting = [
+        sum(error(site, kept) for site, kept in zip(sites, combination, strict=True))
+        for combination in itertools.product(*map(widths, sites))
+        if sum(site.cost * kept for site, kept in zip(sites, combination, strict=True)) <= budget
+    ]
+    return min(fitting, default=None)
+
+
+def dynamic_programme(sites: list[Site], budget: int) -> int | None:
+    """The same by the least error for every total cost, site by site."""
+    least = {0: 0}
+    for site in sites:
+        after: dict[int, int] = {}
+        for spent, total in least.items():
+            for kept in widths(site):
+                cost, new = spent + site.cost * kept, total + error(site, kept)
+                if cost <= budget and new < after.get(cost, new + 1):
+                    after[cost] = new
+        least = after
+    return min(least.values(), default=None)
+
+
+class Segment(NamedTuple):
+    worth: Fraction
+    """Fall of the error per cost."""
+    site: int
+    cost: int
+    gain: int
+
+
+def hull_segments(sites: list[Site]) -> list[Segment]:
+    """All segments of the sites' lower convex hulls, the steepest first, ties by site, then from narrow to wide."""
+    found = []
+    for index, site in enumerate(sites):
+        allowed = widths(site)
+        here = 0
+        while here < len(allowed) - 1:
+            # The nearest of the steepest: points on an edge are vertices too.
+            worth, back = max(
+                (
+                    Fraction(
+                        error(site, allowed[here]) - error(site, allowed[there]),
+                        site.cost * (allowed[there] - allowed[here]),
+                    ),
+                    -there,
+                )
+                for there in range(here + 1, len(allowed))
+            )
+            cost = site.cost * (allowed[-back] - allowed[here])
+            found.append(Segment(worth, index, cost, int(worth * cost)))
+            here = -back
+    return sorted(found, key=lambda segment: (-segment.worth, segment.site))
+
+
+def steepest_first(sites: list[Site], budget: int) -> list[int]:
+    """Widths after taking the hulls' segments as long as they fit; a site stops at its first that does not."""
+    kept = [widths(site)[0] for site in sites]
+    left = budget - sum(site.cost * width for site, width in zip(sites, kept, strict=True))
+    stopped = set()
+    for segment in hull_segments(sites):
+        if segment.cost > left:
+            stopped.add(segment.site)
+        if segment.site not in stopped:
+            left -= segment.cost
+            kept[segment.site] += segment.cost // sites[segment.site].cost
+    return kept

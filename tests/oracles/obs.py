@@ -1,0 +1,74 @@
+"""The structured optimal brain surgeon from its definition: every candidate refitted from scratch, in float64."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+
+def columns(units: Sequence[int], per_unit: int) -> list[int]:
+    return [unit * per_unit + offset for unit in units for offset in range(per_unit)]
+
+
+def cost(W: Tensor, G: Tensor, strength: float, dropped: Sequence[int], per_unit: int = 1) -> float:
+    """Least tr((W − Ŵ)(G + λI)(W − Ŵ)ᵀ) over Ŵ that is zero on the columns of the units `dropped`.
+
+    The normal equations of the kept columns, solved anew; what remains is written as a change of them so that nothing
+    is lost in W_K − Ŵ_K.
+    """
+    H = G + strength * torch.eye(len(G), dtype=torch.float64)
+    D = columns(dropped, per_unit)
+    K = [j for j in range(len(G)) if j not in set(D)]
+    rest = torch.zeros_like(W)
+    rest[:, D] = W[:, D]
+    if K and D:
+        rest[:, K] = -torch.linalg.solve(H[K][:, K], H[K][:, D] @ W[:, D].T).T
+    return float(((rest @ H) * rest).sum())
+
+
+def cheapest_next(W: Tensor, G: Tensor, strength: float, dropped: list[int], per_unit: int = 1) -> tuple[int, float]:
+    """The unit to drop next, and J with it dropped."""
+    left = [unit for unit in range(len(G) // per_unit) if unit not in dropped]
+    costs = [cost(W, G, strength, [*dropped, unit], per_unit) for unit in left]
+    best = min(range(len(left)), key=costs.__getitem__)
+    return left[best], costs[best]
+
+
+def greedy(W: Tensor, G: Tensor, strength: float, per_unit: int = 1) -> tuple[list[int], list[float]]:
+    """Units in the order they go, and J after each."""
+    order: list[int] = []
+    costs = []
+    for _ in range(len(G) // per_unit):
+        unit, value = cheapest_next(W, G, strength, order, per_unit)
+        order.append(unit)
+        costs.append(value)
+    return order, costs
+
+
+def best_subsets(W: Tensor, G: Tensor, strength: float, per_unit: int = 1) -> list[float]:
+    """The least J of all ways to drop k units, k = 1 … n."""
+    n = len(G) // per_unit
+    return [
+        min(cost(W, G, strength, dropped, per_unit) for dropped in combinations(range(n), k)) for k in range(1, n + 1)
+    ]
+
+
+def unblocked(W: Tensor, H: Tensor) -> tuple[list[int], list[float]]:
+    """The textbook update of H = (G + λI)⁻¹ and of the weight itself after every single column, without panels."""
+    W, H = W.clone(), H.clone()
+    alive = torch.ones(len(H), dtype=torch.bool)
+    order, costs, total = [], [], 0.0
+    for _ in range(len(H)):
+        worth = torch.where(alive, W.square().sum(0) / H.diagonal(), torch.inf)
+        j = int(worth.argmin())
+        total += float(worth[j])
+        direction = H[j] / H[j, j]
+        W -= torch.outer(W[:, j].clone(), direction)
+        H -= torch.outer(H[:, j].clone(), direction)
+        alive[j] = False
+        W[:, j] = 0
+        H[j, j] = 1
+        order.append(j)
+        costs.append(total)
+    return order, costs

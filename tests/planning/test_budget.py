@@ -1,0 +1,350 @@
+import math
+from itertools import accumulate
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning import budget as module
+from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
+from tests.oracles.budget import Site, brute_force, dynamic_programme, error, hull_segments, steepest_first, widths
+
+SITES = st.lists(
+    st.builds(
+        lambda falls, cost, multiple: Site([0, *accumulate(falls)], cost, multiple),
+        st.lists(st.integers(0, 9), min_size=1, max_size=6),
+        st.integers(1, 9),
+        st.integers(1, 4),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def solve(sites, budget, combinations=None):
+    """Widths by site, as a list; `combinations` 0 never enumerates."""
+    curves = {f"site {index}": Curve(site.errors, site.cost, site.multiple) for index, site in enumerate(sites)}
+    with patch.object(module, "MOST_COMBINATIONS", module.MOST_COMBINATIONS if combinations is None else combinations):
+        kept = least_error(curves, budget)
+    assert list(kept) == list(curves)
+    assert all(type(width) is int for width in kept.values())
+    return list(kept.values())
+
+
+def total(sites, kept):
+    return sum(error(site, width) for site, width in zip(sites, kept, strict=True))
+
+
+def cost(sites, kept):
+    return sum(site.cost * width for site, width in zip(sites, kept, strict=True))
+
+
+def extremes(sites):
+    return cost(sites, [widths(s)[0] for s in sites]), cost(sites, [widths(s)[-1] for s in sites])
+
+
+@settings(max_examples=100, deadline=None)
+@given(SITES, st.floats(0, 1))
+def test_few_combinations_are_solved_exactly(sites, share):
+    least, most = extremes(sites)
+    budget = least + int(share * (most - least))
+    kept = solve(sites, budget)
+    assert all(width in widths(site) for site, width in zip(sites, kept, strict=True))
+    assert cost(sites, kept) <= budget
+    assert total(sites, kept) == brute_force(sites, budget) == dynamic_programme(sites, budget)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SITES, st.floats(0, 1))
+def test_the_relaxation_is_off_by_one_segment_of_a_hull_at_most(sites, share):
+    least, most = extremes(sites)
+    budget = least + int(share * (most - least))
+    kept = solve(sites, budget, combinations=0)
+    assert all(width in widths(site) for site, width in zip(sites, kept, strict=True))
+    assert cost(sites, kept) <= budget
+    largest = max((segment.gain for segment in hull_segments(sites)), default=0)
+    assert 0 <= total(sites, kept) - dynamic_programme(sites, budget) <= largest
+
+
+@settings(max_examples=100, deadline=None)
+@given(SITES, st.data())
+def test_the_relaxation_is_exact_where_the_budget_is_spent_at_a_hull_vertex(sites, data):
+    segments = hull_segments(sites)
+    taken = data.draw(st.integers(0, len(segments)))
+    budget = extremes(sites)[0] + sum(segment.cost for segment in segments[:taken])
+    kept = solve(sites, budget, combinations=0)
+    assert cost(sites, kept) <= budget
+    assert total(sites, kept) == dynamic_programme(sites, budget)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SITES, st.floats(0, 1))
+def test_before_exchanges_the_steepest_segments_that_fit_are_taken(sites, share):
+    least, most = extremes(sites)
+    # Where everything fits there is nothing to choose.
+    budget = min(least + int(share * (most - least)), most - 1)
+    if budget >= least:
+        with patch.object(module, "ROUNDS", 0):
+            assert solve(sites, budget, combinations=0) == steepest_first(sites, budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SITES, st.integers(0, 60), st.integers(0, 60))
+def test_a_larger_budget_is_never_worse(sites, smaller, more):
+    least, _ = extremes(sites)
+    assert total(sites, solve(sites, least + smaller)) >= total(sites, solve(sites, least + smaller + more))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SITES, st.sampled_from([None, 0]))
+def test_where_everything_fits_nothing_is_dropped(sites, combinations):
+    whole = [len(site.errors) - 1 for site in sites]
+    assert solve(sites, extremes(sites)[1], combinations) == whole
+    assert solve(sites, math.inf, combinations) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(SITES, st.sampled_from([None, 0]))
+def test_the_smallest_widths_are_reached_and_nothing_below(sites, combinations):
+    least, _ = extremes(sites)
+    kept = solve(sites, least, combinations)
+    assert kept == [widths(site)[0] for site in sites]
+    with pytest.raises(BudgetError) as caught:
+        solve(sites, least - 1, combinations)
+    assert caught.value.least == least
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"), [(35_999, "35,999"), (-7, "-7"), (0.5, "0.5"), (1234.5, "1,234.5"), (-math.inf, "-inf")]
+)
+def test_an_impossible_budget_names_the_smallest_size(budget, text):
+    with pytest.raises(UserError) as caught:
+        least_error({"heads": Curve([0, 1, 2], 4000), "mlp": Curve(range(21), 2000, 16)}, budget)
+    assert str(caught.value) == (
+        f"a budget of {text} is out of reach: the smallest widths that are allowed take 36,000; ask for that or more"
+    )
+
+
+def test_a_budget_is_a_number():
+    with pytest.raises(ValueError, match=r"^the budget is not a number$"):
+        least_error({"mlp": Curve([0, 1], 1)}, math.nan)
+
+
+def test_no_site_takes_no_budget():
+    assert least_error({}, 0) == {}
+
+
+@pytest.mark.parametrize("combinations", [None, 0])
+@pytest.mark.parametrize(
+    ("units", "multiple", "reached"),
+    [
+        (10, 4, [4, 4, 4, 4, 8, 8, 10]),
+        (8, 4, [4, 4, 4, 4, 8]),
+        (3, 8, [3]),
+        (3, 1, [1, 2, 3]),
+    ],
+)
+def test_widths_are_multiples_or_whole(combinations, units, multiple, reached):
+    site = Site(list(range(units + 1)), 1, multiple)
+    assert [solve([site], budget, combinations) for budget in range(reached[0], units + 1)] == [[w] for w in reached]
+
+
+def two_widths(gain, unit):
+    """A site of two units, of which one must stay."""
+    return Site([0, gain, gain], unit)
+
+
+KNAPSACK = [two_widths(10, 5), two_widths(7, 4), two_widths(7, 4)]
+"""Beyond 13, the least: 8 more take the last two and save 14; the steepest first saves 10 and leaves 3 unused."""
+
+
+@pytest.mark.parametrize(("combinations", "kept"), [(4, [1, 2, 2]), (3, [2, 1, 1])])
+def test_what_is_enumerated_leaves_out_the_site_with_most_choices(combinations, kept):
+    assert solve(KNAPSACK, 13 + 8, combinations) == kept
+
+
+@pytest.mark.parametrize(("others", "kept"), [(13, [1, 2, 2]), (14, [2, 1, 1])])
+def test_enumeration_ends_between_32768_and_65536_combinations(others, kept):
+    sites = KNAPSACK + [two_widths(1, 100)] * others
+    assert solve(sites, 13 + 8 + 100 * others) == kept + [1] * others
+
+
+def test_ties_go_to_the_earlier_site():
+    sites = [Site([0, 1, 2, 3], 2)] * 3
+    for combinations in (None, 0):
+        assert solve(sites, 10, combinations) == [3, 1, 1]
+        assert solve(sites, 11, combinations) == [3, 1, 1]
+        assert solve(sites, 12, combinations) == [3, 2, 1]
+
+
+def test_many_ties_go_to_the_earlier_site_too():
+    assert solve([Site(list(range(41)), 2)] * 3, 2 * (3 + 50), combinations=0) == [40, 12, 1]
+
+
+def test_the_site_with_most_choices_counts_as_the_last_in_ties():
+    assert solve([Site([0, 1, 2, 3], 2), Site([0, 1, 2], 2)], 6) == [1, 2]
+
+
+def test_what_is_left_goes_to_the_next_segment_that_fits():
+    """Heads are steeper but do not fit any more; two columns do."""
+    heads, mlp = Site([0, 50, 100], 10), Site([0, 1, 2, 3, 4], 1)
+    assert solve([heads, mlp], 11 + 2, combinations=0) == [1, 3]
+    assert solve([mlp, heads], 11 + 2, combinations=0) == [3, 1]
+    assert solve([heads, mlp], 11 + 12, combinations=0) == [2, 3]
+
+
+def test_what_is_left_goes_to_widths_off_the_hull_too():
+    """The hull knows 1 and 5 units; 3 fit."""
+    assert solve([Site([0, 9, 10, 11, 12], 1)], 3, combinations=0) == [3]
+    sites = [Site([0, 9, 10, 11, 12], 1), Site([0, 9, 10, 11, 12], 1)]
+    assert total(sites, solve(sites, 4, combinations=0)) == dynamic_programme(sites, 4) == 20
+
+
+def test_a_step_is_exchanged_for_a_better_one():
+    """Steepest first takes the first site, which keeps out the second: 10 saved instead of 13."""
+    assert solve([two_widths(10, 5), two_widths(13, 8)], 13 + 8, combinations=0) == [1, 2]
+    assert solve([two_widths(13, 8), two_widths(10, 5)], 13 + 8, combinations=0) == [2, 1]
+
+
+def test_a_site_gives_way_by_a_width_off_the_hull():
+    """Steepest first leaves [3, 1]; the second's next unit is worth more than the two that make room for it."""
+    assert solve([Site([0, 0, 4, 4], 2), Site([0, 8, 14, 22], 6)], 15, combinations=0) == [1, 2]
+
+
+def test_exchanges_follow_each_other():
+    sites = [Site([0, 8, 15, 20, 21], 5), Site([0, 5, 13], 3), Site([0, 2, 10], 5)]
+    assert total(sites, solve(sites, 30, combinations=0)) == dynamic_programme(sites, 30) == 7
+
+
+def test_sites_that_pay_only_as_a_whole_are_exchanged_as_a_whole():
+    """Steepest first takes the first, 40 for 11; the budget is 13, for which the second gives 44."""
+    sites = [Site([0] + [40] * 12, 1), Site([0] + [44] * 14, 1)]
+    assert min(11, 13) > module.NEARBY
+    assert solve(sites, 2 + 13, combinations=0) == [1, 14]
+    assert solve(sites[::-1], 2 + 13, combinations=0) == [14, 1]
+
+
+def dual_bound(curves, budget):
+    """Largest over λ ≥ 0 of Σ min over widths of error + λ cost, less λ times the budget: below every solution."""
+    tables = [
+        (np.array([curve.error(kept) for kept in range(1, curve.units + 1)]), np.arange(1, curve.units + 1), curve)
+        for curve in curves.values()
+    ]
+
+    def dual(exponent):
+        strength = math.exp(exponent)
+        return (
+            sum(float((errors + strength * curve.unit_cost * kept).min()) for errors, kept, curve in tables)
+            - strength * budget
+        )
+
+    low, high = -30.0, 10.0
+    for _ in range(120):
+        third = (high - low) / 3
+        if dual(low + third) < dual(high - third):
+            low += third
+        else:
+            high -= third
+    return dual(low)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(0.05, 0.95))
+def test_many_wide_sites_stay_near_the_dual_bound(seed, share):
+    rng = np.random.default_rng(seed)
+    curves = {}
+    for block in range(6):
+        for space, units, unit_cost in (("heads", 8, 1900.0), ("mlp", 300, 17.0)):
+            # Convex: every unit is a segment of the hull by itself.
+            rises = np.sort(rng.lognormal(0, 2, units))
+            curves[block, space] = Curve(torch.from_numpy(np.cumsum([0, *rises])), unit_cost)
+    least = sum(curve.unit_cost for curve in curves.values())
+    budget = int(least + share * (sum(c.units * c.unit_cost for c in curves.values()) - least))
+    kept = least_error(curves, budget)
+    left = budget - sum(kept[key] * curve.unit_cost for key, curve in curves.items())
+    assert left >= 0
+    assert left < 17 or all(kept[block, "mlp"] == 300 for block in range(6))
+    found = sum(curve.error(kept[key]) for key, curve in curves.items())
+    bound = dual_bound(curves, budget)
+    largest = max(curve.error(n) - curve.error(n + 1) for curve in curves.values() for n in range(1, curve.units))
+    assert bound - 1e-9 * found <= found <= bound + largest
+
+
+def test_the_answer_does_not_depend_on_the_container_or_dtype():
+    rises = [0.0, 0.5, 1.25, 4.0, 8.0]
+    for errors in (rises, tuple(rises), torch.tensor(rises), torch.tensor(rises, dtype=torch.bfloat16)):
+        curve = Curve(errors, 2)
+        assert curve.units == 4
+        assert [curve.error(kept) for kept in range(5)] == [8.0, 4.0, 1.25, 0.5, 0.0]
+        assert least_error({0: curve, 1: Curve(torch.tensor(rises), 2)}, 8) == {0: 2, 1: 2}
+
+
+def test_a_curve_is_as_its_errors_were_when_it_was_made():
+    errors = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    curve = Curve(errors, 1)
+    errors.fill_(7.0)
+    assert [curve.error(kept) for kept in range(3)] == [2.0, 1.0, 0.0]
+
+
+def test_a_fall_within_rounding_does_not_narrow_a_site():
+    dented = Site([0, 1_000_000, 999_999, 2_000_000], 1)
+    assert solve([dented, Site([0, 1, 1, 1, 1], 1)], 3) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0.0], 1), "a curve has an error for 0, 1, ... units dropped, not shape (1,)"),
+        ((torch.zeros(3, 3), 1), "a curve has an error for 0, 1, ... units dropped, not shape (3, 3)"),
+        ((torch.tensor(1.0), 1), "a curve has an error for 0, 1, ... units dropped, not shape ()"),
+        (([0.0, math.nan], 1), "an error of a curve is not finite"),
+        (([0.0, math.inf], 1), "an error of a curve is not finite"),
+        (([0.0, 2.0, 1.999], 1), "errors never decrease, but from 1 units dropped to one more they do"),
+        (([0.0, 1.0], 0), "the cost of a unit is positive and finite, not 0"),
+        (([0.0, 1.0], math.nan), "the cost of a unit is positive and finite, not nan"),
+        (([0.0, 1.0], math.inf), "the cost of a unit is positive and finite, not inf"),
+        (([0.0, 1.0], 1, 0), "multiple_of is at least 1, not 0"),
+    ],
+)
+def test_what_is_no_curve_is_refused(arguments, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        Curve(*arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("kept", [-1, 3])
+def test_an_error_is_of_as_many_units_as_there_are(kept):
+    with pytest.raises(ValueError, match=rf"^{kept} units cannot be kept of 2$"):
+        Curve([0, 1, 2], 1).error(kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=6, max_size=6), min_size=1, max_size=3),
+    st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    st.integers(0, 80),
+)
+def test_sites_that_share_a_width_are_one_curve(falls, costs, multiples, budget):
+    sites = [Site([0, *accumulate(f)], c, m) for f, c, m in zip(falls, costs, multiples, strict=False)]
+    shared = merged([Curve(s.errors, s.cost, s.multiple) for s in sites])
+    common = [width for width in widths(sites[0]) if all(width in widths(site) for site in sites)]
+    assert shared.unit_cost == sum(site.cost for site in sites)
+    fitting = [width for width in common if width * shared.unit_cost <= budget]
+    if not fitting:
+        with pytest.raises(BudgetError):
+            least_error({"mlp": shared}, budget)
+    else:
+        assert least_error({"mlp": shared}, budget) == {"mlp": max(fitting)}
+        assert shared.error(max(fitting)) == sum(error(site, max(fitting)) for site in sites)
+
+
+def test_sites_of_other_widths_share_none():
+    with pytest.raises(ValueError, match=r"^curves that share a width have the same number of units, not \[1, 2\]$"):
+        merged([Curve([0, 1, 2], 1), Curve([0, 1], 1)])
+    with pytest.raises(ValueError, match=r"^curves that share a width have the same number of units, not \[\]$"):
+        merged([])

@@ -1,0 +1,237 @@
+import json
+from fractions import Fraction
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ckpt_prune.planning.accounting import Cost
+from ckpt_prune.planning.sizes import Size, TargetSize, cost_in, parse_size
+from ckpt_prune.planning.yaml12 import Yaml12Loader
+
+COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)
+ALLOWED = {
+    "params": "5.0B (K, M, B or T), 5000000000",
+    "bytes": "9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000",
+    "flops": "2.3T (K, M, G, T or P, with or without FLOPs), 2300000000000",
+}
+WHAT = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("params", "5.0B", 5_000_000_000),
+        ("params", "5b", 5_000_000_000),
+        ("params", "125 M", 125_000_000),
+        ("params", "300K", 300_000),
+        ("params", "1.5T", 1_500_000_000_000),
+        ("params", "5000000000", 5_000_000_000),
+        ("params", "5_000_000_000", 5_000_000_000),
+        ("params", "5,000,000,000", 5_000_000_000),
+        ("params", " 5 000 000 000 ", 5_000_000_000),
+        ("params", "5e9", 5_000_000_000),
+        ("params", "5.25E+9", 5_250_000_000),
+        ("params", "12.0", 12),
+        ("params", "1", 1),
+        ("params", "6.738415616B", 6_738_415_616),
+        ("params", "1.2345K", 1234),
+        ("params", "0.001K", 1),
+        ("bytes", "10GB", 10_000_000_000),
+        ("bytes", "9.5GiB", 10_200_547_328),
+        ("bytes", "9.5gib", 10_200_547_328),
+        ("bytes", "800 MB", 800_000_000),
+        ("bytes", "1KB", 1000),
+        ("bytes", "1KiB", 1024),
+        ("bytes", "1MiB", 2**20),
+        ("bytes", "1TB", 10**12),
+        ("bytes", "1TiB", 2**40),
+        ("bytes", "1PB", 10**15),
+        ("bytes", "1PiB", 2**50),
+        ("bytes", "13476831232", 13_476_831_232),
+        ("bytes", "13,476,831,232 B", 13_476_831_232),
+        ("bytes", "12.6 GiB", 13_529_146_982),  # 13529146982.4
+        ("flops", "2.3T", 2_300_000_000_000),
+        ("flops", "850G", 850_000_000_000),
+        ("flops", "850GFLOPs", 850_000_000_000),
+        ("flops", "850 gflop", 850_000_000_000),
+        ("flops", "850 FLOPS", 850),
+        ("flops", "7k", 7000),
+        ("flops", "7M", 7_000_000),
+        ("flops", "7P", 7 * 10**15),
+    ],
+)
+def test_numbers(kind, text, value):
+    assert parse_size(kind, text) == Size(value=value)
+    assert parse_size(kind, text).of(3) == value
+
+
+@pytest.mark.parametrize("kind", ["params", "bytes", "flops"])
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("50%", Fraction(1, 2)), ("33.3 %", Fraction(333, 1000)), ("100%", Fraction(1)), ("1e-0%", None), ("1e1%", 0.1)],
+)
+def test_shares(kind, text, share):
+    if share is None:
+        with pytest.raises(ValueError, match="is not a size in"):
+            parse_size(kind, text)
+    else:
+        assert parse_size(kind, text) == Size(share=Fraction(str(share)))
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10**13))
+def test_a_share_is_rounded_down_and_exact(hundredths, dense):
+    assert parse_size("params", f"{hundredths // 100}.{hundredths % 100:02}%").of(dense) == hundredths * dense // 10_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("params", ""),
+        ("params", "B"),
+        ("params", "-5B"),
+        ("params", "5G"),
+        ("params", "5BB"),
+        ("params", "5  B"),
+        ("params", "nan"),
+        ("params", "inf"),
+        ("params", "5e-3B"),
+        ("params", "5e999"),
+        ("params", "five"),
+        ("params", "5000,000"),
+        ("params", "5,000_000"),
+        ("params", "50_00"),
+        ("params", "5,000B"),
+        ("params", "5.000.000"),
+        ("params", "5,000%"),
+        ("params", "٥B"),
+        ("params", "9" * 31),
+        ("bytes", "10G"),
+        ("bytes", "9,5GiB"),
+        ("bytes", "10 giga"),
+        ("flops", "2.3B"),
+        ("flops", "2.3TB"),
+        ("flops", "2.3 T FLOPs"),
+    ],
+)
+def test_what_is_no_size_is_told_what_is(kind, text):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        parse_size(kind, text)
+    assert str(caught.value) == (
+        f"{text!r} is not a size in {WHAT[kind]}: allowed are {ALLOWED[kind]}, or a share of the dense model: 50%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("params", "0", "'0' comes to less than 1: nothing of the model would be left"),
+        ("bytes", "0GB", "'0GB' comes to less than 1: nothing of the model would be left"),
+        ("params", "0.0009K", "'0.0009K' comes to less than 1: nothing of the model would be left"),
+        ("flops", "0%", "'0%' is not a share of the dense model: above 0% and at most 100% is allowed"),
+        ("params", "100.1%", "'100.1%' is not a share of the dense model: above 0% and at most 100% is allowed"),
+        (
+            "params",
+            "5.5",
+            "'5.5' is no whole number of parameters: is a suffix missing? Allowed are 5.0B (K, M, B or T), 5000000000, "
+            "or a share of the dense model: 50%",
+        ),
+        (
+            "bytes",
+            "0.5B",
+            "'0.5B' is no whole number of bytes: is a suffix missing? Allowed are 9.5GiB (KiB to PiB), 10GB (KB to "
+            "PB), 10000000000, or a share of the dense model: 50%",
+        ),
+    ],
+)
+def test_sizes_that_mean_nothing(kind, text, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        parse_size(kind, text)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("fields", [{}, {"value": 1, "share": Fraction(1, 2)}])
+def test_a_size_is_a_number_or_a_share(fields):
+    with pytest.raises(ValueError, match=r"^a size is either a number or a share$"):
+        Size(**fields)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind", "text", "value"),
+    [
+        ("{params: 5.0B}", "params", "5.0B", 5_000_000_000),
+        ("{params: 5000000000}", "params", "5000000000", 5_000_000_000),
+        ("{params: 5e9}", "params", "5000000000", 5_000_000_000),
+        ("{params: 5_000_000_000}", "params", "5_000_000_000", 5_000_000_000),
+        ("params: 5,000,000,000", "params", "5,000,000,000", 5_000_000_000),
+        ("{bytes: ' 9.5GiB '}", "bytes", "9.5GiB", 10_200_547_328),
+        ("{flops: 2.3 TFLOPs}", "flops", "2.3 TFLOPs", 2_300_000_000_000),
+        ("{params: 50%}", "params", "50%", 3_369_207_808),
+        ("{bytes: 50%}", "bytes", "50%", 6_738_415_616),
+        ("{flops: 50%}", "flops", "50%", 14_000_000_000_000),
+    ],
+)
+def test_a_target_in_a_recipe(written, kind, text, value):
+    target = TargetSize.model_validate(yaml.load(written, Yaml12Loader))
+    assert (target.kind, target.text, target.of(COST)) == (kind, text, value)
+    assert target.model_dump() == target.model_dump(mode="json") == {kind: text}
+    assert json.loads(target.model_dump_json()) == {kind: text}
+    assert TargetSize.model_validate(target.model_dump()) == target
+    assert TargetSize.model_validate_json(target.model_dump_json()) == target
+
+
+@pytest.mark.parametrize(
+    ("values", "place", "message"),
+    [
+        ({}, (), "Value error, a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
+        ({"params": None}, (), "Value error, a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
+        (
+            {"params": "5B", "bytes": "9GB"},
+            (),
+            "Value error, a target size has exactly one of params, bytes and flops: {params: 5.0B}",
+        ),
+        ({"parameters": "5B"}, ("parameters",), "Extra inputs are not permitted"),
+        ({"params": True}, ("params",), "Input should be a valid string"),
+        ({"params": ["5B"]}, ("params",), "Input should be a valid string"),
+        (
+            {"bytes": "10G"},
+            ("bytes",),
+            "Value error, '10G' is not a size in bytes: allowed are 9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000, "
+            "or a share of the dense model: 50%",
+        ),
+        (
+            {"params": 0.5},
+            ("params",),
+            "Value error, '0.5' is no whole number of parameters: is a suffix missing? Allowed are 5.0B (K, M, B or "
+            "T), 5000000000, or a share of the dense model: 50%",
+        ),
+        (
+            {"flops": float("inf")},
+            ("flops",),
+            "Value error, 'inf' is not a size in FLOPs: allowed are 2.3T (K, M, G, T or P, with or without FLOPs), "
+            "2300000000000, or a share of the dense model: 50%",
+        ),
+    ],
+)
+def test_a_target_that_is_none_is_refused(values, place, message):
+    with pytest.raises(ValidationError) as caught:
+        TargetSize.model_validate(values)
+    (first,) = caught.value.errors()
+    assert (first["loc"], first["msg"]) == (place, message)
+
+
+def test_a_target_does_not_change():
+    with pytest.raises(ValidationError, match="frozen"):
+        TargetSize(params="5B").params = "6B"
+
+
+def test_editors_are_told_of_texts_and_numbers():
+    properties = TargetSize.model_json_schema()["properties"]
+    for kind in ("params", "bytes", "flops"):
+        assert properties[kind]["anyOf"] == [{"type": ["string", "number"]}, {"type": "null"}]
+
+
+def test_each_kind_reads_its_own_part_of_a_cost():
+    assert [cost_in(kind, COST) for kind in ("params", "bytes", "flops")] == [COST.parameters, COST.bytes, COST.flops]

@@ -1,0 +1,327 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import obs as oracle
+from torch import Tensor
+
+from ckpt_prune.compensation.fit import Fit, error
+from ckpt_prune.compensation.least_squares import ridge
+from ckpt_prune.planning.selection import select
+from ckpt_prune.scoring import obs
+from ckpt_prune.scoring.obs import Removal, removal
+from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
+
+
+def layer(d_out: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight, and the Gram of correlated inputs of many sizes."""
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(d_out, d, generator=g, dtype=torch.float64)
+    mix = torch.randn(d, d, generator=g, dtype=torch.float64) / (2 * d**0.5)
+    mix += torch.diag(torch.exp(0.5 * torch.randn(d, generator=g, dtype=torch.float64)))
+    x = torch.randn(4 * d, d, generator=g, dtype=torch.float64) @ mix
+    return weight, x.T @ x
+
+
+def ill_conditioned(d: int, condition: float, seed: int = 0) -> Tensor:
+    """A dense Gram whose eigenvalues are evenly spread over their orders of magnitude."""
+    g = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64)).Q
+    values = torch.tensor(condition, dtype=torch.float64) ** -torch.linspace(0, 1, d, dtype=torch.float64)
+    gram = (turn * values) @ turn.T
+    return (gram + gram.T) / 2
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, panel: int, rows: int) -> None:
+    monkeypatch.setattr(obs, "PANEL", panel)
+    monkeypatch.setattr(obs, "ROWS", rows)
+
+
+def assert_greedy(found: Removal, weight: Tensor, gram: Tensor, per_unit: int, rtol: float = 1e-10) -> None:
+    order, costs = oracle.greedy(weight, gram, found.strength, per_unit)
+    assert found.order.tolist() == order
+    torch.testing.assert_close(found.costs, torch.tensor(costs, dtype=torch.float64), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.05])
+@pytest.mark.parametrize("d_out", [1, 5, 40])
+@pytest.mark.parametrize(("panel", "rows"), [(128, 1024), (7, 5), (1, 1)])
+@pytest.mark.parametrize(("d", "per_unit"), [(18, 1), (18, 3), (20, 5), (12, 6)])
+def test_every_step_is_the_cheapest_removal_after_refitting(monkeypatch, d, per_unit, panel, rows, d_out, damp):
+    small_blocks(monkeypatch, panel, rows)
+    weight, gram = layer(d_out, d, seed=d + d_out)
+    found = removal(weight, gram, per_unit, damp=damp)
+    assert found.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
+    assert_greedy(found, weight, gram, per_unit)
+
+
+def test_panels_and_rows_of_the_default_size():
+    """More than one panel, against the textbook update of the whole inverse and the weight."""
+    weight, gram = layer(6, 300)
+    found = removal(weight, gram)
+    damped = gram + found.strength * torch.eye(300, dtype=torch.float64)
+    order, costs = oracle.unblocked(weight, torch.linalg.inv(damped))
+    assert found.order.tolist() == order
+    torch.testing.assert_close(found.costs, torch.tensor(costs, dtype=torch.float64), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("per_unit", [1, 2])
+def test_separate_inputs_are_ranked_by_their_energy(per_unit):
+    """Where units are uncorrelated nothing can be made up for: J is a sum over units, and greedy removal is optimal."""
+    d = 8
+    weight, dense = layer(3, d, seed=4)
+    gram = torch.block_diag(*(dense[j : j + per_unit, j : j + per_unit] for j in range(0, d, per_unit)))
+    found = removal(weight, gram, per_unit, damp=0)
+    energy = ((weight @ gram) * weight).sum(0).view(-1, per_unit).sum(1)
+    assert found.order.tolist() == energy.argsort().tolist()
+    torch.testing.assert_close(found.costs, energy.sort().values.cumsum(0), rtol=1e-12, atol=0)
+    best = torch.tensor(oracle.best_subsets(weight, gram, 0.0, per_unit), dtype=torch.float64)
+    torch.testing.assert_close(found.costs, best, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("d", "per_unit"), [(8, 1), (14, 2)])
+def test_weakly_correlated_inputs_go_as_in_the_best_of_all_subsets(d, per_unit, seed):
+    weight, dense = layer(4, d, seed)
+    gram = dense.diagonal().diag() + 0.1 * (dense - dense.diagonal().diag())
+    found = removal(weight, gram, per_unit)
+    best = torch.tensor(oracle.best_subsets(weight, gram, found.strength, per_unit), dtype=torch.float64)
+    torch.testing.assert_close(found.costs, best, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("damp", [0.0, 1e-9, 1e-6])
+@pytest.mark.parametrize("per_unit", [1, 4])
+def test_the_curve_is_refitting_from_scratch_at_a_condition_of_a_million(monkeypatch, per_unit, damp):
+    small_blocks(monkeypatch, 7, 16)
+    weight, gram = layer(5, 40, seed=1)[0], ill_conditioned(40, 1e6)
+    found = removal(weight, gram, per_unit, damp=damp)
+    assert found.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
+    assert_greedy(found, weight, gram, per_unit, rtol=1e-8)
+    expected = [
+        oracle.cost(weight, gram, found.strength, found.order[:k].tolist(), per_unit) for k in range(40 // per_unit + 1)
+    ]
+    assert found.curve[0] == 0
+    torch.testing.assert_close(found.curve, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=0)
+
+
+def test_the_last_of_the_curve_is_the_whole_output():
+    weight, gram = layer(5, 12)
+    found = removal(weight, gram, damp=0)
+    assert float(found.curve[-1]) == pytest.approx(float(((weight @ gram) * weight).sum()), rel=1e-12)
+
+
+def test_of_two_equal_inputs_one_goes_first_and_the_other_stays():
+    """However large they are: the one makes up for the other, which no score of single columns sees."""
+    weight, gram = layer(5, 6)
+    copy = [0, 1, 2, 3, 4, 5, 2]
+    weight, gram = 10 * weight[:, copy], gram[copy][:, copy]
+    found = removal(weight, gram, damp=1e-6)
+    assert found.order[0] in (2, 6)
+    others = set(found.order[1:3].tolist())
+    assert not others & {2, 6}
+    assert found.costs[0] < 1e-4 * found.costs[1]
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    units=st.integers(1, 9),
+    per_unit=st.integers(1, 3),
+    d_out=st.integers(1, 6),
+    panel=st.integers(1, 8),
+)
+@settings(max_examples=40, deadline=None)
+def test_identities(seed, units, per_unit, d_out, panel):
+    weight, gram = layer(d_out, units * per_unit, seed)
+    g = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(d_out, d_out, generator=g, dtype=torch.float64)).Q
+    shuffle = torch.randperm(units, generator=g)
+    columns = (shuffle[:, None] * per_unit + torch.arange(per_unit)).flatten()
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, panel, 4)
+        found = removal(weight, gram, per_unit)
+        turned = removal(turn @ weight, gram, per_unit)
+        shuffled = removal(weight[:, columns], gram[columns][:, columns], per_unit)
+        scaled = removal(2 * weight, 4 * gram, per_unit)
+    assert sorted(found.order.tolist()) == list(range(units))
+    assert (found.curve.diff() >= 0).all()
+    assert found.curve.shape == (units + 1,)
+    assert torch.equal(found.scores[found.order], found.costs)
+    for keep in range(1, units + 1):
+        assert select(found.scores, keep).tolist() == sorted(found.order[units - keep :].tolist())
+    assert torch.equal(turned.order, found.order)
+    torch.testing.assert_close(turned.costs, found.costs, rtol=1e-9, atol=0)
+    assert torch.equal(shuffle[shuffled.order], found.order)
+    torch.testing.assert_close(shuffled.costs, found.costs, rtol=1e-9, atol=0)
+    assert torch.equal(scaled.order, found.order)
+    torch.testing.assert_close(scaled.costs, 16 * found.costs, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("per_unit", [1, 3])
+def test_costs_are_what_ridge_leaves(per_unit):
+    """J = the error of ridge on the kept columns, its penalty, and λ times the energy of the dropped weights."""
+    weight, gram = layer(5, 12)
+    found = removal(weight, gram, per_unit, damp=0.2)
+    dropped_columns = (found.order[:, None] * per_unit + torch.arange(per_unit)).view(-1, per_unit)
+    for k in range(12 // per_unit):
+        dropped = dropped_columns[:k].flatten()
+        kept = torch.tensor([j for j in range(12) if j not in dropped.tolist()])
+        fit = Fit(
+            count=48,
+            sum=torch.zeros(len(kept), dtype=torch.float64),
+            target_sum=torch.zeros(5, dtype=torch.float64),
+            gram=gram[kept][:, kept],
+            cross=weight @ gram[:, kept],
+            target_energy=float(((weight @ gram) * weight).sum()),
+        )
+        fold = ridge(weight[:, kept], fit, found.strength)
+        moved = float((fold.weight - weight[:, kept]).square().sum() + weight[:, dropped].square().sum())
+        objective = error(fold, fit) + found.strength * moved
+        assert float(found.curve[k]) == pytest.approx(objective, rel=1e-9, abs=1e-9)
+
+
+def test_scores_of_units_that_cost_nothing_tie_harmlessly():
+    """Whichever of the free units select() drops, what is left costs what the curve says."""
+    weight, gram = layer(4, 9)
+    weight[:, [1, 4, 7]] = 0
+    found = removal(weight, gram)
+    assert found.order[:3].tolist() == [1, 4, 7]
+    assert found.costs[:3].tolist() == [0, 0, 0]
+    for keep in range(1, 10):
+        kept = select(found.scores, keep).tolist()
+        dropped = [unit for unit in range(9) if unit not in kept]
+        assert oracle.cost(weight, gram, found.strength, dropped) == pytest.approx(float(found.curve[9 - keep]))
+
+
+@pytest.mark.parametrize("per_unit", [1, 2])
+def test_all_zero_weights_go_in_order_and_cost_nothing(monkeypatch, per_unit):
+    small_blocks(monkeypatch, 3, 4)
+    found = removal(torch.zeros(4, 12), layer(4, 12)[1], per_unit)
+    assert found.order.tolist() == list(range(12 // per_unit))
+    assert not found.costs.any()
+
+
+def test_one_unit():
+    weight, gram = layer(4, 6)
+    found = removal(weight, gram, 6, damp=0)
+    assert found.order.tolist() == [0]
+    assert found.costs.tolist() == [pytest.approx(float(((weight @ gram) * weight).sum()))]
+    assert found.curve.tolist() == [0, found.costs[0]]
+
+
+@pytest.mark.parametrize("per_unit", [1, 2])
+def test_inputs_always_zero(per_unit):
+    """With damping they cost λ ‖W‖² like any other; without, λ is raised until the Gram is regular."""
+    weight, gram = layer(5, 8)
+    for dead in (2, 3):
+        gram[dead] = gram[:, dead] = 0
+    mean = float(gram.diagonal().mean())
+    found = removal(weight, gram, per_unit, damp=0.01)
+    assert found.strength == pytest.approx(0.01 * mean)
+    assert_greedy(found, weight, gram, per_unit)
+    assert set(found.order[: 2 // per_unit].tolist()) == {2 // per_unit, 3 // per_unit}
+    found = removal(weight, gram, per_unit, damp=0)
+    assert found.strength == pytest.approx(LEAST_DAMP * mean)
+    assert_greedy(found, weight, gram, per_unit, rtol=1e-8)
+
+
+def test_fewer_tokens_than_inputs_without_damping():
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = layer(3, 12)[0]
+    found = removal(weight, x.T @ x, damp=0)
+    assert found.strength == pytest.approx(LEAST_DAMP * float(x.square().sum() / 12))
+    assert_greedy(found, weight, x.T @ x, 1, rtol=1e-8)
+
+
+def test_no_token_at_all():
+    """Nothing but the penalty is left: weights go by their size."""
+    weight = layer(3, 6)[0]
+    found = removal(weight, torch.zeros(6, 6), damp=0.5)
+    assert found.strength == 0.5
+    torch.testing.assert_close(found.costs, 0.5 * weight.square().sum(0).sort().values.cumsum(0))
+
+
+@pytest.mark.parametrize("per_unit", [1, 2])
+def test_a_pass_that_rounding_spoils_is_done_again_with_more_damping(monkeypatch, per_unit):
+    weight, gram = layer(3, 8)
+    inverse = obs._inverse
+    shares = []
+
+    def spoiled(gram: Tensor, scale: float, share: float) -> Tensor:
+        shares.append(share)
+        found = inverse(gram, scale, share)
+        if len(shares) == 1:
+            found[:4, 4:] *= 3
+            found[4:, :4] *= 3
+            found -= 0.9 * torch.linalg.eigvalsh(found).mean() * torch.eye(8, dtype=torch.float64)
+        return found
+
+    monkeypatch.setattr(obs, "_inverse", spoiled)
+    found = removal(weight, gram, per_unit, damp=1e-3)
+    assert shares == [1e-3, 1e-2]
+    assert found.strength == pytest.approx(1e-2 * float(gram.diagonal().mean()))
+    assert_greedy(found, weight, gram, per_unit)
+
+
+def test_what_is_no_gram_is_refused():
+    gram = torch.diag(torch.tensor([1.0, 1.0, -5.0]))
+    with pytest.raises(SingularHessianError, match="calibrate again"):
+        removal(torch.ones(2, 3), gram)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_and_arguments_left_alone(dtype):
+    weight, gram = layer(4, 16)
+    weight, gram = weight.to(dtype), gram.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    before = weight.clone(), gram.clone()
+    found = removal(weight, gram, 2)
+    assert torch.equal(weight, before[0])
+    assert torch.equal(gram, before[1])
+    assert (found.order.dtype, found.costs.dtype) == (torch.int64, torch.float64)
+    assert (found.scores.dtype, found.curve.dtype) == (torch.float64, torch.float64)
+    wide = removal(weight.double(), gram.double(), 2)
+    assert torch.equal(found.order, wide.order)
+    assert torch.equal(found.costs, wide.costs)
+
+
+def test_arguments_of_other_strides():
+    weight, gram = layer(4, 16)
+    wider = torch.zeros(16, 32, dtype=torch.float64)
+    wider[:, ::2] = gram
+    found = removal(weight.T.contiguous().T, wider[:, ::2])
+    assert torch.equal(found.order, removal(weight, gram).order)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", [0, 1])
+def test_infinities_and_nan_are_refused(which, value):
+    arguments = [each.float() for each in layer(3, 4)]
+    arguments[which][1, 2] = value
+    with pytest.raises(ValueError, match=("the weight", "the Gram")[which] + " holds infinities or NaN"):
+        removal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("weight", "gram", "per_unit", "damp", "message"),
+    [
+        ((3, 4), (5, 5), 1, 0.01, r"Gram of shape \(5, 5\) does not fit a weight of 4 inputs"),
+        ((3, 4), (4,), 1, 0.01, r"Gram of shape \(4,\)"),
+        ((4,), (4, 4), 1, 0.01, r"\(d_out, d\)"),
+        ((3, 0), (0, 0), 1, 0.01, "at least one input"),
+        ((3, 4), (4, 4), 3, 0.01, "4 inputs cannot be divided into units of 3"),
+        ((3, 4), (4, 4), 0, 0.01, "units of 0"),
+        ((3, 4), (4, 4), 1, -0.1, "damp"),
+        ((3, 4), (4, 4), 1, float("nan"), "damp"),
+    ],
+)
+def test_what_does_not_fit_is_refused(weight, gram, per_unit, damp, message):
+    with pytest.raises(ValueError, match=message):
+        removal(torch.ones(weight), torch.ones(gram), per_unit, damp=damp)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_costs_never_fall_where_what_is_left_of_a_weight_is_rounding(seed):
+    """Equal inputs with opposite weights: with one of a pair gone, the other is refitted to almost nothing."""
+    weight, gram = layer(3, 10, seed)
+    found = removal(torch.cat([weight, -weight], 1), gram.repeat(2, 2), damp=1e-8)
+    assert (found.curve.diff() >= 0).all()
+    assert found.curve[-1] < 1e-5 * ((weight @ gram) * weight).sum()

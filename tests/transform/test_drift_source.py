@@ -1,0 +1,170 @@
+"""Drift measured while a model is pruned, against whole models whose earlier parts are those of the output."""
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import ckpt_prune
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.job import Job, LiveSamples
+from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.sources import DriftMoments
+from tests import encoders, families
+from tests.encoders import BLOCKS, Pixels
+from tests.interrupting import interrupt_at
+from tests.oracles import drift
+from tests.oracles.masked_model import Model
+from tests.transform.whole import data_of, stock, whole
+
+FOLDS = 2
+HALF = {"heads": 0.5, "mlp": 0.4}
+CASES: dict[str, tuple[str, dict[str, float]]] = {
+    "llama-gqa-tied": ("llama", HALF),
+    "opt-350m-like": ("opt-350m-like", HALF),
+    "dinov2-swiglu": ("dinov2-swiglu", HALF),
+    "dinov2-swiglu qk": ("dinov2-swiglu", {"qk": 0.5} | HALF),
+}
+"""Variant, and what else is pruned → what the oracle calls its sites, and ratios by space."""
+
+
+def samples_of(variant: str) -> Samples:
+    found = data_of(variant)
+    return Pixels(found.values.double(), found.tokens) if isinstance(found, Pixels) else found
+
+
+def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Job:
+    target = {"target": "sequential", "true_sequential": true_sequential}
+    if variant in encoders.VARIANTS:
+        wanted: Recipe = encoders.recipe(ratios, **target)
+    else:
+        wanted = families.recipe("ridge", heads=ratios["heads"], mlp=ratios["mlp"], lam=0.1, **target)
+    job = Job(Checkpoint.open(folder), wanted, None, LiveSamples(samples_of(variant), FOLDS, torch.float64))
+    job.check()
+    return job
+
+
+class Recording(DriftMoments):
+    """Keeps what it handed out."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: dict[tuple[int, str], Any] = {}
+
+    def moments(self, block, tensors, keys):
+        found = super().moments(block, tensors, keys)
+        self.seen |= {(block, key): folds for key, folds in found.items()}
+        return found
+
+
+def source_of(job: Job) -> Recording:
+    gram = {space: job.recipe.needs_gram(space) for space in job.recipe.spaces}
+    true_sequential = job.recipe.true_sequential
+    return Recording(job.stream(), job.dense_stream(), job.read_block, gram, true_sequential=true_sequential)
+
+
+def until(pruned: Model, dense: Model, block: int, space: str, *, true_sequential: bool) -> Model:
+    """The pruned model up to a site, which is whole; what comes after it says nothing here."""
+    mixed = copy.deepcopy(pruned)
+    layers: Any = mixed.model.get_submodule(mixed.layers)
+    theirs: Any = dense.model.get_submodule(dense.layers)
+    if not true_sequential or space == "heads":
+        layers[block] = theirs[block]
+        return mixed
+    for linear in (linear for group in dense.inputs[-2:] for linear in group):
+        for path in linear.modules:
+            owner, _, name = path.rpartition(".")
+            setattr(layers[block].get_submodule(owner), name, theirs[block].get_submodule(path))
+    return mixed
+
+
+@pytest.mark.parametrize("true_sequential", [False, True], ids=["per block", "true sequential"])
+@pytest.mark.parametrize("case", CASES)
+def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_path, monkeypatch):
+    """Also in the blocks themselves where sites are measured one after the other: all of them narrower than before."""
+    variant, (sites, ratios) = case.partition(" ")[0], CASES[case]
+    job = job_on(dense.folder(variant), variant, ratios, true_sequential=true_sequential)
+    source = source_of(job)
+    monkeypatch.setattr(Job, "source", lambda self: source)
+    report = prune(job, tmp_path / "out")
+    assert source.seen.keys() == {(block, space) for block in range(BLOCKS) for space in ratios}
+    output: PreTrainedModel = (
+        ckpt_prune.load(tmp_path / "out") if report["container"]["remote_code"] else stock(tmp_path / "out", variant)
+    )
+    pruned, model = (whole(m.double(), variant) for m in (output, stock(dense.folder(variant), variant)))
+    for (block, space), folds in source.seen.items():
+        if space == "qk" or (true_sequential and space == "heads" and "qk" in ratios):
+            # Queries and keys of heads that were dropped later are not in the output.
+            continue
+        if block == 0 and (space == "heads" or not true_sequential):
+            assert all(moments.drift.energy == 0 for moments in folds)
+            continue
+        assert len(folds) == FOLDS
+        mixed = until(pruned, model, block, space, true_sequential=true_sequential)
+        expected = drift.target(model, mixed, block, drift.SITES[sites][space], samples_of(variant))
+        drift.assert_measured(folds, expected)
+
+
+def test_stages(dense):
+    for true_sequential, stages in {True: [["heads"], ["mlp"]], False: [["heads", "mlp"]]}.items():
+        source = source_of(job_on(dense.folder("opt"), "opt", HALF, true_sequential=true_sequential))
+        assert source.stages(["heads", "mlp"]) == stages
+
+
+def test_blocks_may_be_passed_over(dense):
+    """What is measured at the last block does not depend on whether anything was at those before."""
+    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
+    asked, resumed = source_of(job), source_of(job)
+    pruner = job.pruner()
+    for block in range(BLOCKS - 1):
+        tensors, _ = pruner.block(block, job.read_block(block), asked)
+        asked.advance(block, tensors)
+        resumed.advance(block, tensors)
+    last = job.read_block(BLOCKS - 1)
+    found = [source.moments(BLOCKS - 1, last, ["heads", "mlp"]) for source in (asked, resumed)]
+    for space in ("heads", "mlp"):
+        for a, b in zip(found[0][space], found[1][space], strict=True):
+            assert a.drift.energy == b.drift.energy > 0
+            assert torch.equal(a.drift.cross, b.drift.cross)
+            assert torch.equal(a.gram, b.gram)
+
+
+def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch):
+    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
+    monkeypatch.setattr(Job, "source", source_of)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        with pytest.raises(KeyboardInterrupt):
+            prune(job, tmp_path / "out")
+    prune(job, tmp_path / "out", resume=True)
+    prune(job, tmp_path / "whole")
+    assert families.contents(tmp_path / "out") == families.contents(tmp_path / "whole")
+
+
+def test_two_blocks_are_held_at_most(dense, monkeypatch):
+    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=False)
+    source = source_of(job)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most, build = 0, BlockFactory.block
+
+    def counting(self, *args, **options):
+        nonlocal most
+        block = build(self, *args, **options)
+        alive.add(block)
+        most = max(most, len(alive))
+        return block
+
+    monkeypatch.setattr(BlockFactory, "block", counting)
+    for block in range(BLOCKS):
+        tensors = job.read_block(block)
+        source.moments(block, tensors, ["heads", "mlp"])
+        source.advance(block, tensors)
+    assert most == 2

@@ -1,0 +1,309 @@
+"""Effects of single sites, against whole stock models with columns zeroed and consumers refitted by plain solves."""
+
+import copy
+import shutil
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.skeleton import Names
+from ckpt_prune.calibration.measure import block_names, moments_name
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import StateMemory
+from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.transform import effects as module
+from ckpt_prune.transform.effects import dropped_counts, measure_effects
+from tests import encoders, families
+from tests.families import BLOCKS
+from tests.oracles import closed_forms, logits
+from tests.oracles import effects as oracle
+
+from .whole import Sources, data_of, stock
+
+CPU = torch.device("cpu")
+LIMIT = 5
+POINTS = (0.25, 0.75)
+Effects = dict[str, list[tuple[int, float]]]
+VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "vit", "bert-pretraining", "dinov2-swiglu"]
+
+
+def measured(sources: Sources, variant: str, **options) -> Effects:
+    checkpoint = Checkpoint.open(sources.folder(variant))
+    family = fitting_family(checkpoint)
+    given = {"spaces": list(family.spaces), "points": POINTS, "limit": LIMIT, "statistics": sources.statistics(variant)}
+    return measure_effects(
+        checkpoint,
+        family,
+        samples=data_of(variant),
+        device=CPU,
+        **{"compute_dtype": torch.float32, **given, **options},
+    )
+
+
+# ---- by hand, on a whole model ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """A whole dense model, and what reaches its modules."""
+
+    model: PreTrainedModel
+    family: Family
+    data: Samples
+
+    def path(self, block: int, disk: str) -> str:
+        """Of a module of the stock model."""
+        (name, *_) = Names(self.model).parameters(self.family.tensor(block, disk))
+        return name.removesuffix(".weight")
+
+    def outputs(self, model: PreTrainedModel) -> list[np.ndarray]:
+        """On the first samples only."""
+        with torch.no_grad():
+            found = model(**self.data.batch(slice(0, LIMIT)))
+        names = [name for name in found if name.endswith("logits")] or ["last_hidden_state"]
+        return [found[name].double().numpy() for name in names]
+
+    def effect(self, pruned: PreTrainedModel) -> float:
+        pairs = list(zip(self.outputs(self.model), self.outputs(pruned), strict=True))
+        headless = self.family.auto_class == "AutoModel"
+        return sum((oracle.relative if headless else oracle.kl)(*pair) for pair in pairs) / LIMIT
+
+    def columns(self, block: int, space: str, counts: list[int]) -> list[tuple[int, float]]:
+        path = self.path(block, self.family.columns[space].consumer)
+        per = self.family.unit_columns(self.model.config, space)
+        seen = encoders.watch(self.model, self.data, inputs=[path])[path]
+        X = seen.reshape(-1, seen.shape[2])
+        W = self.model.get_submodule(path).weight.detach().double().numpy()
+        biased = self.model.get_submodule(path).bias is not None
+        order = oracle.removal(W, X - X.mean(0) if biased else X, per, damp=0.01)
+        found = []
+        for count in counts:
+            kept = oracle.columns_of(sorted(order[count:]), per)
+            strength = 0.01 * float(np.mean(np.sum(X[:, kept] ** 2, axis=0)))
+            fit = closed_forms.affine if biased else closed_forms.ridge
+            weight, bias = fit(W[:, kept], X[:, kept], X @ W.T, strength)
+            pruned = copy.deepcopy(self.model)
+            consumer = pruned.get_submodule(path)
+            with torch.no_grad():
+                consumer.weight.zero_()
+                consumer.weight[:, kept] = torch.from_numpy(weight)
+                if biased:
+                    consumer.bias += torch.from_numpy(bias)
+            found.append((count, self.effect(pruned)))
+        return found
+
+    def dimensions(self, block: int, counts: list[int]) -> list[tuple[int, float]]:
+        """All of I + M goes into the queries: what it is split into does not show in the logits."""
+        space = self.family.logits
+        paths = [self.path(block, module) for module in (space.query, space.key)]
+        seen = encoders.watch(self.model, self.data, results=paths)
+        width = self.family.units(self.model.config, "qk")
+        found = []
+        for count in counts:
+            pruned = copy.deepcopy(self.model)
+            query, key = (pruned.get_submodule(path) for path in paths)
+            for head, pairs in enumerate(encoders.pairs_of(*(seen[path] for path in paths))):
+                kept = sorted(np.argsort(-logits.logit_energy(pairs), kind="stable")[: width - count].tolist())
+                M = logits.solve(pairs, kept, 0.001 * logits.diagonal_mean(pairs, kept))
+                mix = torch.from_numpy(np.eye(len(kept)) + M).T
+                rows = [head * width + j for j in kept]
+                gone = [head * width + j for j in range(width) if j not in kept]
+                with torch.no_grad():
+                    for kind in (query.weight, query.bias):
+                        kind[rows] = mix @ kind[rows]
+                    for projection in (query, key):
+                        projection.weight[gone] = 0
+                        projection.bias[gone] = 0
+            found.append((count, self.effect(pruned)))
+        return found
+
+
+@cache
+def expected(sources_folder, variant: str) -> Effects:
+    model = stock(sources_folder, variant).double()
+    samples = data_of(variant)
+    if variant in encoders.IMAGES:
+        samples = encoders.Pixels(samples.values.double(), samples.tokens)
+    family = fitting_family(Checkpoint.open(sources_folder))
+    by_hand = ByHand(model, family, samples)
+    found: Effects = {}
+    for block in range(BLOCKS):
+        for space in family.spaces:
+            counts = dropped_counts(family.units(model.config, space), POINTS)
+            name = moments_name(family, block, space)
+            found[name] = by_hand.dimensions(block, counts) if space == "qk" else by_hand.columns(block, space, counts)
+    return found
+
+
+def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, own in found.items():
+        assert [count for count, _ in own] == [count for count, _ in wanted[name]], name
+        values = [value for _, value in own]
+        assert min(values) > 1e-6, f"{name} says nothing"
+        assert values == pytest.approx([value for _, value in wanted[name]], rel=tolerance), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_effects_are_those_on_the_whole_model(dense, variant):
+    found = measured(dense, variant)
+    assert_close(found, expected(dense.folder(variant), variant), 2e-4)
+
+
+def test_sites_are_named_as_statistics_name_them(dense):
+    """Two KV groups leave one count to drop; of q and k counts are of one head's dimensions."""
+    found = measured(dense, "llama-gqa-tied")
+    assert list(found) == [
+        f"model.layers.{block}.{module}.weight"
+        for block in range(BLOCKS)
+        for module in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+    assert [count for count, _ in found["model.layers.1.self_attn.o_proj.weight"]] == [1]
+    assert [count for count, _ in found["model.layers.1.mlp.down_proj.weight"]] == [6, 16]
+    vit = measured(dense, "vit", spaces=["qk"])
+    assert list(vit) == [f"vit.encoder.layer.{block}.attention.attention.query.weight" for block in range(BLOCKS)]
+    assert all([count for count, _ in own] == [1, 3] for own in vit.values())
+    # One space says what it says among others.
+    whole = measured(dense, "vit")
+    assert {name: whole[name] for name in vit} == vit
+    assert with_effects(copied(dense, "vit"), whole).index.effects == whole
+
+
+def copied(sources: Sources, variant: str) -> Statistics:
+    statistics = sources.statistics(variant)
+    folder = statistics.folder.with_name(f"{statistics.folder.name}-copy")
+    shutil.copytree(statistics.folder, folder)
+    return Statistics(folder)
+
+
+@pytest.mark.parametrize(
+    ("units", "points", "counts"),
+    [
+        (1, (0.25, 0.5, 0.75), []),
+        (2, (0.25, 0.5, 0.75), [1]),
+        (3, (0.25, 0.5, 0.75), [1, 2]),
+        (8, (0.25, 0.5, 0.75), [2, 4, 6]),
+        (100, (0.0, 0.001, 0.999, 1.0), [1, 99]),
+        (100, (0.5, 0.1), [10, 50]),
+        (8, (), []),
+    ],
+)
+def test_counts_to_drop(units, points, counts):
+    assert dropped_counts(units, points) == counts
+
+
+def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatch):
+    """Not once for each space and count; statistics once for each block."""
+    variant = "opt"
+    checkpoint, statistics = Checkpoint.open(dense.folder(variant)), dense.statistics(variant)
+    family = fitting_family(checkpoint)
+    block_of = {name: block for block in range(BLOCKS) for name in block_names(checkpoint, family, block)}
+    read, measured_blocks = [], []
+    original, own = Checkpoint.read, Statistics.block
+
+    def reading(self, names):
+        read.extend({block_of[name] for name in names if name in block_of})
+        return original(self, names)
+
+    def opening(self, block, weights=None):
+        measured_blocks.append(block)
+        return own(self, block, weights)
+
+    monkeypatch.setattr(Checkpoint, "read", reading)
+    monkeypatch.setattr(Statistics, "block", opening)
+    measured(dense, variant, statistics=statistics)
+    assert read == [block for site in range(BLOCKS) for block in range(site, BLOCKS)]
+    assert measured_blocks == list(range(BLOCKS))
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
+def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
+    whole = measured(dense, variant)
+    tokens = data_of(variant).tokens
+    # Five samples as 2 + 2 + 1 through blocks, one by one through the head, states on disk.
+    monkeypatch.setattr("ckpt_prune.calibration.streams.TOKENS_PER_BATCH", 2 * tokens)
+    monkeypatch.setattr(module, "TOKENS_PER_BATCH", 2 * tokens)
+    monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
+    assert_close(measured(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
+
+
+def test_no_more_samples_than_there_are(dense):
+    samples = data_of("llama-gqa-tied")
+    everything = measured(dense, "llama-gqa-tied", limit=len(samples), spaces=["heads"])
+    assert measured(dense, "llama-gqa-tied", limit=99, spaces=["heads"]) == everything
+    assert measured(dense, "llama-gqa-tied", limit=2, spaces=["heads"]) != everything
+
+
+def test_folds_do_not_matter(dense):
+    folded = measured(dense, "vit", statistics=dense.statistics("vit", folds=3))
+    assert_close(folded, measured(dense, "vit"), 1e-3)
+
+
+def test_half_precision_is_near(dense):
+    whole = measured(dense, "llama-gqa-tied", spaces=["mlp"])
+    assert_close(measured(dense, "llama-gqa-tied", spaces=["mlp"], compute_dtype=torch.bfloat16), whole, 0.3)
+
+
+def refusal(*args, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        measured(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_statistics_that_lack_moments(dense, tmp_path):
+    folder = dense.folder("vit")
+    bare = encoders.calibrate(folder, tmp_path / "bare", data_of("vit"), collect=("moments",))
+    assert refusal(dense, "vit", statistics=bare) == (
+        f"effects need Grams, and {bare.folder} has none: calibrate with --collect moments,gram"
+    )
+    grams = encoders.calibrate(folder, tmp_path / "grams", data_of("vit"), collect=("moments", "gram"))
+    assert refusal(dense, "vit", statistics=grams) == (
+        f"effects of q and k need their moments, and {grams.folder} has none: "
+        "calibrate with --collect moments,gram,logits"
+    )
+    assert len(measured(dense, "vit", statistics=grams, spaces=["heads"])) == BLOCKS
+    both = encoders.calibrate(folder, tmp_path / "logits", data_of("vit"), collect=("moments", "logits"))
+    assert measured(dense, "vit", statistics=both, spaces=["qk"]) == measured(dense, "vit", spaces=["qk"])
+
+
+def test_an_output_that_overflows_is_named(dense, monkeypatch):
+    monkeypatch.setattr(module.Readout, "divergence", lambda *_: float("nan"))
+    assert refusal(dense, "llama-gqa-tied") == (
+        "the output with 1 units of model.layers.0.self_attn.o_proj.weight dropped is not finite: "
+        "the model overflows in torch.float32"
+    )
+
+
+def test_a_site_of_one_unit_has_no_effect(tmp_path, monkeypatch):
+    folder = families.make(tmp_path / "model", "llama-gqa-tied")
+    statistics = families.calibrate(folder, tmp_path / "statistics")
+    checkpoint = Checkpoint.open(folder)
+    family = fitting_family(checkpoint)
+    original = Family.units
+    monkeypatch.setattr(Family, "units", lambda self, config, s: 1 if s == "heads" else original(self, config, s))
+    options = {"device": CPU, "compute_dtype": torch.float32, "limit": 2, "points": (0.5,)}
+    samples = data_of("llama-gqa-tied")
+    found = measure_effects(checkpoint, family, statistics, samples, spaces=["heads", "mlp"], **options)
+    assert list(found) == [f"model.layers.{block}.mlp.down_proj.weight" for block in range(BLOCKS)]
+    assert measure_effects(checkpoint, family, statistics, samples, spaces=["heads"], **options) == {}
+
+
+def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):
+    statistics, folder = dense.statistics("opt"), dense.folder("opt")
+    before = families.contents(folder) | families.contents(statistics.folder)
+    once: list[Tensor] = []
+    measured(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
+    assert families.contents(folder) | families.contents(statistics.folder) == before
+    # The stream's states, one of each variant (three spaces, two counts), and the dense model's last.
+    assert len(once) == 8
+    assert all(tensor.shape[0] == LIMIT for tensor in once)

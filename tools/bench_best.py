@@ -1,0 +1,297 @@
+"""`best` against every published recipe, on every model of ../shared/data and the embedded; what each part is worth.
+
+    PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl [--models NAME ...] [--samples N ...] [--ratios R ...]
+    PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl --ablation ...
+    PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl --table
+
+Every line of the output is one measurement; a run goes on where the last one stopped. All recipes of a cell see the
+same calibration samples and are measured on the same held-out ones. Recipes that prune q and k (corp) leave another
+size at the same ratio: there `best` is asked for the size that corp has (best @ corp).
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.calibration.images import ImageFiles, choose_images, find_images
+from ckpt_prune.calibration.measure import everything, measure
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.transform.budgets import at_size
+from ckpt_prune.transform.effects import measure_effects
+from ckpt_prune.transform.job import Job, LiveSamples
+from ckpt_prune.transform.prune import prune
+from tools.bench_corp import Pixels, compare, images, logits
+from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
+
+PUBLISHED = (
+    "magnitude",
+    "wanda-sp",
+    "flap",
+    "flap-global",
+    "vbp",
+    "rcpu",
+    "rcpu-scale",
+    "rcpu-v1-least-squares",
+    "ridge",
+    "grail",
+)
+OURS = ("best-uniform", "best")
+UNIFORM = ("allocation=uniform", "widths=uniform")
+ABLATION: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ridge (RCPU's)": ("ridge", ()),
+    "+ selection": ("ridge", ("spaces.heads.score=obs", "spaces.mlp.score=obs")),
+    "+ choice": ("best", (*UNIFORM, "target=sequential")),
+    "+ drift": ("best", UNIFORM),
+    "+ budget, one width per space": ("best", ("widths=uniform",)),
+    "+ budget per layer, by energy": ("best", ("weigh_by=energy",)),
+    "+ budget per layer, by effect (best)": ("best", ()),
+    "best without drift": ("best", ("target=sequential",)),
+    "best on the dense cache": ("best", ("target=dense",)),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model, what it is calibrated on, and how an output is measured."""
+
+    name: str
+    folder: Path
+    samples: Callable[[int], Samples]
+    score: Callable[[Path], dict[str, float]]
+    window: int
+    evaluated: int
+
+
+def of_text(subject: Subject, evaluated: int) -> Bench:
+    def score(folder: Path) -> dict[str, float]:
+        _, held_out = windows_of(subject, 2, evaluated, "random")
+        found = perplexity(load_model(folder, device="cpu"), held_out)
+        return {"perplexity": found.perplexity}
+
+    def samples(count: int) -> Samples:
+        return TokenWindows(windows_of(subject, count, evaluated, "random")[0])
+
+    return Bench(subject.name, subject.folder, samples, score, subject.window, evaluated)
+
+
+def of_images(folder: Path, place: Path) -> Bench:
+    """Half of the 1000 images to calibrate on at most, the other half to measure."""
+    names = {int(k): v for k, v in Checkpoint.open(folder).config["id2label"].items()}
+    both = [find_images(place, split=split, id2label=names) for split in ("calib", "eval")]
+    paths = both[0].paths + both[1].paths
+    labels = (both[0].labels or ()) + (both[1].labels or ())
+    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
+    pool = ImageFiles(tuple(paths[i] for i in order[:500]), None)
+    rest = ImageFiles(tuple(paths[i] for i in order[500:]), tuple(labels[i] for i in order[500:]))
+
+    @cache
+    def held_out() -> Pixels:
+        return images(folder, rest)
+
+    @cache
+    def dense() -> torch.Tensor:
+        return logits(folder, held_out())
+
+    @cache
+    def samples(count: int) -> Samples:
+        return images(folder, choose_images(pool, samples=count, seed=1))
+
+    def score(output: Path) -> dict[str, float]:
+        truth = held_out().labels
+        assert truth is not None
+        top, agreement, kl = compare(logits(output, held_out()), dense(), truth)
+        return {"top1": top, "agreement": agreement, "kl": kl}
+
+    return Bench(folder.name, folder, samples, score, 0, 500)
+
+
+def benches(evaluated: int) -> dict[str, Bench]:
+    found = {name: of_text(subject, evaluated) for name, subject in subjects().items()}
+    texts = [f"{SHARED}/text-tinyshakespeare/{part}" for part in ("calib_first90.txt", "eval_last10.txt")]
+    opt = Subject("opt-shakespeare-char-0.8m", 64, SHARED / "opt-shakespeare-char-0.8m", *texts)
+    found[opt.name] = of_text(opt, 4 * evaluated)
+    found["vit-tiny-imagenet"] = of_images(SHARED / "vit-tiny-imagenet", SHARED / "imagenet-1per-class")
+    return found
+
+
+@dataclass
+class Entrants:
+    """Everything of one model and one number of samples that several recipes share."""
+
+    bench: Bench
+    count: int
+    scratch: Path
+
+    def __post_init__(self) -> None:
+        self.checkpoint = Checkpoint.open(self.bench.folder)
+        self.family = fitting_family(self.checkpoint)
+        self.samples = self.bench.samples(self.count)
+        self.folds = min(4, self.count)
+        self._statistics: Statistics | None = None
+        self.seconds = 0.0
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of the dense model, with effects; measured when first asked for."""
+        if self._statistics is None:
+            start = time.monotonic()
+            run = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+            found = measure(
+                self.checkpoint,
+                self.family,
+                self.samples,
+                self.scratch / f"statistics-{self.count}",
+                seed=0,
+                folds=self.folds,
+                collect=everything(self.family),
+                **run,  # type: ignore[arg-type]
+            )
+            effects = measure_effects(
+                self.checkpoint,
+                self.family,
+                found,
+                self.samples,
+                spaces=list(self.family.spaces),
+                **run,  # type: ignore[arg-type]
+            )
+            self._statistics = with_effects(found, effects)
+            self.seconds = time.monotonic() - start
+        return self._statistics
+
+    def run(self, recipe: str, overrides: tuple[str, ...], ratio: float | None, size: int | None) -> dict[str, Any]:
+        """Prune by a recipe, at its ratio or to a size in parameters, and measure the output."""
+        loaded = load_recipe(recipe, overrides, ratio, None if size is None else {"params": str(size)})
+        folds = self.folds if loaded.needs_folds else 1
+        live = LiveSamples(self.samples, folds, compute_dtype=torch.float32) if loaded.target != "dense" else None
+        dense = live is None or loaded.allocation == "least-error"
+        statistics = self.statistics if dense and loaded.needs_moments else None
+        start = time.monotonic()
+        out = self.scratch / "out"
+        job = at_size(Job(self.checkpoint, loaded, statistics, live))
+        report = prune(job, out, overwrite=True)
+        seconds = time.monotonic() - start
+        held_out = [s["error_held_out"] for s in report["sites"] if s["error_held_out"] is not None]
+        return {
+            **self.bench.score(out),
+            "parameters": report["after"]["parameters"],
+            "seconds": round(seconds, 2),
+            "widths": [dict(w) for w in job.widths],
+            "chosen": [
+                [s["block"], s["space"], s["method"], s["strength"], s["share"], s["error_held_out"]]
+                for s in report["sites"]
+            ]
+            if held_out
+            else None,
+        }
+
+
+def cells(args: argparse.Namespace, entrants: Entrants) -> Iterable[tuple[str, str, tuple[str, ...], float, str]]:
+    """Label, recipe, overrides, ratio, and the label of the entry whose size is to be met."""
+    for ratio in args.ratios:
+        if args.ablation:
+            for label, (recipe, overrides) in ABLATION.items():
+                yield label, recipe, overrides, ratio, ""
+            continue
+        anywhere = ("container=any",)
+        for recipe in (*PUBLISHED, *OURS):
+            yield recipe, recipe, anywhere, ratio, ""
+        if entrants.family.logits is not None:
+            yield "corp", "corp", anywhere, ratio, ""
+            yield "corp-mlp", "corp-mlp", anywhere, ratio, ""
+            yield "best @ corp", "best", anywhere, ratio, "corp"
+            yield "best @ corp-mlp", "best", anywhere, ratio, "corp-mlp"
+
+
+def run_bench(bench: Bench, args: argparse.Namespace, lines: dict[str, dict[str, Any]]) -> None:
+    def record(key: str, values: dict[str, Any]) -> None:
+        lines[key] = {"key": key, "model": bench.name, "window": bench.window, "evaluated": bench.evaluated, **values}
+        with args.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(lines[key]) + "\n")
+        metric = next(f"{name} {values[name]:.4f}" for name in ("perplexity", "top1") if name in values)
+        print(f"{key}: {metric} ({values.get('seconds', 0)} s)", flush=True)
+
+    dense = f"{bench.name} | dense"
+    if dense not in lines:
+        record(dense, {"recipe": "dense", **bench.score(bench.folder)})
+    for count in args.samples:
+        with tempfile.TemporaryDirectory() as scratch:
+            entrants = Entrants(bench, count, Path(scratch))
+            for label, recipe, overrides, ratio, like in cells(args, entrants):
+                key = f"{bench.name} | {count} | {ratio:g} | {label}"
+                if key in lines:
+                    continue
+                size = lines[f"{bench.name} | {count} | {ratio:g} | {like}"]["parameters"] if like else None
+                values = entrants.run(recipe, overrides, None if like else ratio, size)
+                record(key, {"recipe": label, "samples": count, "ratio": ratio, **values})
+
+
+def table(lines: dict[str, dict[str, Any]], ablation: bool) -> None:
+    """Markdown: per model and number of samples, a row for each recipe and a column for each ratio."""
+    measured = list(lines.values())
+    for model in dict.fromkeys(line["model"] for line in measured):
+        own = [line for line in measured if line["model"] == model]
+        metric = "perplexity" if "perplexity" in own[0] else "top1"
+        form = (lambda v: f"{v:.3f}") if metric == "perplexity" else (lambda v: f"{v:.1%}")
+        dense = next(line[metric] for line in own if line["recipe"] == "dense")
+        print(f"\n## {model}\n\nDense {form(dense)}.")
+        for count in sorted({line["samples"] for line in own if "samples" in line}):
+            rows = [line for line in own if line.get("samples") == count]
+            ratios = sorted({line["ratio"] for line in rows})
+            names = [n for n in dict.fromkeys(x["recipe"] for x in rows) if (n in ABLATION) == ablation]
+            if not names:
+                continue
+            print(f"\n{count} samples\n\n| recipe | " + " | ".join(f"{r:.0%}" for r in ratios) + " |")
+            print("|---|" + "---|" * len(ratios))
+            value = {(line["recipe"], line["ratio"]): line[metric] for line in rows}
+            for name in names:
+                shown = [form(value[name, r]) if (name, r) in value else "-" for r in ratios]
+                print(f"| {name} | " + " | ".join(shown) + " |")
+            if ablation:
+                continue
+            shown = []
+            for ratio in ratios:
+                known = [value[n, ratio] for n in PUBLISHED if (n, ratio) in value]
+                if not known or ("best", ratio) not in value:
+                    shown.append("-")
+                    continue
+                published = min(known) if metric == "perplexity" else max(known)
+                gap = published - dense
+                shown.append(f"{(value['best', ratio] - dense) / gap:.2f}" if gap else "-")
+            print("| gap of best / gap of the best published | " + " | ".join(shown) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines file; measurements in it are not repeated")
+    parser.add_argument("--models", nargs="+", default=[])
+    parser.add_argument("--samples", nargs="+", type=int, default=[2, 8, 32, 128])
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    parser.add_argument("--evaluated", type=int, default=64, help="held-out windows (four times as many for OPT)")
+    parser.add_argument("--ablation", action="store_true")
+    parser.add_argument("--table", action="store_true", help="only print the tables of what is in the file")
+    args = parser.parse_args()
+    known = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
+    lines = {line["key"]: line for line in known}
+    if not args.table:
+        found = benches(args.evaluated)
+        for name in args.models or list(found):
+            run_bench(found[name], args, lines)
+    table(lines, args.ablation)
+
+
+if __name__ == "__main__":
+    main()
