@@ -190,7 +190,9 @@ provider_option = click.option(
     "the graph is fused for, else cpu]",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-recipe_option = click.option("--recipe", metavar="R", help="Name of a shipped recipe, or a recipe file.")
+recipe_option = click.option(
+    "--recipe", metavar="R", help="Name of a shipped recipe, or a recipe file. [default: best]"
+)
 
 
 def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:

@@ -84,7 +84,7 @@ def command(
         with_container,
     )
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
     from ckpt_prune.transform.checks import check_plannable
     from ckpt_prune.transform.job import make_plan
 
@@ -94,12 +94,10 @@ def command(
         raise UserError(
             "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
         )
-    if recipe is None:
-        raise UserError("plan needs --recipe: a shipped recipe's name (`ckpt-prune recipe list`) or a file")
     if out is not None:
         _check_place(out, overwrite)
     target = resolve_device(device)
-    loaded = load_recipe(recipe, with_container(overrides, container), ratio, size)
+    loaded = load_recipe(recipe or DEFAULT_RECIPE, with_container(overrides, container), ratio, size)
     check_plannable(loaded)
     if loaded.perplexity_grid:
         raise UserError(

@@ -91,6 +91,10 @@ def command(
     A recipe either drops units of spaces, so that the model becomes smaller, or has a mask, which zeroes single
     weights and leaves every shape as it is.
 
+    Without --recipe it is best, which sets nothing by hand: units, widths, strength and form of compensation are those
+    that do the least harm by what is measured. Blocks then differ in width, and OUT carries its own code to load it
+    with; best-uniform is the same for stock classes.
+
     Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
     measures the unpruned model first. A recipe without scores or compensation that look at activations (magnitude)
@@ -102,6 +106,7 @@ def command(
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
     \b
+      ckpt-prune prune MODEL --target-params 70% --text calib.txt -o OUT
       ckpt-prune prune MODEL --recipe rcpu --ratio 0.2 --text calib.txt -o OUT
       ckpt-prune prune MODEL --recipe ridge --set spaces.mlp.ratio=0.4 --statistics STATS -o OUT
       ckpt-prune prune VIT --recipe corp --ratio 0.5 --images DIR -o OUT
@@ -131,7 +136,7 @@ def command(
     )
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
-    from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
     from ckpt_prune.transform.checks import check_spaces, check_trained
     from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured, measures_first
@@ -139,8 +144,8 @@ def command(
 
     calibration, images = CalibrationOptions(**options), ImageOptions(**options)
     data = has_data(calibration, images)
-    if (recipe is None) == (plan_file is None):
-        raise UserError("prune needs exactly one of --recipe and --plan")
+    if recipe is not None and plan_file is not None:
+        raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
     size = target_size(target_params, target_bytes, target_flops, ratio)
     if plan_file is not None and (ratio is not None or size or overrides or container):
         raise UserError(
@@ -150,7 +155,8 @@ def command(
         refuse_compressed()
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
-    loaded = plan.recipe if plan else load_recipe(recipe or "", with_container(overrides, container), ratio, size)
+    changes = with_container(overrides, container)
+    loaded = plan.recipe if plan else load_recipe(recipe or DEFAULT_RECIPE, changes, ratio, size)
     recovers = loaded.recovery is not None
     if data and not recovers and (statistics is not None or plan is not None):
         given = "--text" if calibration.text else "--images"

@@ -1,4 +1,4 @@
-"""The whole path on the packaged model: calibrate, prune by three recipes at two ratios, verify, measure."""
+"""The whole path on the packaged model: calibrate, prune by four recipes at two ratios, verify, measure."""
 
 import time
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ckpt_prune.transform.job import Job, LiveSamples
 from ckpt_prune.transform.prepare import measured
 from ckpt_prune.transform.prune import prune
 
-RECIPES = ("wanda-sp", "flap", "rcpu-scale")
+RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best")
 RATIOS = (0.2, 0.3)
 WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 64, 64
 
@@ -84,8 +84,10 @@ def run(out: Path, device: torch.device) -> list[Row]:
     for ratio in RATIOS:
         for name in RECIPES:
             start = time.monotonic()
-            live = LiveSamples(TokenWindows(calibration), folds=1, compute_dtype=torch.float32)
-            job = Job(checkpoint, load_recipe(name, ratio=ratio), live=live, device=device)
+            recipe = load_recipe(name, ratio=ratio)
+            folds = min(4, CALIBRATION_WINDOWS) if recipe.needs_folds else 1
+            live = LiveSamples(TokenWindows(calibration), folds=folds, compute_dtype=torch.float32)
+            job = Job(checkpoint, recipe, live=live, device=device)
             target = out / f"{name}-{round(ratio * 100)}"
             with measured(job, out, seed=0) as ready:
                 report = prune(ready, target)

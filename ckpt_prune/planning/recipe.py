@@ -43,6 +43,8 @@ else:
     ScoreName = one_of("score", [*SCORES, *UNIT_SCORES, *LOGIT_SCORES])
     MethodName = one_of("method", COLUMN_METHODS | LOGIT_METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
+DEFAULT_RECIPE = "best"
+"""The shipped recipe of those who name none."""
 
 
 def methods_of(space: SpaceName) -> Mapping[str, Traits]:

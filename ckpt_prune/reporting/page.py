@@ -254,6 +254,8 @@ _COLUMNS: tuple[Column, ...] = (
     ("uncompensated", lambda site: site.figure("error_uncompensated")),
     ("compensated", lambda site: site.figure("error_compensated")),
     ("held out", lambda site: site.figure("error_held_out")),
+    ("margin", lambda site: site.figure("margin")),
+    ("drift share", lambda site: site.figure("share")),
     ("floor", lambda site: site.floor),
     ("ρ²", lambda site: site.figure("rho2")),
     ("effective rank", lambda site: site.figure("effective_rank")),

@@ -66,7 +66,7 @@ def check_job(job: "Job") -> None:
     if job.recipe.needs_folds and folds < 2 and job.plan is None:
         chosen = {own.compensation.method for own in job.recipe.spaces.values() if own.compensation.by_folds}
         what = "method auto" if AUTO in chosen else "lambda_by: folds"
-        raise UserError(f"{what} needs at least two folds, of one sample or more each: calibrate with --folds 4")
+        raise UserError(f"{what} needs at least two folds: calibrate with --folds 4")
     if job.recipe.weighed_by_effect and job.statistics is not None and job.plan is None and job.scores is None:
         check_effects(job.statistics)
     if job.recipe.perplexity_grid and not job.family.causal:

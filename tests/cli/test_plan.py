@@ -113,7 +113,7 @@ def test_an_edited_plan(place):
 def test_a_plan_has_settled_everything(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     prune = ("prune", "dense", "--plan", "plan.json", "-o", "out")
-    message = "a plan has settled ratio and recipe: --ratio, --set and --container do not go with it"
+    message = "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
     for option in (["--ratio", "0.3"], ["--set", "ratio=0.3"], ["--container", "any"], ["--ratio", "0.3", *TEXT]):
         assert refused(*prune, *option) == message
     for given, data in (("--text", TEXT), ("--images", ("--images", "."))):
@@ -182,7 +182,7 @@ def test_missing_parent(place):
 
 def test_what_plan_needs(place):
     assert refused("plan", "dense") == (
-        "plan needs --recipe: a shipped recipe's name (`ckpt-prune recipe list`) or a file"
+        "recipe best needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
     )
     assert refused("plan", "dense", "--recipe", "rcpu") == (
         "recipe rcpu needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"

@@ -158,9 +158,11 @@ def test_json_alone_is_on_standard_output(place, recipe):
 
 
 def test_what_prune_needs(place):
-    message = "prune needs exactly one of --recipe and --plan"
-    assert refused("prune", "dense", "-o", "out") == message
+    message = "a plan has settled its recipe: give --recipe or --plan, not both"
     assert refused("prune", "dense", "--recipe", "rcpu", "--plan", "p.json", "-o", "out") == message
+    assert refused("prune", "dense", "-o", "out") == (
+        "recipe best needs statistics: give --statistics, or --text to measure them"
+    )
     assert refused("prune", "dense", "--recipe", "rcpu", "-o", "out") == (
         "recipe rcpu needs statistics: give --statistics, or --text to measure them"
     )

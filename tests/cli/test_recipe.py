@@ -9,8 +9,8 @@ from ckpt_prune.planning.recipe import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
 TOP = (
-    "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
-    "rotation, recovery, export"
+    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, "
+    "spaces, mask, rotation, recovery, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 SHIPPED = ", ".join(shipped_recipes())
@@ -98,13 +98,13 @@ def test_schema():
         (
             GOOD.replace("method", "methd"),
             "r.yaml, line 4: unknown key spaces.mlp.compensation.methd: did you mean 'method'? "
-            "allowed here: method, lambda, lambda_units, lambda_grid, lambda_by",
+            "allowed here: method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares",
         ),
         (
             GOOD.replace("rotation", "rotate"),
             "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
             "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
-            "grail, logit",
+            "grail, auto, logit",
         ),
         (
             GOOD + "ratio: ten\n",
@@ -114,7 +114,10 @@ def test_schema():
         (GOOD + "ratio: .nan\n", "r.yaml, line 5: ratio: input should be a finite number, got nan"),
         (GOOD.replace("1", "2"), "r.yaml, line 1: version: input should be 1, got 2"),
         (GOOD + "name: again\n", "r.yaml, line 5: name is given twice"),
-        (GOOD + "target: late\n", "r.yaml, line 5: target: input should be 'dense' or 'sequential', got 'late'"),
+        (
+            GOOD + "target: late\n",
+            "r.yaml, line 5: target: input should be 'dense', 'sequential' or 'drift', got 'late'",
+        ),
         (
             "version: 1\nname: x\nspaces: [mlp]\n",
             "r.yaml, line 3: spaces: input should be a valid dictionary, got ['mlp']",

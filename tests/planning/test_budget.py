@@ -182,7 +182,9 @@ def test_ties_go_to_the_earlier_site():
 
 
 def test_many_ties_go_to_the_earlier_site_too():
-    assert solve([Site(list(range(41)), 2)] * 3, 2 * (3 + 50), combinations=0) == [40, 12, 1]
+    bent = Site([*range(20), *range(20, 61, 2)], 2)
+    assert solve([bent] * 3, 2 * (3 + 30), combinations=0) == [20, 12, 1]
+    assert solve([bent] * 3, 2 * (3 + 57 + 30), combinations=0) == [40, 30, 20]
 
 
 def test_the_site_with_most_choices_counts_as_the_last_in_ties():
@@ -195,6 +197,8 @@ def test_what_is_left_goes_to_the_next_segment_that_fits():
     assert solve([heads, mlp], 11 + 2, combinations=0) == [1, 3]
     assert solve([mlp, heads], 11 + 2, combinations=0) == [3, 1]
     assert solve([heads, mlp], 11 + 12, combinations=0) == [2, 3]
+    with patch.object(module, "ROUNDS", 0):
+        assert solve([heads, mlp], 11 + 2, combinations=0) == [1, 3]
 
 
 def test_what_is_left_goes_to_widths_off_the_hull_too():
@@ -213,6 +217,11 @@ def test_a_step_is_exchanged_for_a_better_one():
 def test_a_site_gives_way_by_a_width_off_the_hull():
     """Steepest first leaves [3, 1]; the second's next unit is worth more than the two that make room for it."""
     assert solve([Site([0, 0, 4, 4], 2), Site([0, 8, 14, 22], 6)], 15, combinations=0) == [1, 2]
+
+
+def test_the_best_exchange_comes_first():
+    sites = [Site([0, 6, 12], 1), Site([0, 9, 12, 12], 4), Site([0, 2, 2, 11, 18], 2)]
+    assert solve(sites, 17, combinations=0) == [1, 3, 2]
 
 
 def test_exchanges_follow_each_other():

@@ -100,11 +100,11 @@ def test_a_recipe_says_what_it_says(tmp_path):
 
 
 KEYS = (
-    "version, name, summary, source, ratio, target, true_sequential, allocation, widths, container, spaces, mask, "
+    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, spaces, mask, "
     "rotation, recovery, export"
 )
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
-COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
+COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by"
             "score: wanda",
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
-            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, logit-energy",
+            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, logit-energy",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (
@@ -297,7 +297,7 @@ def test_code_in_yaml_is_not_run(tmp_path):
 def test_an_unknown_name():
     message = refusal("rcup")
     assert message.startswith(
-        "no recipe 'rcup': did you mean 'rcpu'? shipped are corp, corp-heads, corp-mlp, corp-qk, "
+        "no recipe 'rcup': did you mean 'rcpu'? shipped are best, best-uniform, corp, corp-heads, corp-mlp, corp-qk, "
     )
     assert message.endswith("; or give a path to a .yaml file")
 
