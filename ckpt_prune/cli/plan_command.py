@@ -97,7 +97,9 @@ def command(
     if out is not None:
         _check_place(out, overwrite)
     target = resolve_device(device)
-    loaded = load_recipe(recipe or DEFAULT_RECIPE, with_container(overrides, container), ratio, size)
+    loaded = load_recipe(
+        DEFAULT_RECIPE if recipe is None else recipe, with_container(overrides, container), ratio, size
+    )
     check_plannable(loaded)
     if loaded.perplexity_grid:
         raise UserError(

@@ -156,7 +156,7 @@ def command(
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
     changes = with_container(overrides, container)
-    loaded = plan.recipe if plan else load_recipe(recipe or DEFAULT_RECIPE, changes, ratio, size)
+    loaded = plan.recipe if plan else load_recipe(DEFAULT_RECIPE if recipe is None else recipe, changes, ratio, size)
     recovers = loaded.recovery is not None
     if data and not recovers and (statistics is not None or plan is not None):
         given = "--text" if calibration.text else "--images"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     ScoreName = str
     MethodName = str
 else:
-    ScoreName = one_of("score", [*SCORES, *UNIT_SCORES, *LOGIT_SCORES])
+    ScoreName = one_of("score", SCORES | UNIT_SCORES | LOGIT_SCORES)
     MethodName = one_of("method", COLUMN_METHODS | LOGIT_METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
 DEFAULT_RECIPE = "best"

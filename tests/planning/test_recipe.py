@@ -100,8 +100,8 @@ def test_a_recipe_says_what_it_says(tmp_path):
 
 
 KEYS = (
-    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, spaces, mask, "
-    "rotation, recovery, export"
+    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, "
+    "spaces, mask, rotation, recovery, export"
 )
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares"
