@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl [--models NAME ...] [--samples N ...] [--ratios R ...]
     PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl --ablation ...
+    PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl --predicted
     PYTHONPATH=. python tools/bench_best.py --out FILE.jsonl --table
 
 Every line of the output is one measurement; a run goes on where the last one stopped. All recipes of a cell see the
@@ -24,9 +25,11 @@ import torch
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.calibration.images import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.measure import everything, measure
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.compensation.fit import Fold, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import load_recipe
@@ -34,6 +37,7 @@ from ckpt_prune.transform.budgets import at_size
 from ckpt_prune.transform.effects import measure_effects
 from ckpt_prune.transform.job import Job, LiveSamples
 from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.sites import unit_columns
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
@@ -72,6 +76,7 @@ class Bench:
     folder: Path
     samples: Callable[[int], Samples]
     score: Callable[[Path], dict[str, float]]
+    fresh: Callable[[], Samples]
     window: int
     evaluated: int
 
@@ -85,7 +90,10 @@ def of_text(subject: Subject, evaluated: int) -> Bench:
     def samples(count: int) -> Samples:
         return TokenWindows(windows_of(subject, count, evaluated, "random")[0])
 
-    return Bench(subject.name, subject.folder, samples, score, subject.window, evaluated)
+    def fresh() -> Samples:
+        return TokenWindows(windows_of(subject, 2, evaluated, "random")[1])
+
+    return Bench(subject.name, subject.folder, samples, score, fresh, subject.window, evaluated)
 
 
 def of_images(folder: Path, place: Path) -> Bench:
@@ -116,7 +124,7 @@ def of_images(folder: Path, place: Path) -> Bench:
         top, agreement, kl = compare(logits(output, held_out()), dense(), truth)
         return {"top1": top, "agreement": agreement, "kl": kl}
 
-    return Bench(folder.name, folder, samples, score, 0, 500)
+    return Bench(folder.name, folder, samples, score, held_out, 0, 500)
 
 
 def benches(evaluated: int) -> dict[str, Bench]:
@@ -239,9 +247,70 @@ def run_bench(bench: Bench, args: argparse.Namespace, lines: dict[str, dict[str,
                 record(key, {"recipe": label, "samples": count, "ratio": ratio, **values})
 
 
+def predicted(bench: Bench, args: argparse.Namespace) -> None:
+    """Print how the errors that folds predict compare with those on fresh samples, site by site.
+
+    `best` on the dense cache with one ratio everywhere: the error of a written consumer on the moments of the held-out
+    samples, beside the one that cross-validation on the calibration samples said.
+    """
+    checkpoint = Checkpoint.open(bench.folder)
+    family = fitting_family(checkpoint)
+    with tempfile.TemporaryDirectory() as scratch:
+        fresh = measure(
+            checkpoint,
+            family,
+            bench.fresh(),
+            Path(scratch) / "fresh",
+            seed=0,
+            folds=1,
+            collect=("moments", "gram"),
+            device=torch.device("cpu"),
+            compute_dtype=torch.float32,
+        )
+        for count in args.samples:
+            entrants = Entrants(bench, count, Path(scratch))
+            pairs: list[tuple[float, float, float]] = []
+            for ratio in args.ratios:
+                loaded = load_recipe("best", (*UNIFORM, "target=dense", "container=any"), ratio)
+                out = Path(scratch) / "out"
+                report = prune(Job(checkpoint, loaded, entrants.statistics), out, overwrite=True)
+                written = Checkpoint.open(out)
+                for site in report["sites"]:
+                    if site["error_held_out"] is None:
+                        continue
+                    name = site["consumer"]
+                    bias = name.removesuffix("weight") + "bias"
+                    (moments,) = fresh.block(site["block"], {name})[name]
+                    assert isinstance(moments, Moments)
+                    dense, new = checkpoint.read([name])[name], written.read([name])[name].double()
+                    shift = None
+                    if bias in written.tensors:
+                        own = written.read([bias])[bias].double()
+                        shift = own - checkpoint.read([bias])[bias].double() if bias in checkpoint.tensors else own
+                    per_unit = moments.width // site["units"]
+                    fit = from_moments(dense, moments, unit_columns(torch.tensor(site["kept"]), per_unit))
+                    assert fit.target_energy is not None
+                    found = error(Fold(new, shift), fit) / fit.target_energy
+                    pairs.append((site["error_held_out"], site["error_compensated"], found))
+            said, fitted, found_ = (torch.tensor(column).log() for column in zip(*pairs, strict=True))
+            correlation = torch.corrcoef(torch.stack([said, found_]))[0, 1].item()
+            naive = torch.corrcoef(torch.stack([fitted, found_]))[0, 1].item()
+            line = {
+                "key": f"{bench.name} | {count} | predicted",
+                "sites": len(pairs),
+                "correlation": correlation,
+                "measured / held out": (found_ - said).mean().exp().item(),
+                "correlation of the fit's own error": naive,
+                "measured / fit's own": (found_ - fitted).mean().exp().item(),
+            }
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+
+
 def table(lines: dict[str, dict[str, Any]], ablation: bool) -> None:
     """Markdown: per model and number of samples, a row for each recipe and a column for each ratio."""
-    measured = list(lines.values())
+    measured = [line for line in lines.values() if "model" in line]
     for model in dict.fromkeys(line["model"] for line in measured):
         own = [line for line in measured if line["model"] == model]
         metric = "perplexity" if "perplexity" in own[0] else "top1"
@@ -282,6 +351,9 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
     parser.add_argument("--evaluated", type=int, default=64, help="held-out windows (four times as many for OPT)")
     parser.add_argument("--ablation", action="store_true")
+    parser.add_argument(
+        "--predicted", action="store_true", help="held-out errors that folds predict against fresh ones"
+    )
     parser.add_argument("--table", action="store_true", help="only print the tables of what is in the file")
     args = parser.parse_args()
     known = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
@@ -289,7 +361,12 @@ def main() -> None:
     if not args.table:
         found = benches(args.evaluated)
         for name in args.models or list(found):
-            run_bench(found[name], args, lines)
+            if args.predicted:
+                predicted(found[name], args)
+            else:
+                run_bench(found[name], args, lines)
+    if args.predicted:
+        return
     table(lines, args.ablation)
 
 

@@ -274,7 +274,8 @@ def _only_graph_missing(checkpoint: Any, recipe: Any, out: Path) -> bool:
         return False
     report = read_object(out / REPORT)
     made_from = report.get("source", {}).get("fingerprint")
-    return bool(report.get("recipe_digest") == recipe.digest and made_from == checkpoint.fingerprint)
+    asked = (report.get("asked") or {}).get("digest", report.get("recipe_digest"))
+    return bool(asked == recipe.digest and made_from == checkpoint.fingerprint)
 
 
 def _messages(job: Any) -> list[str]:
@@ -283,7 +284,8 @@ def _messages(job: Any) -> list[str]:
 
     found = []
     if job.recipe.target != "dense" and not job.sequential and job.statistics is not None and job.plan is None:
-        found.append(f"recipe {job.recipe.name} is sequential; with --statistics its dense-cache variant is used")
+        kind = "sequential" if job.recipe.target == "sequential" else "drift-correcting"
+        found.append(f"recipe {job.recipe.name} is {kind}; with --statistics its dense-cache variant is used")
     if job.container.note:
         found.append(job.container.note)
     masked = masked_before(job.checkpoint)

@@ -299,7 +299,9 @@ def kept_line(job: Job) -> str:
         widths = sorted({width[space] for width in job.widths})
         span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
         units = job.family.units(job.config, space)
-        kept.append(f"{space} {span}/{units} (ratio {job.recipe.ratio_of(space):g})")
+        size = job.recipe.size
+        told = f"ratio {job.recipe.ratio_of(space):g}" if size is None else f"{size.text} of the {size.kind}"
+        kept.append(f"{space} {span}/{units} ({told})")
     return f"kept per block: {', '.join(kept)}"
 
 

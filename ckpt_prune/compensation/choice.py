@@ -5,7 +5,7 @@ can do harm. The error of each on tokens it was not fitted to follows from the m
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -14,8 +14,8 @@ from operator import add
 from torch import Tensor
 
 from ckpt_prune.compensation.fit import Blend, Fit, Fold, error
+from ckpt_prune.compensation.held_out import HeldOut
 from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_lambda
-from ckpt_prune.compensation.strength import HeldOut
 
 RESOLUTION = 1e-12
 """Relative errors nearer to each other than this differ by rounding alone, and count as equal."""
@@ -66,6 +66,8 @@ def choose(
     grid: Sequence[float],
     shares: Sequence[float] = (0.0,),
     units: Units = "relative",
+    *,
+    total: Blend | None = None,
 ) -> Chosen:
     """The method, λ and share of the drift with the least error on each fold when fitted to all the others.
 
@@ -83,6 +85,8 @@ def choose(
         grid: λ to try with the methods that have one, none negative; may be empty if none has.
         shares: α to try, each in [0, 1].
         units: of the grid; a relative λ is relative to the training folds' Gram.
+        total: their sum, where the caller has it. Each fold is asked for three times at most and never kept, so that
+            a sequence that makes them on demand holds one at a time.
 
     Raises:
         ValueError: no method or an unknown one, fewer than two folds with tokens, an empty grid that a method needs, a
@@ -94,18 +98,20 @@ def choose(
     chosen = [method for name, method in METHODS.items() if name in methods]
     if not chosen:
         raise ValueError("choosing a method needs at least one to try")
-    used = [fold for fold in folds if fold.fit.count > 0]
+    facts = [(fold.fit.count, fold.cross is not None) for fold in folds]
+    used = [index for index, (count, _) in enumerate(facts) if count > 0]
     if len(used) < 2:
         raise ValueError(f"choosing on held-out tokens needs at least 2 folds with tokens, not {len(used)}")
     if not grid and any(method.uses_lambda for method in chosen):
         raise ValueError("choosing lambda needs at least one value to try")
     if not shares or not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"shares of the drift must be one or more numbers from 0 to 1, not {list(shares)}")
-    if len({fold.cross is None for fold in used}) > 1:
+    if len({facts[index][1] for index in used}) > 1:
         raise ValueError("some folds have a drift and some have none: measure all of them to the same target")
-    if used[0].cross is None:
+    if not facts[used[0]][1]:
         shares = (0.0,)
-    every = _trials(weight_kept, used, chosen, grid, shares, units)
+    whole = reduce(add, (folds[index] for index in used)) if total is None else total
+    every = _trials(weight_kept, whole, (folds[index] for index in used), chosen, grid, shares, units)
     trials = [_least([trial for trial in every if trial.method == method.name]) for method in chosen]
     best = _least(trials)
     others = [trial for trial in trials if trial.method != best.method]
@@ -129,7 +135,8 @@ def _least(trials: Sequence[Trial]) -> Trial:
 
 def _trials(
     weight_kept: Tensor,
-    folds: Sequence[Blend],
+    total: Blend,
+    folds: Iterable[Blend],
     methods: Sequence[Method],
     grid: Sequence[float],
     shares: Sequence[float],
@@ -141,7 +148,6 @@ def _trials(
     fitted = [name for name in fixed if name != "none"]
     sums: dict[tuple[str, float | None, float], float] = defaultdict(float)
     energy = 0.0
-    total = reduce(add, folds)
     for each in folds:
         train, fold = total - each, each.at(1.0)
         energy += fold.second_moments()[2]

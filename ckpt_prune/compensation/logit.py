@@ -22,7 +22,6 @@ from torch import Tensor
 from ckpt_prune.calibration.logits import Form, LogitMoments, packed_positions
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
 from ckpt_prune.compensation.methods import Units
-from ckpt_prune.compensation.strength import Choice
 
 Operator = Callable[[Tensor], Tensor]
 """M (g, d', d') to Σ_b A_b[S,S] M B_b[S,S], for one head and g matrices at once."""
@@ -37,6 +36,19 @@ NEAR_ZERO = 1e-6
 """A relative strength that is nothing beside what the samples say, and more than float32 rounding."""
 MAX_STEPS = 1000
 """Real layers take 15 to 40: the preconditioner leaves only what sets the samples apart."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The λ chosen and what it was chosen by.
+
+    Attributes:
+        value: in the units of the grid; of two with equal errors the larger, which changes the weights less.
+        errors: held-out error of each λ of the grid, relative: Σ held-out error / Σ target energy.
+    """
+
+    value: float
+    errors: dict[float, float]
 
 
 @dataclass(frozen=True)

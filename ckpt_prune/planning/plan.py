@@ -47,7 +47,7 @@ class SitePlan(_Record):
             asked for or chosen by.
         residual: of q and k, the relative residual that conjugate gradients stopped at, the largest over heads.
         j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, of logits per sample; None
-            unless asked for.
+            unless asked for, or where the target is drift, of which they say nothing.
         width, effective_rank, k95, active: of the consumer's input in the dense model (`compensation.spectrum`, CORP
             Table 9); None unless asked for.
         heads: of q and k, the errors of every head; None unless asked for.

@@ -313,6 +313,13 @@ class Recipe(Strict):
                 )
             if own.compensation.shares is not None and self.target != "drift":
                 raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
+        if self.allocation == "least-error" and {"heads", "qk"} <= self.spaces.keys():
+            raise ValueError(
+                "allocation least-error adds up what units of every space save, and a dimension of q and k saves less "
+                "with fewer heads: leave out spaces.heads or spaces.qk"
+            )
+        if self.widths == "per_layer" and self.container not in ("auto", "any", "remote"):
+            raise ValueError(f"widths per_layer may need remote code, which container {self.container} rules out")
         if self.weigh_by is not None and self.allocation != "least-error":
             raise ValueError("weigh_by is for allocation: least-error")
         given = [f"spaces.{space}.ratio" for space, own in self.spaces.items() if own.ratio is not None]
@@ -380,13 +387,20 @@ class Recipe(Strict):
         scored = scores_of(space)[own.score].needs_gram
         return scored or COLUMN_METHODS[own.compensation.method].needs_gram or self.target == "drift"
 
+    def gram_for(self, space: SpaceName) -> str:
+        """What of a space that needs a Gram needs it, for a message."""
+        own = self.spaces[space]
+        if COLUMN_METHODS[own.compensation.method].needs_gram:
+            return f"compensation {own.compensation.method}"
+        return f"score {own.score}" if scores_of(space)[own.score].needs_gram else f"target {self.target}"
+
     @property
     def collect(self) -> tuple[Collect, ...]:
         """What statistics must hold for this recipe, at least."""
         found: list[Collect] = ["moments"]
         if any(self.needs_gram(space) for space in self.spaces):
             found.append("gram")
-        if "qk" in self.spaces and self.space_needs_moments("qk"):
+        if "qk" in self.spaces and (self.space_needs_moments("qk") or self.allocation == "least-error"):
             found.append("logits")
         if self.mask is not None:
             found += ["gram", "linears"] if self.needs_linear_grams else ["linears"]

@@ -1,5 +1,6 @@
 """How many units of every site stay: by ratio, by FLAP's rankings, or by the least predicted error for a size."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _RATIO_STEPS = 10_000
 """Ratios that are tried for a size: multiples of one in so many."""
+_NAMES: dict[SizeKind, str] = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
 _ROUNDS = 5
 """How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
 
@@ -57,41 +59,74 @@ def at_size(job: "Job") -> "Job":
     if recipe.size is None or recipe.allocation == "least-error" or job.plan is not None:
         return job
     uniform = recipe.allocation == "uniform"
-    if not uniform and job.statistics is None:
+    if not job.settled:
         return job
     limit, kind = recipe.size.of(job.before), recipe.size.kind
     scores = {} if uniform else _standardised(job)
 
-    def at(step: int) -> "Job":
-        return replace(job, recipe=recipe.with_ratio(step / _RATIO_STEPS))
+    def widths(step: int) -> Widths:
+        tried = recipe.with_ratio(step / _RATIO_STEPS)
+        trial = replace(job, recipe=tried)
+        return job.widths_of(Decisions(tried) if uniform else Decisions(tried, _ranked(trial, scores)))
 
     def cost(step: int) -> int:
-        trial = at(step)
-        decisions = Decisions(trial.recipe) if uniform else Decisions(trial.recipe, _ranked(trial, scores))
-        return cost_in(kind, job.cost_at(job.widths_of(decisions)))
+        return cost_in(kind, _cost(job, widths(step)))
 
-    # Too many units dropped is refused by units_kept: the largest ratio is what leaves one unit of each space.
-    low, high = 0, _largest_step(job)
-    if cost(high) > limit:
-        raise UserError(_unreachable(job, cost(high)))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if cost(middle) <= limit else (middle + 1, high)
-    return at(low)
+    most, budget = _largest_step(job), limit
+    for _ in range(_ROUNDS):
+        if cost(most) > budget:
+            raise UserError(_unreachable(job, cost(most)))
+        step = bisect_left(range(most), True, key=lambda tried: cost(tried) <= budget)
+        # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
+        whole = cost_in(kind, job.cost_at(widths(step)))
+        if whole <= limit:
+            return replace(job, recipe=recipe.with_ratio(step / _RATIO_STEPS), asked=recipe)
+        budget = min(budget - 1, limit - (whole - cost(step)))
+    raise UserError(_taken_up(job))
 
 
 def _largest_step(job: "Job") -> int:
-    fewest = min(job.family.units(job.config, space) for space in job.recipe.spaces)
-    return _RATIO_STEPS * (fewest - 1) // fewest
+    """The largest ratio that leaves a unit of every space."""
+    recipe = job.recipe
+
+    def empties(step: int) -> bool:
+        sites = replace(job, recipe=recipe.with_ratio(step / _RATIO_STEPS)).unsettled
+        try:
+            return any(sites.keep_count(space) < 1 for space in recipe.spaces)
+        except UserError:
+            return True
+
+    return bisect_left(range(_RATIO_STEPS), True, key=empties) - 1
 
 
 def _unreachable(job: "Job", least: float) -> str:
     assert job.recipe.size is not None
     kind = job.recipe.size.kind
     return (
-        f"{job.recipe.size.text} of {kind} is out of reach of recipe {job.recipe.name}: its spaces leave {least:,.0f} "
-        f"at the least, of {cost_in(kind, job.before):,}"
+        f"{job.recipe.size.text} of the {_NAMES[kind]} is out of reach of recipe {job.recipe.name}: its spaces leave "
+        f"{least:,.0f} at the least, of {cost_in(kind, job.before):,}"
     )
+
+
+def _taken_up(job: "Job") -> str:
+    assert job.recipe.size is not None
+    return f"{job.recipe.size.text} cannot be met: the biases that the container needs take up what is saved"
+
+
+def check_reachable(job: "Job") -> None:
+    """Refuse a size that no widths reach, before anything is measured.
+
+    Raises:
+        UserError: with the least size there is.
+    """
+    recipe = job.recipe
+    if recipe.size is None or recipe.allocation != "least-error":
+        return
+    units = {space: job.family.units(job.config, space) for space in recipe.spaces}
+    smallest = {space: min(count, recipe.spaces[space].multiple_of) for space, count in units.items()}
+    least = cost_in(recipe.size.kind, _cost(job, [smallest] * job.blocks))
+    if least > recipe.size.of(job.before):
+        raise UserError(_unreachable(job, least))
 
 
 # ---- FLAP's rankings ----------------------------------------------------------------------------------------------
@@ -156,7 +191,7 @@ def dense_scores(job: "Job") -> dict[Site, Tensor]:
         moments = job.statistics.block(block, set(names.values()))
         for space, name in names.items():
             tensors = job.checkpoint.read([n for n in sites.tensors(block, space) if n in job.checkpoint.tensors])
-            found[block, space] = sites.scores(block, space, tensors, moments[name]).cpu()
+            found[block, space] = sites.scores(block, space, tensors, moments.get(name, ())).cpu()
     return found
 
 
@@ -190,15 +225,19 @@ def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor
     # The divergence per unit of error changes slowly with k: linear between the measured points, constant outside.
     factor = torch.full_like(curve, known[-1][1])
     factor[: known[0][0]] = known[0][1]
+    weighed = curve * factor
     for (start, left), (stop, right) in pairwise(known):
-        factor[start : stop + 1] = torch.linspace(left, right, stop - start + 1, dtype=curve.dtype)
-    return (curve * factor).cummax(0).values
+        between = curve[start : stop + 1] * torch.linspace(left, right, stop - start + 1, dtype=curve.dtype)
+        # The factor may fall faster than the curve rises: no width between costs more than the wider of the two ends.
+        weighed[start : stop + 1] = between.clamp_max(between[[0, -1]].max())
+    return weighed.cummax(0).values
 
 
 def _least_error(job: "Job") -> Decisions:
     recipe = job.recipe
     if job.statistics is None:
         raise UserError(f"allocation {recipe.allocation} needs the dense model's statistics: give --statistics")
+    check_reachable(job)
     scores = dict(job.scores) if job.scores is not None else dense_scores(job)
     effects = job.statistics.index.effects
     curves: dict[Site, Curve] = {}
@@ -216,28 +255,27 @@ def _least_error(job: "Job") -> Decisions:
     limit = _limit(job)
     budget = limit - (whole - dense)
     for _ in range(_ROUNDS):
-        counts = _solve(job, curves, budget, whole - dense)
+        try:
+            counts = _solve(job, curves, budget)
+        except BudgetError as error:
+            raise UserError(_taken_up(job)) if recipe.size is not None else error  # noqa: B904
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
         decisions = Decisions(recipe, counts=counts, scores={} if job.sequential else scores)
-        excess = cost_in(kind, job.cost_at(job.widths_of(decisions))) - limit
-        if recipe.size is None or excess <= 0:
+        widths = job.widths_of(decisions)
+        found = cost_in(kind, job.cost_at(widths))
+        # A ratio speaks of weights, not of the biases that a container adds.
+        if recipe.size is None or found <= limit:
             return decisions
-        budget -= excess
-    assert recipe.size is not None
-    raise UserError(f"{recipe.size.text} of {kind} cannot be met: biases of the container take up what is saved")
+        budget = min(budget - 1, limit - (found - cost_in(kind, _cost(job, widths))) - (whole - dense))
+    raise UserError(_taken_up(job))
 
 
-def _solve(job: "Job", curves: Mapping[Site, Curve], budget: float, fixed: float) -> dict[Site, int]:
-    try:
-        if job.recipe.widths == "per_layer":
-            return least_error(curves, budget)
-        spaces = {space: merged([c for site, c in curves.items() if site[1] == space]) for space in job.recipe.spaces}
-        kept = least_error(spaces, budget)
-        return {site: kept[site[1]] for site in curves}
-    except BudgetError as error:
-        if job.recipe.size is None:
-            raise
-        raise UserError(_unreachable(job, error.least + fixed)) from error
+def _solve(job: "Job", curves: Mapping[Site, Curve], budget: float) -> dict[Site, int]:
+    if job.recipe.widths == "per_layer":
+        return least_error(curves, budget)
+    spaces = {space: merged([c for site, c in curves.items() if site[1] == space]) for space in job.recipe.spaces}
+    kept = least_error(spaces, budget)
+    return {site: kept[site[1]] for site in curves}
 
 
 def _limit(job: "Job") -> int:

@@ -15,7 +15,7 @@ from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe, methods_of
-from ckpt_prune.transform.budgets import check_effects
+from ckpt_prune.transform.budgets import check_effects, check_reachable
 from ckpt_prune.transform.layout import check_source
 from ckpt_prune.transform.masking import check_widths
 from ckpt_prune.transform.rotated import check_rotatable
@@ -49,12 +49,10 @@ def check_job(job: "Job") -> None:
         if job.recipe.mask is not None:
             _linears(job, job.statistics)
         elif "gram" not in job.statistics.index.collect:
-            lacking = [
-                own.compensation.method for space, own in job.recipe.spaces.items() if job.recipe.needs_gram(space)
-            ]
+            lacking = [job.recipe.gram_for(space) for space in job.recipe.spaces if job.recipe.needs_gram(space)]
             if lacking:
                 raise UserError(
-                    f"compensation {lacking[0]} needs Grams, and {job.statistics.folder} has none: "
+                    f"{lacking[0]} needs Grams, and {job.statistics.folder} has none: "
                     f"calibrate with --collect {','.join(job.recipe.collect)}"
                 )
         if "logits" in job.recipe.collect and "logits" not in job.statistics.index.collect:
@@ -66,7 +64,10 @@ def check_job(job: "Job") -> None:
     if job.recipe.needs_folds and folds < 2 and job.plan is None:
         chosen = {own.compensation.method for own in job.recipe.spaces.values() if own.compensation.by_folds}
         what = "method auto" if AUTO in chosen else "lambda_by: folds"
-        raise UserError(f"{what} needs at least two folds: calibrate with --folds 4")
+        few = job.live is not None and len(job.live.samples) < 2
+        remedy = "give at least two samples" if few else "calibrate with --folds 4"
+        raise UserError(f"{what} needs at least two folds: {remedy}")
+    check_reachable(job)
     if job.recipe.weighed_by_effect and job.statistics is not None and job.plan is None and job.scores is None:
         check_effects(job.statistics)
     if job.recipe.perplexity_grid and not job.family.causal:

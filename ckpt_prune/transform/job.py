@@ -103,6 +103,7 @@ class Job:
         rotations: of a block, once they are learned.
         training: samples for a recipe with recovery, or None.
         scores: site → scores of its units in the dense model, where they were worked out before.
+        asked: the recipe as it was given, where its size was turned into a ratio (`budgets.at_size`).
 
     Raises (from `prepare`):
         UserError: anything that does not fit together.
@@ -118,6 +119,7 @@ class Job:
     rotations: Callable[[int], BlockRotations] | None = None
     training: RecoverySamples | None = None
     scores: Mapping[Site, Tensor] | None = None
+    asked: Recipe | None = None
 
     @cached_property
     def family(self) -> Family:
@@ -144,7 +146,8 @@ class Job:
     @property
     def settled(self) -> bool:
         """Whether widths are known before anything is measured."""
-        return self.recipe.allocation == "uniform" or self.statistics is not None or self.plan is not None
+        known = self.statistics is not None or self.plan is not None or not self.recipe.needs_moments
+        return known or self.recipe.allocation == "uniform"
 
     def check(self) -> None:
         """Check names, shapes, statistics and recipe against each other.

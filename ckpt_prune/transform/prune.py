@@ -13,6 +13,7 @@ from ckpt_prune.planning.plan import MaskedLinear, SitePlan
 from ckpt_prune.progress import meter, track
 from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import RecoveredLayer
+from ckpt_prune.transform.budgets import dense_scores
 from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.job import Job
 from ckpt_prune.transform.publish import publish
@@ -42,6 +43,8 @@ def search_strength(job: Job) -> StrengthSearch:
     """
     grid = job.recipe.perplexity_grid
     assert grid is not None
+    if job.recipe.allocation == "least-error" and job.scores is None:
+        job = replace(job, scores=dense_scores(job))
     found: dict[float, float] = {}
     for strength in grid:
         trial = replace(job, recipe=job.recipe.with_strength(strength), diagnostics=False)
@@ -195,6 +198,9 @@ def _report(
         "source": {"name": job.checkpoint.path.resolve().name, "fingerprint": job.checkpoint.fingerprint},
         "recipe": job.recipe.model_dump(mode="json", by_alias=True),
         "recipe_digest": job.recipe.digest,
+        "asked": None
+        if job.asked is None
+        else {"size": job.asked.size and job.asked.size.model_dump(), "digest": job.asked.digest},
         "calibration": job.provenance(),
         "plan": job.plan.digest if job.plan else None,
         "lambda_search": None

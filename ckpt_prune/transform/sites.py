@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -158,10 +159,10 @@ class Sites:
         cross_validated = self.diagnostics and len(folds) > 1 and whole.gram is not None
         # The sum of folds only where something is chosen on them: diagnostics must not change a bit of the result.
         summed = own.by_folds and len(folds) > 1
-        blends = [blend_from_moments(weight, f, columns) for f in folds] if summed or cross_validated else []
+        blends = _Blends(weight, folds, columns)
         blend = reduce(add, blends) if summed else blend_from_moments(weight, whole, columns)
         if by_folds:
-            self._choose(plan, own, methods, weight_kept, blends)
+            self._choose(plan, own, methods, weight_kept, blends, blend)
         elif known is not None:
             plan.method, plan.strength, plan.share = known.method, known.strength, known.share
             plan.error_held_out, plan.runner_up, plan.margin = known.error_held_out, known.runner_up, known.margin
@@ -178,8 +179,9 @@ class Sites:
             plan.error_uncompensated = error(Fold(weight_kept), target) / target.target_energy
             plan.error_compensated = error(fold, target) / target.target_energy
         if self.diagnostics and whole.gram is not None:
-            found = diagnose(weight, whole, columns)
-            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
+            if whole.drift is None:  # they are of W x alone
+                found = diagnose(weight, whole, columns)
+                plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
             plan.width = whole.width
             if whole.width <= SPECTRUM_WIDTH:
                 spread = spectrum(whole)
@@ -200,10 +202,17 @@ class Sites:
         return plan, new
 
     def _choose(
-        self, plan: SitePlan, own: Compensation, methods: list[str], weight_kept: Tensor, folds: list[Blend]
+        self,
+        plan: SitePlan,
+        own: Compensation,
+        methods: list[str],
+        weight_kept: Tensor,
+        folds: Sequence[Blend],
+        total: Blend,
     ) -> None:
         """Enter into the plan what is best on held-out folds."""
-        chosen = choose(weight_kept, folds, methods, own.grid, own.drift_shares, own.lambda_units)
+        shares = own.drift_shares
+        chosen = choose(weight_kept, folds, methods, own.grid, shares, own.lambda_units, total=total)
         plan.method, plan.strength, plan.share = chosen.best.method, chosen.best.strength, chosen.best.share
         plan.error_held_out = chosen.best.error
         plan.runner_up, plan.margin = chosen.runner_up, chosen.margin if chosen.runner_up else None
@@ -233,7 +242,8 @@ class Sites:
         """
         description = self.family.spaces[space]
         if isinstance(description, LogitSpace):
-            whole = logit_moments.total(tuple(m.to(self.device) for m in folds if isinstance(m, LogitMoments)))
+            known = tuple(m.to(self.device) for m in folds if isinstance(m, LogitMoments))
+            whole = logit_moments.total(known) if known else None
             query, key = (tensors[self.family.tensor(block, m)] for m in (description.query, description.key))
             heads = query.shape[0] // self.family.dimension(self.config, "head_dim")
             score = LOGIT_SCORES[self.recipe.spaces[space].score]
@@ -241,7 +251,8 @@ class Sites:
         weight = tensors[self.family.tensor(block, description.consumer)].to(self.device)
         biased = self.family.tensor(block, description.consumer, "bias") in tensors
         methods = self.recipe.spaces[space].compensation.methods(biased=biased)
-        moments = total(tuple(m.to(self.device) for m in folds if isinstance(m, Moments)))
+        found = tuple(m.to(self.device) for m in folds if isinstance(m, Moments))
+        moments = total(found) if found else None
         return self._unit_scores(space, weight, moments, centred=any(METHODS[m].adds_bias for m in methods))
 
     # ---- logits -----------------------------------------------------------------------------------------------
@@ -337,6 +348,27 @@ class Sites:
                     held_out = logit.held_out_error(folds, dimensions, plan.strength, own.lambda_units)
                 plan.error_held_out = held_out
         return M
+
+
+@dataclass(frozen=True)
+class _Blends(Sequence[Blend]):
+    """Blends of the folds of a site, made when asked for: of a width of 11008 each takes a gigabyte."""
+
+    weight: Tensor
+    folds: tuple[Moments, ...]
+    kept: Tensor
+
+    def __len__(self) -> int:
+        return len(self.folds)
+
+    @overload
+    def __getitem__(self, index: int) -> Blend: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Blend]: ...
+    def __getitem__(self, index: int | slice) -> Blend | Sequence[Blend]:
+        if isinstance(index, slice):
+            return _Blends(self.weight, self.folds[index], self.kept)
+        return blend_from_moments(self.weight, self.folds[index], self.kept)
 
 
 def _plan(block: int, space: SpaceName, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:

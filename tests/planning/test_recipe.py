@@ -473,3 +473,231 @@ def test_the_learning_rate_is_the_papers_at_its_hidden_size():
     assert settings.rate(4096) == 5e-5
     assert settings.rate(1024) == pytest.approx(2e-4)
     assert RecoverySettings(lr=0.3).rate(1024) == 0.3
+
+
+# ---- sizes, budgets and choices on folds -----------------------------------------------------------------------
+
+BEST = """\
+version: 1
+name: mine
+target: drift
+allocation: least-error
+widths: per_layer
+spaces:
+  heads: {score: obs, compensation: {method: auto}}
+  mlp: {score: obs, compensation: {method: auto}}
+"""
+
+
+def test_shipped_best_recipes_say_what_they_are():
+    best, uniform = load_recipe("best"), load_recipe("best-uniform")
+    described = {"name", "summary", "source", "widths"}
+    assert best.model_dump(exclude=described) == uniform.model_dump(exclude=described)
+    assert (best.widths, uniform.widths) == ("per_layer", "uniform")
+    assert (best.target, best.true_sequential, best.allocation, best.container) == ("drift", True, "least-error", "any")
+    assert best.weighed_by_effect
+    assert best.needs_folds
+    assert best.collect == ("moments", "gram")
+    assert {s: (own.score, own.compensation.method) for s, own in best.spaces.items()} == {
+        "heads": ("obs", "auto"),
+        "mlp": ("obs", "auto"),
+    }
+    assert (best.size, best.ratio) == (None, 0.2)
+
+
+def test_what_auto_chooses_from():
+    auto = load_recipe("best").spaces["mlp"].compensation
+    assert auto.by_folds
+    assert auto.methods(biased=True) == ["none", "bias", "rotation", "rotation-scale", "ridge", "affine"]
+    assert auto.methods(biased=False) == ["none", "rotation", "rotation-scale", "ridge"]
+    assert not auto.opens_bias
+    assert auto.grid == [1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
+    assert auto.drift_shares == [0.0, 0.25, 0.5, 0.75, 1.0]
+    ridge = load_recipe("ridge").spaces["mlp"].compensation
+    assert (ridge.by_folds, ridge.methods(biased=True), ridge.drift_shares) == (False, ["ridge"], [1.0])
+    folds = load_recipe("ridge-folds").spaces["mlp"].compensation
+    assert (folds.by_folds, folds.methods(biased=False)) == (True, ["ridge"])
+    assert folds.drift_shares == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "methods", "opens"),
+    [
+        ("[affine, ridge, affine]", ["affine", "ridge"], True),
+        ("[least-squares]", ["least-squares"], False),
+        ("[grail, bias]", ["grail", "bias"], True),
+    ],
+)
+def test_candidates_that_are_told(candidates, methods, opens):
+    auto = load_recipe("best", (f"spaces.mlp.compensation.candidates={candidates}",)).spaces["mlp"].compensation
+    assert auto.methods(biased=True) == auto.methods(biased=False) == methods
+    assert auto.opens_bias == opens
+
+
+COMPENSATION = "spaces.mlp.compensation"
+ALL_METHODS = "none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, grail"
+
+
+@pytest.mark.parametrize(
+    ("compensation", "message"),
+    [
+        ("{method: auto, lambda: 1}", "method auto chooses lambda on folds: lambda and lambda_by do not go with it"),
+        (
+            "{method: auto, lambda_by: folds}",
+            "method auto chooses lambda on folds: lambda and lambda_by do not go with it",
+        ),
+        ("{method: ridge, candidates: [none]}", "candidates are for method auto, not ridge"),
+        ("{method: auto, candidates: [auto]}", f"auto is no candidate; allowed here: {ALL_METHODS}"),
+        ("{method: auto, candidates: [none, logit]}", f"logit is no candidate; allowed here: {ALL_METHODS}"),
+        ("{method: auto, shares: [0, 1.5]}", "shares of the drift are numbers from 0 to 1"),
+        ("{method: auto, shares: [-0.5]}", "shares of the drift are numbers from 0 to 1"),
+        (
+            "{method: ridge, shares: [0, 1]}",
+            "several shares of the drift are chosen from by method auto or lambda_by: folds",
+        ),
+        ("{method: auto, lambda_grid: [-1, 1]}", "lambda_grid holds a negative strength"),
+        ("{method: ridge, lambda_grid: [1, 2]}", "lambda_grid and lambda_by go together"),
+    ],
+)
+def test_contradictions_of_a_compensation(tmp_path, compensation, message):
+    path = write(tmp_path, BEST)
+    assert refusal(path, (f"{COMPENSATION}={compensation}",)) == f"--set: {COMPENSATION}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("compensation", "message"),
+    [
+        (
+            "{method: auto, candidates: []}",
+            "candidates: list should have at least 1 item after validation, not 0, got []",
+        ),
+        ("{method: auto, shares: []}", "shares: list should have at least 1 item after validation, not 0, got []"),
+        (
+            "{method: auto, candidates: [rige]}",
+            "candidates.0: unknown method 'rige': did you mean 'ridge'? allowed here: none, bias, rotation, "
+            "rotation-scale, centred-rotation, least-squares, ridge, affine, grail, auto, logit",
+        ),
+        ("{method: auto, shares: [.nan]}", "shares.0: input should be a finite number, got nan"),
+    ],
+)
+def test_lists_of_a_compensation(tmp_path, compensation, message):
+    path = write(tmp_path, BEST)
+    assert refusal(path, (f"{COMPENSATION}={compensation}",)) == f"--set: {COMPENSATION}.{message}"
+
+
+SIZE = "size={params: 5B}"
+NOT_OBS = "allocation least-error needs the errors of every width, which score obs gives, not"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("target=dense", f"{COMPENSATION}.shares=[1]"), "spaces.mlp: shares are of the drift: say target: drift"),
+        (("spaces.mlp.score=wanda-sp",), f"spaces.mlp: {NOT_OBS} wanda-sp"),
+        (("allocation=uniform", "weigh_by=energy"), "weigh_by is for allocation: least-error"),
+        (("allocation=uniform", "weigh_by=effect"), "weigh_by is for allocation: least-error"),
+        ((SIZE, "ratio=0.3"), "size and ratio both say how much goes: leave one out"),
+        ((SIZE, "spaces.mlp.ratio=0.3"), "size and spaces.mlp.ratio both say how much goes: leave one out"),
+        (
+            (SIZE, "container=padded", "widths=uniform"),
+            "size does not go with container padded, which saves nothing where it fills up",
+        ),
+        (
+            ("allocation=across-layers", "target=dense"),
+            "spaces.heads: score obs ranks units, and FLAP's rankings compare columns",
+        ),
+        (
+            ("spaces.qk={score: logit-energy, compensation: {method: auto}}",),
+            "spaces.qk: method auto is not for this space; allowed here: none, logit",
+        ),
+        (
+            ("spaces.qk={score: obs}",),
+            "spaces.qk: score obs does not rank its units; allowed here: logit-energy, magnitude",
+        ),
+        (
+            ("spaces.qk={score: logit-energy}",),
+            "allocation least-error adds up what units of every space save, and a dimension of q and k saves less with "
+            "fewer heads: leave out spaces.heads or spaces.qk",
+        ),
+        (("container=llama",), "widths per_layer may need remote code, which container llama rules out"),
+    ],
+)
+def test_contradictions_of_a_budget(tmp_path, changes, message):
+    path = write(tmp_path, BEST)
+    assert refusal(path, changes) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("{}", "size: a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
+        ("{params: 5B, flops: 1T}", "size: a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
+        ("{parms: 5B}", "unknown key size.parms: did you mean 'params'? allowed here: params, bytes, flops"),
+        ("5B", "size: keys are expected (params, bytes, flops), got '5B'"),
+        (
+            "{params: 5GiB}",
+            "size.params: '5GiB' is not a size in parameters: allowed are 5.0B (K, M, B or T), 5000000000, or a share "
+            "of the dense model: 50%",
+        ),
+    ],
+)
+def test_a_mistake_in_a_size(tmp_path, size, message):
+    path = write(tmp_path, BEST)
+    assert refusal(path, (f"size={size}",)) == f"--set: {message}"
+
+
+def test_sizes_do_not_go_with_masks(tmp_path):
+    speak = "allocation, widths and size speak of units: they do not go with a mask"
+    for changes in (("size={params: 50%}",), ("allocation=least-error",)):
+        assert refusal("wanda-50", changes).endswith(speak)
+    assert refusal("wanda-50", ("target=drift",)).endswith(
+        "target drift is for spaces, whose consumers are refitted: say sequential with a mask"
+    )
+
+
+def test_a_size_and_a_ratio_replace_each_other(tmp_path):
+    path = write(tmp_path, BEST.replace("spaces:", "ratio: 0.4\nspaces:").replace("mlp: {", "mlp: {ratio: 0.1, "))
+    sized = load_recipe(str(path), (), None, {"bytes": "9.5GiB"})
+    assert sized.size is not None
+    assert (sized.size.kind, sized.size.text, sized.ratio, sized.ratio_of("mlp")) == ("bytes", "9.5GiB", 0.2, 0.2)
+    again = sized.with_ratio(0.35)
+    assert (again.size, again.ratio_of("heads"), again.ratio_of("mlp")) == (None, 0.35, 0.35)
+    assert again.spaces["mlp"].compensation == sized.spaces["mlp"].compensation
+    path = write(tmp_path, BEST.replace("spaces:", "size: {params: 5e9}\nspaces:"))
+    assert load_recipe(str(path)).size.text == "5000000000"
+    assert load_recipe(str(path), (), 0.3).size is None
+    assert load_recipe(str(path), (), None, {"flops": "70%"}).size.model_dump() == {"flops": "70%"}
+
+
+def test_with_a_ratio_nothing_else_changes():
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        if recipe.spaces:
+            changed = recipe.with_ratio(0.45)
+            assert {changed.ratio_of(space) for space in changed.spaces} == {0.45}
+            assert changed.with_ratio(recipe.ratio) == recipe.with_ratio(recipe.ratio)
+            assert changed.model_dump(exclude={"ratio", "spaces"}) == recipe.model_dump(exclude={"ratio", "spaces"})
+
+
+def test_a_recipe_reads_back_with_all_there_is(tmp_path):
+    changes = ("weigh_by=energy", f"{COMPENSATION}.candidates=[ridge]", f"{COMPENSATION}.shares=[0.5]", SIZE)
+    full = load_recipe(str(write(tmp_path, BEST)), changes)
+    assert Recipe.model_validate_json(full.canonical_json()) == full
+    plain = load_recipe(str(write(tmp_path, BEST)))
+    digests = {load_recipe(str(write(tmp_path, BEST)), (change,)).digest for change in changes}
+    assert len(digests | {plain.digest}) == 5
+    for key in ("size", "weigh_by", "candidates", "shares"):
+        assert f'"{key}"' not in plain.canonical_json()
+        assert f'"{key}"' in full.canonical_json()
+
+
+def test_digests_of_recipes_that_know_no_budgets():
+    """As they were before recipes could have sizes, candidates and shares."""
+    known = {
+        "flap-global": "13c4e9e1b5b7491ca778dd734a1055fe34653c14a34fcaff5fbd12f6a8c77b7a",
+        "ridge-folds": "092f242d2fdaecff4ca86573b8709f8a78494f30bcdbb92403842c3fc8c37caf",
+        "ridge-perplexity": "ca65ffdebae72ec22e60835b26e04df5a9e8666209f73ae0f50e54134b2bf72b",
+        "laco-flap": "4dd7393f81644818213da605a6d911fed3dd7e30a3b17450f0ba43e4982e872c",
+        "corp-heads": "046876cab72a908032255dad87e527946ebde068662abebf4d73544b16aa5c96",
+    }
+    assert {name: load_recipe(name).digest for name in known} == known

@@ -1,29 +1,13 @@
-"""λ chosen on held-out tokens, in closed form: train on all folds but one, score on that one (METHODS section 1)."""
+"""Errors on held-out tokens, in closed form: train on all folds but one, score on that one (METHODS section 1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.compensation.least_squares import reciprocals
-from ckpt_prune.compensation.methods import Method, Units, absolute_lambda
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The λ chosen and what it was chosen by.
-
-    Attributes:
-        value: in the units of the grid; of two with equal errors the larger, which changes the weights less.
-        errors: held-out error of each λ of the grid, relative: Σ held-out error / Σ target energy.
-    """
-
-    value: float
-    errors: dict[float, float]
 
 
 @dataclass(frozen=True)
@@ -82,6 +66,8 @@ class HeldOut:
         gram, cross, _ = seen.second_moments()
         fold_gram, fold_cross, energy = fold.second_moments()
         values, vectors = torch.linalg.eigh(gram)
+        # At width 11008 each of these is gigabytes.
+        del gram, seen
         return cls(
             values,
             vectors,
@@ -131,40 +117,3 @@ class HeldOut:
                 bend = (scales * (curve @ scales)).sum(0)
                 total += (1 if i == j else 2) * torch.outer(bend, share ** (i + j))
         return total.clamp_min(0)
-
-
-def choose_lambda(
-    method: Method, weight_kept: Tensor, folds: Sequence[Fit], grid: Sequence[float], units: Units = "relative"
-) -> Choice:
-    """The λ of `grid` with the least held-out error over `folds`.
-
-    Each training Gram is decomposed once; a λ then costs O(k²) a fold.
-
-    Args:
-        method: one that uses λ.
-        weight_kept: W_K, (d_out, k) float64.
-        folds: fits of disjoint tokens, with second moments.
-        grid: values to try, none negative.
-        units: of the grid; a relative λ is relative to the training folds' Gram.
-
-    Raises:
-        ValueError: fewer than two folds, an empty grid, or a method without λ.
-    """
-    if len(folds) < 2:
-        raise ValueError(f"choosing lambda on held-out tokens needs at least 2 folds, not {len(folds)}")
-    if not grid:
-        raise ValueError("choosing lambda needs at least one value to try")
-    if method.shrinks_to is None:
-        raise ValueError(f"method {method.name!r} has no lambda to choose")
-    base = weight_kept if method.shrinks_to == "kept" else None
-    total = reduce(add, folds)
-    sums = dict.fromkeys(grid, 0.0)
-    for fold in folds:
-        train = total - fold
-        strengths = [absolute_lambda(value, units, train) for value in sums]
-        found = HeldOut.of(Blend(train), fold, centred=method.adds_bias).errors(base, strengths, (0.0,))
-        for value, held_out in zip(sums, found[:, 0].tolist(), strict=True):
-            sums[value] += held_out
-    energy = total.second_moments()[2]
-    errors = {value: held_out / energy if energy > 0 else 0.0 for value, held_out in sums.items()}
-    return Choice(min(errors, key=lambda value: (errors[value], -value)), errors)

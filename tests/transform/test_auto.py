@@ -1,0 +1,276 @@
+"""Compensation chosen on held-out folds, and the drift-correcting target: against fits of tokens of whole models."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import ckpt_prune
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.compensation.choice import choose
+from ckpt_prune.compensation.fit import Blend, Fit
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform import sites
+from ckpt_prune.transform.job import Job, LiveSamples, make_plan
+from ckpt_prune.transform.prune import prune
+from tests import encoders
+from tests.families import BLOCKS
+from tests.oracles import choice, drift, effects, whole_best
+from tests.oracles.choice import Tokens
+from tests.transform.test_drift_source import samples_of, until
+from tests.transform.whole import data_of, stock, whole
+
+Array = NDArray[np.float64]
+RATIOS = {"heads": 0.5, "mlp": 0.4}
+UNBIASED = ["none", "rotation", "rotation-scale", "ridge"]
+BIASED = ["none", "bias", "rotation", "rotation-scale", "ridge", "affine"]
+METHODS = {"llama": UNBIASED, "opt": BIASED, "vit": BIASED}
+FULL_GRID = [1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
+GRID, SHARES = [0.003, 0.1, 3.0], [0.0, 0.5, 1.0]
+
+
+def wanted(compensation: dict[str, Any], **top: Any) -> Recipe:
+    spaces = {
+        space: {"score": "obs", "ratio": ratio, "rounding": "floor", "compensation": compensation}
+        for space, ratio in RATIOS.items()
+    }
+    return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces} | top)
+
+
+def live_job(folder: Path, recipe: Recipe, data: Samples, folds: int) -> Job:
+    """Measured in float64, so that whole models can be held against it."""
+    job = Job(Checkpoint.open(folder), recipe, None, LiveSamples(data, folds, torch.float64))
+    job.check()
+    return job
+
+
+def columns_of(family: Family, config: Any, space: str, kept: list[int]) -> list[int]:
+    return encoders.columns_of(kept, family.unit_columns(config, space))
+
+
+def in_folds(tokens: Array, folds: int) -> list[Array]:
+    """(samples, tokens, width) as one (N, width) for each contiguous fold of samples."""
+    edges = [len(tokens) * f // folds for f in range(folds + 1)]
+    return [tokens[start:stop].reshape(-1, tokens.shape[2]) for start, stop in pairwise(edges)]
+
+
+def fit_of(X: Array, Y: Array) -> Fit:
+    """Plain sums over tokens."""
+    sums = (torch.from_numpy(each) for each in (X.sum(0), Y.sum(0), X.T @ X, Y.T @ X))
+    return Fit(len(X), *sums, float((Y**2).sum()))
+
+
+# ---- the dense model's moments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["llama", "opt"])
+def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, variant):
+    folds, folder = 4, dense.folder(variant)
+    job = encoders.job_on(folder, wanted({"method": "auto"}), dense.statistics(variant, folds))
+    plan = make_plan(job)
+    model = whole(stock(folder, variant), variant)
+    paths = {space: f"{model.layers}.{{}}.{site.consumer}" for space, site in drift.SITES[variant].items()}
+    every = [paths[space].format(block) for block in range(BLOCKS) for space in paths]
+    seen = encoders.watch(model.model, data_of(variant), inputs=every)
+    chosen = set()
+    for site in plan.sites:
+        path = paths[site.space].format(site.block)
+        W = model.model.get_submodule(path).weight.detach().double().numpy()
+        kept = columns_of(job.family, job.config, site.space, site.kept)
+        assert 0 < len(kept) < W.shape[1]
+        X = np.concatenate(in_folds(seen[path], folds))
+        # A bias makes up for every mean: where it may be chosen, only what varies counts.
+        order = effects.removal(
+            W, X - X.mean(0) if "affine" in METHODS[variant] else X, len(kept) // len(site.kept), damp=0.01
+        )
+        assert site.kept == sorted(order[-len(site.kept) :])
+        blends = [Blend(fit_of(X[:, kept], X @ W.T)) for X in in_folds(seen[path], folds)]
+        expected = choose(torch.from_numpy(W[:, kept]), blends, METHODS[variant], FULL_GRID)
+        best = expected.best
+        assert (site.method, site.strength, site.share) == (best.method, best.strength, None)
+        assert site.runner_up == expected.runner_up
+        assert site.error_held_out == pytest.approx(best.error, rel=1e-4)
+        assert site.margin == pytest.approx(expected.margin, rel=1e-3, abs=1e-4)
+        chosen.add((site.method, site.strength))
+    assert len(chosen) > 1
+
+
+def test_diagnostics_change_nothing_that_is_chosen(dense):
+    statistics, recipe = dense.statistics("opt", 4), wanted({"method": "auto"})
+    fields = {"method", "strength", "share", "runner_up", "margin", "error_held_out", "error_compensated", "kept"}
+    plain, full = (
+        make_plan(encoders.job_on(dense.folder("opt"), recipe, statistics, diagnostics=diagnostics)).sites
+        for diagnostics in (False, True)
+    )
+    for a, b in zip(plain, full, strict=True):
+        ours, theirs = a.model_dump(include=fields), b.model_dump(include=fields)
+        if a.method == "none":  # of one method the error is the same however its folds are added
+            assert ours.pop("error_held_out") == pytest.approx(theirs.pop("error_held_out"))
+        assert ours == theirs
+        assert a.floor is None
+        assert b.floor is not None
+
+
+# ---- the drift -----------------------------------------------------------------------------------------------------
+
+FIXED = {"method": "ridge", "lambda": 0.1}
+DRIFTING: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("llama", {"method": "auto", "lambda_grid": GRID, "shares": SHARES}, 3),
+    "opt": ("opt", {"method": "auto", "lambda_grid": GRID, "shares": SHARES}, 3),
+    "vit, default shares": ("vit", {"method": "auto", "lambda_grid": GRID, "candidates": ["ridge", "bias"]}, 2),
+    "opt, ridge by folds": ("opt", {"method": "ridge", "lambda_grid": GRID, "lambda_by": "folds"}, 2),
+    "llama, half the drift": ("llama", FIXED | {"shares": [0.5]}, 1),
+    "opt, all of it": ("opt", FIXED, 1),
+}
+"""Case → variant, compensation, folds."""
+
+
+@pytest.mark.parametrize("case", DRIFTING)
+def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_path):
+    """Every site on whole models of which all that comes before it is pruned."""
+    variant, compensation, folds = DRIFTING[case]
+    folder, data = dense.folder(variant), samples_of(variant)
+    job = live_job(folder, wanted(compensation, target="drift"), data, folds)
+    report = prune(job, tmp_path / "out")
+    remote = report["container"]["remote_code"]
+    output = ckpt_prune.load(tmp_path / "out") if remote else stock(tmp_path / "out", variant)
+    pruned, model = (whole(m.double(), variant) for m in (output, stock(folder, variant)))
+    before, after = (whole_best.read(path) for path in (folder, tmp_path / "out"))
+    seen = set()
+    for site in report["sites"]:
+        block, space = site["block"], site["space"]
+        mixed = until(pruned, model, block, space, true_sequential=True)
+        found = drift.target(model, mixed, block, drift.SITES[variant][space], data)
+        kept = columns_of(job.family, job.config, space, site["kept"])
+        lacking = found.targets - found.outputs
+        if block == 0 and space == "heads":
+            assert np.abs(lacking).max() < 1e-9  # nothing is pruned before it
+            lacking = np.zeros_like(lacking)
+        parts = [in_folds(each, folds) for each in (found.inputs[..., kept], found.outputs, lacking)]
+        tokens = [Tokens(*each) for each in zip(*parts, strict=True)]
+        name = site["consumer"]
+        W = before[name].astype(np.float64)[:, kept]
+        if folds > 1:
+            methods = compensation.get("candidates", METHODS[variant])
+            methods = methods if compensation["method"] == "auto" else [compensation["method"]]
+            shares = compensation.get("shares", [0.0, 0.25, 0.5, 0.75, 1.0])
+            best, *others = whole_best.choose(W, tokens, methods, GRID, shares)
+            assert (site["method"], site["strength"], site["share"]) == best[:3]
+            assert site["error_held_out"] == pytest.approx(best.error, rel=1e-4)
+            assert site["runner_up"] == (others[0].method if others else None)
+            if others:
+                assert site["margin"] == pytest.approx(others[0].error / best.error - 1, abs=1e-4, rel=1e-3)
+        else:
+            share = compensation.get("shares", [1.0])[0]
+            assert (site["method"], site["strength"], site["share"]) == ("ridge", 0.1, share)
+        together = choice.together(tokens)
+        scale = float(np.mean(np.sum(together.X**2, axis=0)))
+        strength = (site["strength"] or 0.0) * scale
+        target = together.Y + site["share"] * together.D
+        weight, bias = choice.fitted(site["method"], W, together.X, target, strength)
+        np.testing.assert_allclose(after[name], weight, rtol=1e-4, atol=2e-5 * np.abs(weight).max())
+        bias_name = name.replace(".weight", ".bias")
+        if bias_name in before:
+            np.testing.assert_allclose(after[bias_name], before[bias_name] + bias, rtol=1e-4, atol=1e-4)
+        else:
+            assert bias_name not in after
+        whole_target = together.Y + together.D
+        missed = np.sum((whole_target - together.X @ weight.T - bias) ** 2)
+        assert site["error_compensated"] == pytest.approx(missed / np.sum(whole_target**2), rel=1e-3)
+        bare = np.sum((whole_target - together.X @ W.T) ** 2) / np.sum(whole_target**2)
+        assert site["error_uncompensated"] == pytest.approx(bare, rel=1e-3)
+        seen.add((site["method"], site["share"]))
+    if folds > 1:
+        assert len(seen) > 1
+
+
+def test_of_statistics_there_is_no_drift(dense):
+    """The dense cache is used, and shares say nothing."""
+    plans = [
+        make_plan(encoders.job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2)))
+        for recipe in (wanted({"method": "auto"}, target="drift"), wanted({"method": "auto"}))
+    ]
+    assert plans[0].sites == plans[1].sites
+    assert {site.share for site in plans[0].sites} == {None}
+
+
+# ---- what is chosen among ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "compensation", "methods"),
+    [
+        ("llama", {}, UNBIASED),
+        ("llama-biases", {}, BIASED),
+        ("opt", {}, BIASED),
+        ("opt-no-bias", {}, UNBIASED),
+        ("llama", {"candidates": ["affine", "bias", "affine"]}, ["affine", "bias"]),
+    ],
+    ids=["llama", "llama-biases", "opt", "opt-no-bias", "told"],
+)
+def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, compensation, methods, monkeypatch):
+    tried = []
+
+    def watching(weight: Any, folds: Any, names: list[str], *more: Any, **known: Any) -> Any:
+        tried.append(names)
+        return choose(weight, folds, names, *more, **known)
+
+    monkeypatch.setattr(sites, "choose", watching)
+    recipe = wanted({"method": "auto", **compensation})
+    job = encoders.job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
+    plan = make_plan(job)
+    assert tried == [methods] * (2 * BLOCKS)
+    assert {site.method for site in plan.sites} <= set(methods)
+    consumers = {job.family.columns[space].consumer for space in RATIOS}
+    assert consumers <= job.container.biases if "bias" in methods else not job.container.biases
+
+
+def test_a_bias_that_is_asked_for_gets_a_slot(dense, tmp_path):
+    recipe = wanted({"method": "auto", "candidates": ["bias", "none"]})
+    report = prune(encoders.job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2)), tmp_path / "out")
+    assert "bias" in {site["method"] for site in report["sites"]}
+    tensors = whole_best.read(tmp_path / "out")
+    for site in report["sites"]:
+        filled = np.abs(tensors[site["consumer"].replace(".weight", ".bias")]).max() > 0
+        assert filled == (site["method"] == "bias")
+    assert stock(tmp_path / "out", "llama").config.model_type == report["container"]["model_type"]
+
+
+def test_of_one_candidate_there_is_no_margin(dense):
+    recipe = wanted({"method": "auto", "candidates": ["rotation"]})
+    plan = make_plan(encoders.job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2)))
+    assert {(s.method, s.strength, s.runner_up, s.margin) for s in plan.sites} == {("rotation", None, None, None)}
+    assert all(site.error_held_out is not None for site in plan.sites)
+
+
+def test_where_nothing_is_dropped_nothing_is_chosen(dense):
+    recipe = wanted({"method": "auto"})
+    whole_recipe = Recipe.model_validate(
+        recipe.model_dump(by_alias=True)
+        | {"spaces": {s: own | {"ratio": 0} for s, own in recipe.model_dump(by_alias=True)["spaces"].items()}}
+    )
+    plan = make_plan(encoders.job_on(dense.folder("llama"), whole_recipe, dense.statistics("llama", 2)))
+    assert {(s.method, s.strength, s.margin, s.error_held_out) for s in plan.sites} == {("none", None, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("compensation", "what"),
+    [
+        ({"method": "auto"}, "method auto"),
+        ({"method": "ridge", "lambda_grid": GRID, "lambda_by": "folds"}, "lambda_by: folds"),
+    ],
+    ids=["auto", "folds"],
+)
+def test_one_fold_is_none(dense, compensation, what):
+    folder, message = dense.folder("llama"), f"{what} needs at least two folds: calibrate with --folds 4"
+    for given in ((dense.statistics("llama", 1), None), (None, data_of("llama"))):
+        with pytest.raises(UserError) as caught:
+            encoders.job_on(folder, wanted(compensation), *given)
+        assert str(caught.value) == message

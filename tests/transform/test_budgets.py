@@ -1,0 +1,532 @@
+"""Widths for a size: against every width of tiny models tried, and against what is written."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration.measure import moments_name
+from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.transform.budgets import (
+    at_size,
+    dense_scores,
+    error_curve,
+    weighed_by_effect,
+    weighed_by_energy,
+)
+from ckpt_prune.transform.effects import dropped_counts
+from ckpt_prune.transform.job import Job, make_plan
+from ckpt_prune.transform.prune import prune
+from tests.encoders import job_on
+from tests.families import BLOCKS, calibrate, contents
+from tests.oracles import whole_best
+
+from .stored import Sources
+from .whole import data_of, make_wide
+
+KINDS = ("params", "bytes", "flops")
+SPACES = {"llama": ("heads", "mlp"), "opt": ("heads", "mlp"), "vit": ("qk", "mlp")}
+# Hidden size 16, heads of 4 dimensions, 32 tokens of a text, 10 of an image. A unit's weights, its biases, and the
+# dimensions in which scores are made and values are weighed: two products of tokens by tokens.
+UNITS: dict[str, dict[str, tuple[int, int, int, int]]] = {
+    "llama": {"heads": (4, 4 * 4 * 16, 0, 8), "mlp": (22, 3 * 16, 0, 0)},
+    "opt": {"heads": (4, 4 * 4 * 16, 12, 8), "mlp": (22, 2 * 16, 1, 0)},
+    "vit": {"qk": (4, 2 * 4 * 16, 8, 4), "mlp": (22, 2 * 16, 1, 0)},
+}
+"""Variant → space → units of a block, and of each: weights, biases, dimensions of attention."""
+TOKENS = {"llama": 32, "opt": 32, "vit": 10}
+
+
+def unit_cost(variant: str, space: str, kind: str) -> int:
+    _, weights, biases, dimensions = UNITS[variant][space]
+    if kind == "flops":
+        return 2 * TOKENS[variant] * weights + 2 * TOKENS[variant] ** 2 * dimensions
+    return (weights + biases) * (4 if kind == "bytes" else 1)
+
+
+def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top: Any) -> Recipe:
+    spaces = {
+        space: {
+            "score": "logit-energy" if space == "qk" else "obs",
+            "multiple_of": multiple if space == "mlp" else 1,
+            "compensation": compensation if isinstance(compensation, dict) and space != "qk" else {"method": "none"},
+        }
+        for space in top.pop("spaces", SPACES.get(variant, ("heads", "mlp")))
+    }
+    values = {"version": 1, "name": "test", "allocation": "least-error", "container": "any", "spaces": spaces}
+    return Recipe.model_validate(values | top)
+
+
+def curves_of(job: Job) -> dict[tuple[int, str], np.ndarray]:
+    """Σ of what goes, the cheapest first."""
+    found = {}
+    for site, scores in dense_scores(job).items():
+        if site[1] == "qk":
+            ranked = scores.sort(1).values.numpy()
+            found[site] = np.array([ranked[:, :k].sum() for k in range(ranked.shape[1] + 1)])
+        else:
+            found[site] = np.array([0.0, *sorted(scores.tolist())])
+    return found
+
+
+@pytest.fixture(scope="module")
+def weighed(dense: Sources) -> Callable[[str], Statistics]:
+    """Statistics of a variant with made-up effects: those of the last block are a hundred times the first's."""
+    made: dict[str, Statistics] = {}
+
+    def of(variant: str) -> Statistics:
+        if variant not in made:
+            statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
+            job = job_on(folder, wanted(variant, weigh_by="energy"), statistics)
+            effects = {}
+            for (block, space), curve in curves_of(job).items():
+                points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
+                own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
+                effects[moments_name(job.family, block, space)] = own
+            made[variant] = with_effects(statistics, effects)
+        return made[variant]
+
+    return of
+
+
+def groups_of(job: Job, variant: str, kind: str) -> list[list[whole_best.Site]]:
+    """The sites whose widths go together, space by space and block by block."""
+    curves, recipe = curves_of(job), job.recipe
+    sites = {}
+    for (block, space), curve in curves.items():
+        if recipe.weigh_by == "energy":
+            errors = whole_best.as_shares(curve)
+        else:
+            errors = whole_best.as_effects(curve, job.statistics.index.effects[moments_name(job.family, block, space)])
+        cost = unit_cost(variant, space, kind)
+        sites[block, space] = whole_best.Site(errors, cost, recipe.spaces[space].multiple_of)
+    if recipe.widths == "uniform":
+        return [[sites[block, space] for block in range(BLOCKS)] for space in recipe.spaces]
+    return [[sites[block, space]] for space in recipe.spaces for block in range(BLOCKS)]
+
+
+def widths_of(job: Job) -> list[list[int]]:
+    """In the order of `groups_of`."""
+    if job.recipe.widths == "uniform":
+        return [[job.widths[block][space] for block in range(BLOCKS)] for space in job.recipe.spaces]
+    return [[job.widths[block][space]] for space in job.recipe.spaces for block in range(BLOCKS)]
+
+
+def cost(job: Job, kind: str, *, before: bool = False) -> int:
+    found = job.before if before else job.after
+    return {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind]
+
+
+# ---- the least predicted error -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+@pytest.mark.parametrize("weigh_by", ["effect", "energy"])
+@pytest.mark.parametrize("variant", SPACES)
+def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
+    found = set()
+    for kind, share in zip(KINDS, ("70%", "81%", "62.5%"), strict=True):
+        recipe = wanted(variant, weigh_by=weigh_by, widths=widths, size={kind: share})
+        job = job_on(dense.folder(variant), recipe, weighed(variant))
+        limit = int(cost(job, kind, before=True) * float(share[:-1]) / 100)
+        groups = groups_of(job, variant, kind)
+        error, spent = whole_best.total(groups, widths_of(job))
+        units = [len(site.errors) - 1 for sites in groups for site in sites]
+        whole = sum(n * site.cost for n, site in zip(units, itertools.chain(*groups), strict=True))
+        fixed = cost(job, kind, before=True) - whole
+        assert cost(job, kind) == fixed + spent <= limit
+        assert error == pytest.approx(whole_best.least(groups, limit - fixed), rel=1e-9)
+        if widths == "uniform":
+            assert all(len(set(own)) == 1 for own in widths_of(job))
+        found.add(str(widths_of(job)))
+    assert len(found) == 3
+
+
+def test_effects_and_energies_are_not_the_same(dense, weighed):
+    """By the effects the last block is worth most, by the energies all are worth the same."""
+    by = {
+        weigh_by: job_on(
+            dense.folder("llama"),
+            wanted("llama", weigh_by=weigh_by, widths="per_layer", size={"params": "60%"}),
+            weighed("llama"),
+        ).widths
+        for weigh_by in ("effect", "energy")
+    }
+    assert by["effect"][0]["mlp"] < by["energy"][0]["mlp"]
+    assert by["effect"][-1]["mlp"] > by["energy"][-1]["mlp"]
+
+
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+def test_widths_are_multiples(dense, weighed, widths):
+    recipe = wanted("llama", weigh_by="effect", widths=widths, multiple=8, size={"params": "75%"})
+    job = job_on(dense.folder("llama"), recipe, weighed("llama"))
+    groups = groups_of(job, "llama", "params")
+    assert {site.multiple for sites in groups for site in sites} == {1, 8}
+    assert {width["mlp"] for width in job.widths} <= {8, 16, 22}
+    fixed = job.before.parameters - sum((len(s.errors) - 1) * s.cost for own in groups for s in own)
+    error, _ = whole_best.total(groups, widths_of(job))
+    assert error == pytest.approx(whole_best.least(groups, job.before.parameters * 3 // 4 - fixed), rel=1e-9)
+
+
+def test_without_a_size_the_ratio_is_the_budget(dense, weighed):
+    """As many parameters as the same ratio everywhere leaves, and not one unit less than fits."""
+    uniform = job_on(dense.folder("llama"), load_recipe("magnitude", ratio=0.4))
+    recipe = wanted("llama", widths="per_layer", weigh_by="energy", ratio=0.4)
+    job = job_on(dense.folder("llama"), recipe, weighed("llama"))
+    assert 0 <= uniform.after.parameters - job.after.parameters < 48
+
+
+def test_nothing_goes_where_everything_fits(dense, weighed):
+    for size in ({"params": "100%"}, {"flops": "1T"}):
+        job = job_on(dense.folder("opt"), wanted("opt", widths="per_layer", size=size), weighed("opt"))
+        assert job.after == job.before
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [
+        ("llama", {"params": "4_500"}),
+        ("opt", {"bytes": "20KB"}),
+        ("vit", {"flops": "80%"}),
+        ("opt", {"params": "66.6%"}),
+        ("vit", {"bytes": "16 KiB"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_what_is_written_is_within_the_size(dense, weighed, variant, size, tmp_path):
+    """Counted in the files."""
+    recipe = wanted(variant, widths="per_layer", compensation={"method": "ridge"}, size=size)
+    job = job_on(dense.folder(variant), recipe, weighed(variant))
+    report = prune(job, tmp_path / "out")
+    numbers, taken = whole_best.sizes(tmp_path / "out")
+    assert (report["after"]["parameters"], report["after"]["bytes"]) == (numbers, taken)
+    shapes = {n: (torch.float32, tuple(v.shape)) for n, v in whole_best.read(tmp_path / "out").items()}
+    flops = cost_of(job.family, parse_config(job.checkpoint.config), shapes).flops
+    assert report["after"]["flops"] == flops
+    limits = {
+        "4_500": 4500,
+        "20KB": 20_000,
+        "80%": job.before.flops * 4 // 5,
+        "66.6%": job.before.parameters * 333 // 500,
+        "16 KiB": 16384,
+    }
+    ((kind, text),) = size.items()
+    written = {"params": numbers, "bytes": taken, "flops": flops}[kind]
+    smallest = min(unit_cost(variant, space, kind) for space in SPACES[variant])
+    assert 0 <= limits[text] - written < smallest
+    again = [(site["block"], site["space"], len(site["kept"])) for site in report["sites"]]
+    heads = 4 if variant == "vit" else 1
+    assert again == [
+        (block, space, width[space] * (heads if space == "qk" else 1))
+        for block, width in enumerate(job.widths)
+        for space in SPACES[variant]
+    ]
+
+
+AFFINE = {"method": "auto", "candidates": ["affine"], "lambda_grid": [0.01, 1.0]}
+
+
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+@pytest.mark.parametrize(("kind", "share"), [("params", 45), ("bytes", 60), ("params", 80)])
+def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
+    """A llama has no slot for the biases that affine adds: others get one with those, and widths make room."""
+    recipe = wanted("llama", widths=widths, compensation=AFFINE, size={kind: f"{share}%"})
+    job = job_on(dense.folder("llama"), recipe, weighed("llama"))
+    groups = groups_of(job, "llama", "params")
+    _, spent = whole_best.total(groups, widths_of(job))
+    whole = BLOCKS * (4 * 256 + 22 * 48)
+    rows = [dict.fromkeys("qkv", 4 * w["heads"]) | dict.fromkeys(("gate", "up"), w["mlp"]) for w in job.widths]
+    opened = [module.split(".")[1].removesuffix("_proj") for module in job.container.biases]
+    biases = sum(block.get(name, 16) for block in rows for name in opened)
+    assert job.after.parameters == job.before.parameters - whole + spent + biases
+    # What a head of every block, or of one, takes with its biases is more than what may be left over.
+    left = cost(job, kind, before=True) * share // 100 - cost(job, kind)
+    assert 0 <= left < 268 * (BLOCKS if widths == "uniform" else 1) * (4 if kind == "bytes" else 1)
+
+
+@pytest.mark.parametrize(("widths", "share"), [("uniform", 60), ("per_layer", 46)])
+def test_biases_leave_room_for_widths(dense, widths, share):
+    """Much less than this can be had."""
+    recipe = wanted("llama", weigh_by="energy", widths=widths, compensation=AFFINE, size={"params": f"{share}%"})
+    job = job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2))
+    assert job.after.parameters <= job.before.parameters * share // 100
+
+
+def test_a_head_alone_in_its_block_stays(tmp_path):
+    """One group of queries: there is nothing to choose."""
+    folder = make_wide(tmp_path / "dense", "llama", num_key_value_heads=1)
+    statistics = calibrate(folder, tmp_path / "statistics", folds=2)
+    recipe = wanted("llama", weigh_by="energy", widths="per_layer", size={"params": "70%"})
+    job = job_on(folder, recipe, statistics)
+    assert {width["heads"] for width in job.widths} == {1}
+    assert 0 <= job.before.parameters * 7 // 10 - job.after.parameters < 48
+
+
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
+    def job(text: str) -> Job:
+        recipe = wanted("llama", widths=widths, size={"params": text})
+        return job_on(dense.folder("llama"), recipe, weighed("llama"))
+
+    dropped = BLOCKS * (3 * 256 + 21 * 48)
+    least = 7632 - dropped
+    assert job(str(least)).widths == [{"heads": 1, "mlp": 1}] * BLOCKS
+    assert job(str(least)).after.parameters == least
+    with pytest.raises(UserError) as caught:
+        _ = job(str(least - 1)).widths
+    assert str(caught.value) == (
+        f"{least - 1} of the parameters is out of reach of recipe test: its spaces leave {least:,} at the least, "
+        "of 7,632"
+    )
+
+
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+def test_a_size_that_biases_take_up_is_refused(dense, weighed, widths):
+    """The least widths would do without them."""
+    least = 7632 - BLOCKS * (3 * 256 + 21 * 48)
+    recipe = wanted("llama", widths=widths, compensation=AFFINE, size={"params": str(least)})
+    with pytest.raises(UserError) as caught:
+        _ = job_on(dense.folder("llama"), recipe, weighed("llama")).widths
+    assert str(caught.value) == (f"{least} cannot be met: the biases that the container needs take up what is saved")
+
+
+def test_a_size_out_of_reach_is_refused_before_anything_is_measured(dense):
+    for compensation in ("none", AFFINE):
+        recipe = wanted("llama", compensation=compensation, size={"params": "2K"})
+        with pytest.raises(
+            UserError, match="2K of the parameters is out of reach of recipe test: its spaces leave 2,304"
+        ):
+            job_on(dense.folder("llama"), recipe, None, data_of("llama"), folds=2)
+
+
+def test_least_error_needs_statistics_and_effects(dense, tmp_path):
+    folder = dense.folder("llama")
+    with pytest.raises(UserError) as caught:
+        _ = job_on(folder, wanted("llama", weigh_by="energy"), None, data_of("llama")).widths
+    assert str(caught.value) == "allocation least-error needs the dense model's statistics: give --statistics"
+    bare = calibrate(folder, tmp_path / "bare")
+    with pytest.raises(UserError) as caught:
+        job_on(folder, wanted("llama"), bare)
+    assert str(caught.value) == (
+        f"{bare.folder} holds no effects, by which allocation least-error weighs errors: calibrate with --effects, or "
+        "say --set weigh_by=energy"
+    )
+    job_on(folder, wanted("llama", weigh_by="energy"), bare)
+
+
+def test_a_plan_prunes_as_its_recipe_does(dense, weighed, tmp_path):
+    folder, statistics = dense.folder("vit"), weighed("vit")
+    recipe = wanted("vit", widths="per_layer", compensation={"method": "auto"}, size={"params": "70%"})
+    plan = make_plan(job_on(folder, recipe, statistics))
+    prune(job_on(folder, recipe, statistics), tmp_path / "direct")
+    prune(job_on(folder, plan.recipe, statistics, plan=plan), tmp_path / "planned")
+    direct, planned = contents(tmp_path / "direct"), contents(tmp_path / "planned")
+    assert {name for name in direct | planned if direct.get(name) != planned.get(name)} == {"ckpt_prune.json"}
+
+
+# ---- one ratio for a size ----------------------------------------------------------------------------------------
+
+
+def sized(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Job:
+    recipe = load_recipe(name, changes, size=size)
+    return at_size(job_on(folder, recipe, statistics))
+
+
+def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: float, *changes: str) -> Job:
+    return job_on(folder, load_recipe(name, changes, ratio), statistics)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("wanda-sp", "params"), ("wanda-sp", "flops"), ("flap-global", "flops"), ("flap", "params")]
+)
+def test_the_least_ratio_that_is_within_the_size(dense, name, kind):
+    """flap adds biases; flap-global gives every block its own widths."""
+    folder, statistics = dense.folder("llama"), dense.statistics("llama")
+    for share in ("60%", "83%") if name == "wanda-sp" else ("60%",):
+        job = sized(folder, name, statistics, {kind: share})
+        limit = int(cost(job, kind, before=True) * int(share[:-1]) / 100)
+        step = round(job.recipe.ratio * 10_000)
+        assert job.recipe.ratio == step / 10_000
+        assert job.recipe.size is None
+        assert job.asked == load_recipe(name, size={kind: share})
+        assert {job.recipe.ratio_of(space) for space in job.recipe.spaces} == {job.recipe.ratio}
+        assert cost(job, kind) <= limit
+        assert cost(at_ratio(folder, name, statistics, step / 10_000), kind) == cost(job, kind)
+        assert cost(at_ratio(folder, name, statistics, (step - 1) / 10_000), kind) > limit
+    if name == "flap-global":
+        assert len({str(width) for width in job.widths}) > 1
+
+
+@pytest.mark.parametrize(("name", "share"), [("flap", 62), ("flap-global", 60)])
+def test_a_ratio_that_leaves_room_for_biases_is_found(dense, name, share):
+    statistics = dense.statistics("llama")
+    job = sized(dense.folder("llama"), name, statistics, {"params": f"{share}%"})
+    assert job.after.parameters <= job.before.parameters * share // 100
+
+
+def test_a_recipe_without_statistics_has_a_ratio_too(dense):
+    job = sized(dense.folder("llama"), "magnitude", None, {"params": "6000"})
+    assert (
+        job.after.parameters
+        <= 6000
+        < at_ratio(dense.folder("llama"), "magnitude", None, job.recipe.ratio - 1e-4).after.parameters
+    )
+
+
+def test_nothing_goes_where_the_dense_model_fits(dense):
+    job = sized(dense.folder("llama"), "wanda-sp", dense.statistics("llama"), {"params": "7632"})
+    assert (job.recipe.ratio, job.after) == (0.0, job.before)
+
+
+def test_nothing_goes_where_the_dense_model_fits_though_dropping_adds_biases(dense):
+    job = sized(dense.folder("llama"), "flap", dense.statistics("llama"), {"params": "100%"})
+    assert (job.recipe.ratio, job.after) == (0.0, job.before)
+
+
+def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
+    for recipe in (load_recipe("wanda-sp"), wanted("llama", size={"params": "70%"})):
+        job = job_on(dense.folder("llama"), recipe, weighed("llama"))
+        assert at_size(job) is job
+    ranked = job_on(dense.folder("llama"), load_recipe("flap-global", size={"params": "70%"}), None, data_of("llama"))
+    assert at_size(ranked) is ranked
+
+
+def test_no_ratio_reaches_it(dense):
+    with pytest.raises(UserError) as caught:
+        sized(dense.folder("llama"), "wanda-sp", dense.statistics("llama"), {"bytes": "4KiB"})
+    assert str(caught.value).startswith("4KiB of the bytes is out of reach of recipe wanda-sp: its spaces leave ")
+    assert str(caught.value).endswith(" at the least, of 30,528")
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_a_ratio_reaches_a_size_reaches(tmp_path, heads):
+    """Heads are rounded down: one of two is left from 0.5 on, while the mlp goes on shrinking."""
+    folder = make_wide(tmp_path / "dense", "llama", num_key_value_heads=heads)
+    there = at_ratio(folder, "magnitude", None, 0.9).after.parameters
+    assert there < at_ratio(folder, "magnitude", None, 0.5).after.parameters
+    assert sized(folder, "magnitude", None, {"params": str(there)}).after.parameters <= there
+
+
+def test_a_forced_container_only_has_to_hold_the_end(dense):
+    half = at_ratio(dense.folder("llama"), "magnitude", None, 0.5, "container=llama").after.parameters
+    found = sized(dense.folder("llama"), "magnitude", None, {"params": str(half)}, "container=llama")
+    assert found.after.parameters == half
+
+
+def test_a_size_is_settled_before_anything_else(dense):
+    job = job_on(dense.folder("llama"), load_recipe("magnitude", size={"params": "70%"}))
+    with pytest.raises(ValueError, match="a size is turned into a ratio by at_size before anything else"):
+        _ = job.widths
+
+
+# ---- curves ------------------------------------------------------------------------------------------------------
+
+SCORES = st.lists(st.floats(0, 100), min_size=1, max_size=9)
+
+
+@given(SCORES)
+def test_an_error_curve_of_columns_is_their_scores_in_order(scores):
+    assert error_curve(torch.tensor(scores, dtype=torch.float64)).tolist() == [0.0, *sorted(scores)]
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
+def test_an_error_curve_of_dimensions_adds_up_what_every_head_loses(heads, width, seed):
+    scores = torch.rand(heads, width, generator=torch.Generator().manual_seed(seed))
+    curve = error_curve(scores)
+    assert curve.dtype == torch.float64
+    expected = [sum(x for head in scores.tolist() for x in sorted(head)[:k]) for k in range(width + 1)]
+    assert curve.tolist() == pytest.approx(expected)
+
+
+@given(SCORES)
+def test_shares_of_the_energy_end_at_one(scores):
+    curve = error_curve(torch.tensor(scores, dtype=torch.float64))
+    shares = weighed_by_energy(curve)
+    if curve[-1] == 0:
+        assert torch.equal(shares, curve)
+    else:
+        assert shares[-1] == 1
+        torch.testing.assert_close(shares * curve[-1], curve)
+
+
+@st.composite
+def measured(draw):
+    """A rising curve, and points of it with any effects that rise too."""
+    steps = draw(st.lists(st.floats(1e-3, 10), min_size=2, max_size=12))
+    curve = torch.tensor([0.0, *itertools.accumulate(steps)], dtype=torch.float64)
+    points = sorted(draw(st.sets(st.integers(1, len(steps) - 1), min_size=1, max_size=3)))
+    worths = draw(st.lists(st.floats(1e-3, 10), min_size=len(points), max_size=len(points)))
+    return curve, points, worths
+
+
+@given(measured())
+def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
+    """Worth rising with the units dropped, nothing bends down between two points."""
+    curve, points, worths = drawn
+    effects = [(k, float(curve[k]) * worth) for k, worth in zip(points, itertools.accumulate(worths), strict=True)]
+    found = weighed_by_effect(curve, effects)
+    assert found.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
+    assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
+
+
+@given(measured())
+def test_effects_never_fall_and_have_no_scale_of_the_errors(drawn):
+    curve, points, worths = drawn
+    effects = list(zip(points, itertools.accumulate(worths), strict=True))
+    found = weighed_by_effect(curve, effects)
+    assert found[0] == 0
+    assert (found.diff() >= 0).all()
+    assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
+    torch.testing.assert_close(weighed_by_effect(7 * curve, effects), found)
+    doubled = weighed_by_effect(curve, [(k, 2 * effect) for k, effect in effects])
+    torch.testing.assert_close(doubled, 2 * found)
+
+
+@pytest.mark.parametrize(
+    ("curve", "effects"),
+    [
+        ([0, 1, 10, 10, 11], [(1, 1.0), (3, 2.0)]),
+        ([0, 1, 8, 9, 10, 100], [(1, 1.0), (4, 1.5)]),
+    ],
+)
+def test_effects_are_met_at_every_measured_point(curve, effects):
+    found = weighed_by_effect(torch.tensor(curve, dtype=torch.float64), effects)
+    assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
+
+
+def test_effects_of_nothing():
+    """A site of one unit has none; one whose outputs are all zero has no shape to scale."""
+    curve = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
+    assert weighed_by_effect(curve, []).tolist() == [0, 0.5, 1]
+    assert weighed_by_effect(torch.zeros(3, dtype=torch.float64), [(1, 0.5)]).tolist() == [0, 0, 0]
+    late = torch.tensor([0.0, 0.0, 4.0, 8.0], dtype=torch.float64)
+    assert weighed_by_effect(late, [(1, 0.5), (2, 1.0)]).tolist() == [0, 0, 1, 2]
+
+
+def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
+    """Known beforehand, they change no plan."""
+    for variant in SPACES:
+        recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
+        job = job_on(dense.folder(variant), recipe, weighed(variant))
+        scores = dense_scores(job)
+        assert list(scores) == [(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
+        known = replace(job, scores=scores)
+        assert make_plan(known).sites == make_plan(job).sites
+        for site in make_plan(replace(job, recipe=uniform_of(recipe))).sites:
+            own = scores[site.block, site.space].flatten().tolist()
+            assert site.scores == [float(f"{s:.6g}") for s in own]
+
+
+def uniform_of(recipe: Recipe) -> Recipe:
+    return Recipe.model_validate(recipe.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None})

@@ -1,0 +1,108 @@
+"""The size/error curve: each point is the plan at its ratio."""
+
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.transform.budgets import dense_scores
+from ckpt_prune.transform.job import Job, make_plan
+from ckpt_prune.transform.sweep import Point, sweep
+from tests.encoders import calibrate, job_on
+
+from .whole import data_of
+
+RATIOS = (0.0, 0.25, 0.5)
+OBS = {"score": "obs", "compensation": {"method": "auto", "lambda_grid": [0.01, 1.0]}}
+
+
+def least_error(**top: Any) -> Recipe:
+    values = {"version": 1, "name": "test", "container": "any", "allocation": "least-error", "weigh_by": "energy"}
+    return Recipe.model_validate(values | {"spaces": {"heads": OBS, "mlp": OBS}} | top)
+
+
+QK = {"score": "logit-energy", "compensation": {"method": "logit"}}
+CASES: dict[str, tuple[str, Recipe]] = {
+    "least error": ("llama", least_error(widths="per_layer")),
+    "least error, uniform, of a size": ("opt", least_error(size={"params": "70%"})),
+    "q and k": ("vit", least_error(spaces={"qk": QK, "mlp": OBS}, widths="per_layer")),
+    "a ratio of each space": ("llama", load_recipe("rcpu", ("spaces.heads.ratio=0.5", "spaces.mlp.ratio=0.1"))),
+    "ranked": ("llama", load_recipe("flap-global")),
+}
+
+
+def expected(job: Job, ratio: float) -> Point:
+    """From a plan of its own."""
+    own = replace(job, recipe=job.recipe.with_ratio(ratio))
+    plan = make_plan(own)
+    widths, errors = {}, {}
+    for space in job.recipe.spaces:
+        counts = [width[space] for width in own.widths]
+        widths[space] = (min(counts), max(counts))
+        found = []
+        for site in plan.sites:
+            if site.space == space and len(site.kept) == site.units:
+                found.append(0.0)
+            elif site.space == space and site.error_held_out is not None:
+                found.append(site.error_held_out)
+            elif site.space == space:
+                found.append(site.error_compensated)
+        errors[space] = None if None in found else fmean(found)
+    return Point(ratio, plan.after, widths, errors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_points_are_plans(dense, case):
+    variant, recipe = CASES[case]
+    job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
+    points = sweep(job, RATIOS)
+    for point, ratio in zip(points, RATIOS, strict=True):
+        alone = expected(job, ratio)
+        assert (point.ratio, point.after, point.widths) == (alone.ratio, alone.after, alone.widths)
+        assert point.errors == pytest.approx(alone.errors)
+    assert points[0].after == job.before
+    assert set(points[0].errors.values()) == {0.0}
+    assert points[0].after.parameters > points[1].after.parameters > points[2].after.parameters
+    assert all(0 < error < 1 for error in points[2].errors.values())
+
+
+def test_units_are_ranked_once(dense, monkeypatch):
+    job = job_on(dense.folder("llama"), least_error(), dense.statistics("llama", 2))
+    calls = []
+    monkeypatch.setattr("ckpt_prune.transform.sweep.dense_scores", lambda job: calls.append(job) or dense_scores(job))
+    monkeypatch.setattr("ckpt_prune.transform.budgets.dense_scores", lambda job: pytest.fail("ranked again"))
+    sweep(job, RATIOS)
+    assert calls == [job]
+
+
+def test_widths_of_dimensions_are_those_of_one_head(dense):
+    job = job_on(dense.folder("vit"), CASES["q and k"][1], dense.statistics("vit", 2))
+    assert sweep(job, [0.0])[0].widths == {"qk": (4, 4), "mlp": (22, 22)}
+
+
+def test_without_grams_no_error_is_known(dense, tmp_path):
+    folder = dense.folder("llama")
+    statistics = calibrate(folder, tmp_path / "vectors", data_of("llama"), collect=("moments",))
+    points = sweep(job_on(folder, load_recipe("flap"), statistics), [0.0, 0.5])
+    assert [point.errors for point in points] == [{"heads": 0.0, "mlp": 0.0}, {"heads": None, "mlp": None}]
+    assert sweep(job_on(folder, load_recipe("magnitude")), [0.5])[0].errors == {"heads": None, "mlp": None}
+
+
+def test_a_score_without_moments_needs_none(dense, tmp_path):
+    folder = dense.folder("vit")
+    statistics = calibrate(folder, tmp_path / "columns", data_of("vit"), collect=("moments", "gram"))
+    spaces = {"qk": {"score": "magnitude"}, "mlp": {"score": "wanda-sp"}}
+    recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
+    job = job_on(folder, recipe, statistics)
+    assert make_plan(job).sites
+    assert sweep(job, [0.5])[0].errors["qk"] is None
+
+
+def test_a_ratio_that_leaves_nothing_is_refused(dense):
+    job = job_on(dense.folder("llama"), load_recipe("magnitude"))
+    with pytest.raises(UserError) as caught:
+        sweep(job, [0.5, 0.99])
+    assert str(caught.value) == "ratio 0.99 would drop all 22 units of a space: at least one must stay"
