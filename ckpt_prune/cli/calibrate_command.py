@@ -32,7 +32,8 @@ from ckpt_prune.cli.options import (
 @click.option(
     "--effects/--no-effects",
     help="Also measure what pruning each site alone does to the model's own output, which recipes with allocation "
-    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 of the samples.",
+    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 of the samples. A finished folder of "
+    "the same model and samples gets them added.",
 )
 @click.option(
     "-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write."
@@ -89,21 +90,24 @@ def command(
     checkpoint.check_finite()
     folds = calibration.folds or 1
     dtype = getattr(torch, calibration.compute_dtype)
-    statistics = measure(
-        checkpoint,
-        family,
-        samples,
-        out,
-        seed=calibration.seed,
-        folds=folds,
-        collect=kinds,
-        device=target,
-        compute_dtype=dtype,
-        overwrite=overwrite,
-        announce=lambda size: click.echo(f"{out} will take {human_bytes(size)}", err=True),
-    )
+    statistics = _lacking_effects(out, checkpoint, samples) if effects and not overwrite else None
+    if statistics is None:
+        statistics = measure(
+            checkpoint,
+            family,
+            samples,
+            out,
+            seed=calibration.seed,
+            folds=folds,
+            collect=kinds,
+            device=target,
+            compute_dtype=dtype,
+            overwrite=overwrite,
+            announce=lambda size: click.echo(f"{out} will take {human_bytes(size)}", err=True),
+        )
     if effects:
-        spaces = [space for space in family.spaces if space in family.columns or "logits" in kinds]
+        held = statistics.index.collect
+        spaces = [space for space in family.spaces if space in family.columns or "logits" in held]
         measured = measure_effects(
             checkpoint, family, statistics, samples, spaces=spaces, device=target, compute_dtype=dtype
         )
@@ -117,6 +121,17 @@ def command(
         f"{out}: {summary['samples']} {what} of {summary['window']} tokens, {summary['blocks']} blocks, "
         f"{'+'.join(summary['collect'])}, folds {summary['folds']}, {human_bytes(summary['bytes'])}"
     )
+
+
+def _lacking_effects(out: Path, checkpoint: Any, samples: Any) -> Any:
+    """The statistics in OUT where they are of this model and these samples and lack nothing but effects, or None."""
+    from ckpt_prune.calibration.statistics import INDEX, Statistics
+
+    if not (out / INDEX).is_file():
+        return None
+    found = Statistics(out)
+    same = found.index.model == checkpoint.fingerprint and found.index.data == [samples.fingerprint]
+    return found if same and "gram" in found.index.collect and not found.index.effects else None
 
 
 def _kinds(text: str | None, known: tuple[Any, ...], family: str) -> tuple[Any, ...]:

@@ -300,7 +300,7 @@ def kept_line(job: Job) -> str:
         span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
         units = job.family.units(job.config, space)
         size = job.recipe.size
-        told = f"ratio {job.recipe.ratio_of(space):g}" if size is None else f"{size.text} of the {size.kind}"
+        told = f"ratio {job.recipe.ratio_of(space):g}" if size is None else size.words
         kept.append(f"{space} {span}/{units} ({told})")
     return f"kept per block: {', '.join(kept)}"
 

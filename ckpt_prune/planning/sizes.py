@@ -161,6 +161,11 @@ class TargetSize(Strict):
         """The size as it was written."""
         return self._given()[self.kind]
 
+    @property
+    def words(self) -> str:
+        """The size in a message: 5.0B parameters, or 70% of the parameters."""
+        return f"{self.text} {'of the ' if self.text.endswith('%') else ''}{_UNITS[self.kind].what}"
+
     def of(self, cost: Cost) -> int:
         """The size in numbers, where the dense model costs `cost`."""
         return parse_size(self.kind, self.text).of(cost_in(self.kind, cost))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _RATIO_STEPS = 10_000
 """Ratios that are tried for a size: multiples of one in so many."""
-_NAMES: dict[SizeKind, str] = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
 _ROUNDS = 5
 """How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
 
@@ -103,14 +102,14 @@ def _unreachable(job: "Job", least: float) -> str:
     assert job.recipe.size is not None
     kind = job.recipe.size.kind
     return (
-        f"{job.recipe.size.text} of the {_NAMES[kind]} is out of reach of recipe {job.recipe.name}: its spaces leave "
-        f"{least:,.0f} at the least, of {cost_in(kind, job.before):,}"
+        f"{job.recipe.size.words}: out of reach of recipe {job.recipe.name}, whose spaces leave {least:,.0f} at the least, "
+        f"of {cost_in(kind, job.before):,}"
     )
 
 
 def _taken_up(job: "Job") -> str:
     assert job.recipe.size is not None
-    return f"{job.recipe.size.text} cannot be met: the biases that the container needs take up what is saved"
+    return f"{job.recipe.size.words} cannot be met: the biases that the container needs take up what is saved"
 
 
 def check_reachable(job: "Job") -> None:
