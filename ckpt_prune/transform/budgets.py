@@ -102,8 +102,8 @@ def _unreachable(job: "Job", least: float) -> str:
     assert job.recipe.size is not None
     kind = job.recipe.size.kind
     return (
-        f"{job.recipe.size.words}: out of reach of recipe {job.recipe.name}, whose spaces leave {least:,.0f} at the least, "
-        f"of {cost_in(kind, job.before):,}"
+        f"{job.recipe.size.words}: out of reach of recipe {job.recipe.name}, whose spaces leave {least:,.0f} at the "
+        f"least, of {cost_in(kind, job.before):,}"
     )
 
 

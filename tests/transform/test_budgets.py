@@ -131,9 +131,16 @@ def cost(job: Job, kind: str, *, before: bool = False) -> int:
 # ---- the least predicted error -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
-@pytest.mark.parametrize("weigh_by", ["effect", "energy"])
-@pytest.mark.parametrize("variant", SPACES)
+@pytest.mark.parametrize(
+    ("variant", "weigh_by", "widths"),
+    [
+        ("llama", "effect", "per_layer"),
+        ("llama", "energy", "uniform"),
+        ("opt", "energy", "per_layer"),
+        ("opt", "effect", "uniform"),
+        ("vit", "effect", "per_layer"),
+    ],
+)
 def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
     found = set()
     for kind, share in zip(KINDS, ("70%", "81%", "62.5%"), strict=True):
@@ -199,8 +206,6 @@ def test_nothing_goes_where_everything_fits(dense, weighed):
         ("llama", {"params": "4_500"}),
         ("opt", {"bytes": "20KB"}),
         ("vit", {"flops": "80%"}),
-        ("opt", {"params": "66.6%"}),
-        ("vit", {"bytes": "16 KiB"}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -218,8 +223,6 @@ def test_what_is_written_is_within_the_size(dense, weighed, variant, size, tmp_p
         "4_500": 4500,
         "20KB": 20_000,
         "80%": job.before.flops * 4 // 5,
-        "66.6%": job.before.parameters * 333 // 500,
-        "16 KiB": 16384,
     }
     ((kind, text),) = size.items()
     written = {"params": numbers, "bytes": taken, "flops": flops}[kind]
@@ -237,8 +240,9 @@ def test_what_is_written_is_within_the_size(dense, weighed, variant, size, tmp_p
 AFFINE = {"method": "auto", "candidates": ["affine"], "lambda_grid": [0.01, 1.0]}
 
 
-@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
-@pytest.mark.parametrize(("kind", "share"), [("params", 45), ("bytes", 60), ("params", 80)])
+@pytest.mark.parametrize(
+    ("widths", "kind", "share"), [("uniform", "params", 45), ("per_layer", "bytes", 60), ("per_layer", "params", 80)]
+)
 def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
     """A llama has no slot for the biases that affine adds: others get one with those, and widths make room."""
     recipe = wanted("llama", widths=widths, compensation=AFFINE, size={kind: f"{share}%"})
@@ -524,7 +528,7 @@ def test_effects_of_nothing():
 
 def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
     """Known beforehand, they change no plan."""
-    for variant in SPACES:
+    for variant in ("opt", "vit"):
         recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
         scores = dense_scores(job)

@@ -15,7 +15,7 @@ from tests.encoders import calibrate, job_on
 
 from .whole import data_of
 
-RATIOS = (0.0, 0.25, 0.5)
+RATIOS = (0.0, 0.5)
 OBS = {"score": "obs", "compensation": {"method": "auto", "lambda_grid": [0.01, 1.0]}}
 
 
@@ -65,8 +65,8 @@ def test_points_are_plans(dense, case):
         assert point.errors == pytest.approx(alone.errors)
     assert points[0].after == job.before
     assert set(points[0].errors.values()) == {0.0}
-    assert points[0].after.parameters > points[1].after.parameters > points[2].after.parameters
-    assert all(0 < error < 1 for error in points[2].errors.values())
+    assert points[0].after.parameters > points[1].after.parameters
+    assert all(0 < error < 1 for error in points[1].errors.values())
 
 
 def test_units_are_ranked_once(dense, monkeypatch):
