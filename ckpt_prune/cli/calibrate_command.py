@@ -32,7 +32,7 @@ from ckpt_prune.cli.options import (
 @click.option(
     "--effects/--no-effects",
     help="Also measure what pruning each site alone does to the model's own output, which recipes with allocation "
-    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 of the samples. A finished folder of "
+    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 windows or 32 images. A finished folder of "
     "the same model and samples gets them added.",
 )
 @click.option(

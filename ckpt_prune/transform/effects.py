@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
+from ckpt_prune.architectures.family import ColumnSpace, Family, Modality, SpaceName
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration import logits as logit_moments
 from ckpt_prune.calibration import moments as column_moments
@@ -33,8 +33,8 @@ from ckpt_prune.transform.sources import CachedMoments, NoMoments
 
 POINTS = (0.25, 0.5, 0.75)
 """Shares of a site's units that are dropped while the others are whole."""
-LIMIT = 8
-"""Samples: effects of sites are compared on the same ones, so that few tell them apart."""
+LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
+"""Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
 READOUT_TOKENS = 2048
 """Tokens whose outputs are held together: the vocabulary is what makes these large."""
 STRENGTH, LOGIT_STRENGTH = 0.01, 0.001
@@ -51,7 +51,7 @@ def measure_effects(
     device: torch.device,
     compute_dtype: torch.dtype,
     points: tuple[float, ...] = POINTS,
-    limit: int = LIMIT,
+    limit: int | None = None,
     allocate: Allocate = in_memory,
 ) -> dict[str, list[tuple[int, float]]]:
     """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
@@ -74,7 +74,7 @@ def measure_effects(
         device: where blocks run and are refitted.
         compute_dtype: in which they run.
         points: shares of the units of a site to drop, nearest counts from 1 to all but one.
-        limit: of samples.
+        limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
 
     Returns:
@@ -92,7 +92,7 @@ def measure_effects(
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
-    few = _First(samples, limit)
+    few = _First(samples, LIMITS[family.modality] if limit is None else limit)
     factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
     rows = _batches(few, TOKENS_PER_BATCH)
     sizes = {each.stop - each.start for each in rows}

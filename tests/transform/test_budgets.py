@@ -290,8 +290,7 @@ def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
     with pytest.raises(UserError) as caught:
         _ = job(str(least - 1)).widths
     assert str(caught.value) == (
-        f"{least - 1} of the parameters is out of reach of recipe test: its spaces leave {least:,} at the least, "
-        "of 7,632"
+        f"{least - 1} parameters: out of reach of recipe test, whose spaces leave {least:,} at the least, of 7,632"
     )
 
 
@@ -302,15 +301,15 @@ def test_a_size_that_biases_take_up_is_refused(dense, weighed, widths):
     recipe = wanted("llama", widths=widths, compensation=AFFINE, size={"params": str(least)})
     with pytest.raises(UserError) as caught:
         _ = job_on(dense.folder("llama"), recipe, weighed("llama")).widths
-    assert str(caught.value) == (f"{least} cannot be met: the biases that the container needs take up what is saved")
+    assert str(caught.value) == (
+        f"{least} parameters cannot be met: the biases that the container needs take up what is saved"
+    )
 
 
 def test_a_size_out_of_reach_is_refused_before_anything_is_measured(dense):
     for compensation in ("none", AFFINE):
         recipe = wanted("llama", compensation=compensation, size={"params": "2K"})
-        with pytest.raises(
-            UserError, match="2K of the parameters is out of reach of recipe test: its spaces leave 2,304"
-        ):
+        with pytest.raises(UserError, match="2K parameters: out of reach of recipe test, whose spaces leave 2,304 at"):
             job_on(dense.folder("llama"), recipe, None, data_of("llama"), folds=2)
 
 
@@ -409,7 +408,7 @@ def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
 def test_no_ratio_reaches_it(dense):
     with pytest.raises(UserError) as caught:
         sized(dense.folder("llama"), "wanda-sp", dense.statistics("llama"), {"bytes": "4KiB"})
-    assert str(caught.value).startswith("4KiB of the bytes is out of reach of recipe wanda-sp: its spaces leave ")
+    assert str(caught.value).startswith("4KiB bytes: out of reach of recipe wanda-sp, whose spaces leave ")
     assert str(caught.value).endswith(" at the least, of 30,528")
 
 
@@ -418,7 +417,7 @@ def test_a_size_that_biases_take_up_is_not_said_to_be_above_the_least(dense):
     """2,304 parameters are left by 0.9999, and 2,442 with the biases that flap adds."""
     with pytest.raises(UserError) as caught:
         sized(dense.folder("llama"), "flap", dense.statistics("llama"), {"params": "2400"})
-    assert "its spaces leave 2,304 at the least" not in str(caught.value)
+    assert "whose spaces leave 2,304 at the least" not in str(caught.value)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
