@@ -32,8 +32,8 @@ from ckpt_prune.cli.options import (
 @click.option(
     "--effects/--no-effects",
     help="Also measure what pruning each site alone does to the model's own output, which recipes with allocation "
-    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 windows or 32 images. A finished folder of "
-    "the same model and samples gets them added.",
+    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 windows or 32 images. A finished "
+    "folder of the same model and samples gets them added.",
 )
 @click.option(
     "-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write."

@@ -108,7 +108,7 @@ def command(
         )
     if loaded.needs_moments and statistics is None:
         raise UserError(
-            f"recipe {loaded.name} needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
+            f"recipe {loaded.name} needs statistics: run `{loaded.calibration}` and give --statistics STATS"
         )
     job = build_job(
         open_source(model, trust=trust),

@@ -86,7 +86,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Write a pruned and compensated copy of MODEL (a folder or a Hub id) that stock transformers loads.
+    """Write a pruned and compensated copy of MODEL (a folder or a Hub id) that transformers loads.
 
     A recipe either drops units of spaces, so that the model becomes smaller, or has a mask, which zeroes single
     weights and leaves every shape as it is.
@@ -137,7 +137,7 @@ def command(
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
-    from ckpt_prune.transform.checks import check_spaces, check_trained
+    from ckpt_prune.transform.checks import check_planned, check_spaces, check_trained
     from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured, measures_first
     from ckpt_prune.transform.prune import check_output, prune
@@ -181,6 +181,8 @@ def command(
             click.echo("\n".join(made.lines()))
         click.get_current_context().exit(0 if made.passed else 1)
     check_output(checkpoint.path, out, resume=resume, overwrite=overwrite)
+    if plan is not None:
+        check_planned(checkpoint, plan)
     if plan is not None and plan.statistics is not None:
         statistics = statistics or Path(plan.statistics.path)
         if not statistics.is_dir():
@@ -212,7 +214,7 @@ def command(
     if dry_run and not job.settled:
         raise UserError(
             f"allocation {loaded.allocation} has no widths before the model is measured: "
-            "for a dry run, calibrate and give --statistics"
+            f"for a dry run, run `{loaded.calibration}` and give --statistics STATS instead"
         )
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
@@ -300,6 +302,9 @@ def _messages(job: Any) -> list[str]:
     return found
 
 
+DRIFT = ", of what the dense model's residual stream asks for (target drift), all that came before included"
+
+
 def _print_errors(report: dict[str, Any]) -> None:
     for space in dict.fromkeys(site["space"] for site in report["sites"]):
         pairs = [(s["error_uncompensated"], s["error_compensated"]) for s in report["sites"] if s["space"] == space]
@@ -307,9 +312,10 @@ def _print_errors(report: dict[str, Any]) -> None:
         if known:
             bare, compensated = (sum(errors) / len(known) for errors in zip(*known, strict=True))
             what = "logits" if space == "qk" else "outputs"
+            drift = any(s["share"] is not None for s in report["sites"] if s["space"] == space)
             click.echo(
                 f"{space}: mean error of the {what} on the calibration samples {bare:.4f} bare, "
-                f"{compensated:.4f} compensated"
+                f"{compensated:.4f} compensated{DRIFT if drift else ''}"
             )
 
 

@@ -293,14 +293,20 @@ def build_job(
 
 
 def kept_line(job: Job) -> str:
-    """Units kept per block, under which ratio."""
+    """Units kept per block, under which ratio or for which size."""
+    asked = job.recipe.size or (job.asked.size if job.asked is not None else None)
+    if asked is not None and all(
+        width[space] == job.family.units(job.config, space) for width in job.widths for space in width
+    ):
+        return f"nothing is dropped: the model is within {asked.words} as it is"
     kept = []
     for space in job.widths[0]:
         widths = sorted({width[space] for width in job.widths})
         span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
         units = job.family.units(job.config, space)
-        size = job.recipe.size
-        told = f"ratio {job.recipe.ratio_of(space):g}" if size is None else size.words
+        told = f"ratio {job.recipe.ratio_of(space):g}"
+        if job.recipe.allocation == "least-error":
+            told = f"the size of {told}" if asked is None else asked.words
         kept.append(f"{space} {span}/{units} ({told})")
     return f"kept per block: {', '.join(kept)}"
 

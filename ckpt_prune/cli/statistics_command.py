@@ -30,9 +30,11 @@ def show(folder: Path, as_json: bool) -> None:
         if value == {}:
             continue
         shown = human_bytes(value) if key == "bytes" else value
-        if isinstance(value, list):
+        if key == "effects":
+            shown = f"of {len(value)} sites (--json has them)"
+        elif isinstance(value, list):
             shown = ", ".join(map(str, value))
-        if isinstance(value, dict):
+        elif isinstance(value, dict):
             shown = ", ".join(
                 f"{k} ({' x '.join(map(str, v if isinstance(v, list) else [v]))})" for k, v in value.items()
             )

@@ -39,9 +39,11 @@ from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 if TYPE_CHECKING:
     ScoreName = str
     MethodName = str
+    CandidateName = str
 else:
     ScoreName = one_of("score", SCORES | UNIT_SCORES | LOGIT_SCORES)
     MethodName = one_of("method", COLUMN_METHODS | LOGIT_METHODS)
+    CandidateName = one_of("candidate", METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
 DEFAULT_RECIPE = "best"
 """The shipped recipe of those who name none."""
@@ -75,7 +77,7 @@ class Compensation(Strict):
         description="How the grid is searched. folds: per site by held-out error, in closed form; "
         "perplexity: one value for the model by calibration perplexity (RCPU 7.1), which needs text.",
     )
-    candidates: list[MethodName] | None = Field(
+    candidates: list[CandidateName] | None = Field(
         None,
         min_length=1,
         description="What method auto chooses among. Default: none, bias, rotation, rotation-scale, ridge, affine; "
@@ -106,9 +108,6 @@ class Compensation(Strict):
             raise ValueError("lambda_grid and lambda_by go together")
         if self.candidates is not None and self.method != AUTO:
             raise ValueError(f"candidates are for method auto, not {self.method}")
-        strange = [name for name in self.candidates or [] if name not in METHODS]
-        if strange:
-            raise ValueError(f"{strange[0]} is no candidate; allowed here: {', '.join(METHODS)}")
         if not all(0 <= share <= 1 for share in self.shares or []):
             raise ValueError("shares of the drift are numbers from 0 to 1")
         if self.shares is not None and len(self.shares) > 1 and not self.by_folds:
@@ -407,6 +406,12 @@ class Recipe(Strict):
         return tuple(found)
 
     @property
+    def calibration(self) -> str:
+        """The command that measures statistics for this recipe, for a message."""
+        flags = [" --folds 4"] if self.needs_folds else []
+        return "ckpt-prune calibrate" + "".join([*flags, *([" --effects"] if self.weighed_by_effect else [])])
+
+    @property
     def needs_linear_grams(self) -> bool:
         """Whether the mask or the rotations need the Gram of every linear's input.
 
@@ -541,11 +546,15 @@ def load_recipe(
         values["ratio"] = ratio
         values.pop("size", None)
     if size is not None:
+        if "mask" in values:
+            raise UserError(f"recipe {path.stem} has a mask, which leaves every size as it is: say --ratio")
         values["size"] = dict(size)
         values.pop("ratio", None)
     if ratio is not None or size is not None:
         for space in _mappings(values.get("spaces")):
             space.pop("ratio", None)
+    if values.get("size") is not None and "ratio" in values:
+        raise UserError(f"{path}: size and ratio both say how much goes: leave one out")
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:

@@ -235,7 +235,10 @@ def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor
 def _least_error(job: "Job") -> Decisions:
     recipe = job.recipe
     if job.statistics is None:
-        raise UserError(f"allocation {recipe.allocation} needs the dense model's statistics: give --statistics")
+        raise UserError(
+            f"allocation {recipe.allocation} has no widths before the model is measured: `ckpt-prune plan --statistics "
+            "STATS` tells them"
+        )
     check_reachable(job)
     scores = dict(job.scores) if job.scores is not None else dense_scores(job)
     effects = job.statistics.index.effects
@@ -312,5 +315,5 @@ def check_effects(statistics: Statistics) -> None:
     if not statistics.index.effects:
         raise UserError(
             f"{statistics.folder} holds no effects, by which allocation least-error weighs errors: calibrate with "
-            "--effects, or say --set weigh_by=energy"
+            "--folds 4 --effects, or say --set weigh_by=energy"
         )

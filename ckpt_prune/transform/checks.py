@@ -11,6 +11,7 @@ from ckpt_prune.calibration.measure import (
     reader_fingerprint,
 )
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
@@ -64,8 +65,9 @@ def check_job(job: "Job") -> None:
     if job.recipe.needs_folds and folds < 2 and job.plan is None:
         chosen = {own.compensation.method for own in job.recipe.spaces.values() if own.compensation.by_folds}
         what = "method auto" if AUTO in chosen else "lambda_by: folds"
-        few = job.live is not None and len(job.live.samples) < 2
-        remedy = "give at least two samples" if few else "calibrate with --folds 4"
+        remedy = "calibrate with --folds 4" + (" --effects" if job.recipe.weighed_by_effect else "")
+        if job.live is not None:
+            remedy = "say --folds 4" if len(job.live.samples) > 1 else "give at least two samples"
         raise UserError(f"{what} needs at least two folds: {remedy}")
     check_reachable(job)
     if job.recipe.weighed_by_effect and job.statistics is not None and job.plan is None and job.scores is None:
@@ -74,8 +76,8 @@ def check_job(job: "Job") -> None:
         raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
     if job.recipe.perplexity_grid and job.live is None and job.plan is None:
         raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
-    if job.plan is not None and job.plan.model != job.checkpoint.fingerprint:
-        raise UserError(f"the plan was made for another model ({job.plan.model_path}), not {job.checkpoint.path}")
+    if job.plan is not None:
+        check_planned(job.checkpoint, job.plan)
     if job.plan is not None:
         _plan(job, job.plan)
     _samples(job)
@@ -187,6 +189,16 @@ def _plan(job: "Job", plan: Plan) -> None:
                 f"the plan keeps different numbers of q and k dimensions in the heads of block {site.block}: "
                 "plan again instead of editing it"
             )
+
+
+def check_planned(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        UserError: it is one.
+    """
+    if plan.model != checkpoint.fingerprint:
+        raise UserError(f"the plan was made for another model ({plan.model_path}), not {checkpoint.path}")
 
 
 def check_plannable(recipe: Recipe) -> None:
