@@ -90,7 +90,11 @@ def command(
     checkpoint.check_finite()
     folds = calibration.folds or 1
     dtype = getattr(torch, calibration.compute_dtype)
-    statistics = _lacking_effects(out, checkpoint, samples) if effects and not overwrite else None
+    statistics = (
+        _lacking_effects(out, checkpoint, samples, calibration.folds, collect and kinds)
+        if effects and not overwrite
+        else None
+    )
     if statistics is None:
         statistics = measure(
             checkpoint,
@@ -123,15 +127,17 @@ def command(
     )
 
 
-def _lacking_effects(out: Path, checkpoint: Any, samples: Any) -> Any:
-    """The statistics in OUT where they are of this model and these samples and lack nothing but effects, or None."""
+def _lacking_effects(out: Path, checkpoint: Any, samples: Any, folds: int | None, collect: Any) -> Any:
+    """The statistics in OUT where they are what is asked for and lack nothing but effects, or None."""
     from ckpt_prune.calibration.statistics import INDEX, Statistics
 
     if not (out / INDEX).is_file():
         return None
     found = Statistics(out)
-    same = found.index.model == checkpoint.fingerprint and found.index.data == [samples.fingerprint]
-    return found if same and "gram" in found.index.collect and not found.index.effects else None
+    index = found.index
+    same = index.model == checkpoint.fingerprint and index.data == [samples.fingerprint]
+    asked = folds in (None, index.folds) and (not collect or list(collect) == index.collect)
+    return found if same and asked and "gram" in index.collect and not index.effects else None
 
 
 def _kinds(text: str | None, known: tuple[Any, ...], family: str) -> tuple[Any, ...]:

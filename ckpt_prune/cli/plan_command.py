@@ -172,6 +172,8 @@ def _ratios(text: str) -> list[float]:
 
     try:
         start, stop, step = (Decimal(part) for part in text.split(":"))
+        if not all(number.is_finite() for number in (start, stop, step)):
+            raise ValueError(text)
         count = int((stop - start) / step) if step > 0 else -1
     except (ValueError, ArithmeticError, InvalidOperation) as error:
         raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error

@@ -289,7 +289,10 @@ def build_job(
     opened = Statistics(statistics) if statistics else None
     job = Job(checkpoint, recipe, opened, live, device, plan, diagnostics, training=training)
     job.check()
-    return at_size(job)
+    sized = at_size(job)
+    if sized is not job:
+        sized.check()  # what depends on the ratio
+    return sized
 
 
 def kept_line(job: Job) -> str:

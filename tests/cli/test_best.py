@@ -89,7 +89,6 @@ def test_effects_are_added_to_finished_statistics(here):
     assert refused("calibrate", "llama", *TEXT, "--effects", "-o", "other") == exists.replace("later", "other")
 
 
-@pytest.mark.xfail(strict=True, reason="folds and kinds that were asked for are passed over")
 @pytest.mark.parametrize("other", [("--folds", "4"), ("--collect", "gram")])
 def test_effects_are_not_added_to_other_statistics_than_asked_for(here, other):
     ok("calibrate", "llama", *TEXT, "-o", "later")
@@ -113,8 +112,8 @@ def test_effects_need_grams(here):
 
 def test_best_needs_effects_and_folds(here):
     lacks = (
-        f"{Path('folded')} holds no effects, by which allocation least-error weighs errors: calibrate with --effects, "
-        "or say --set weigh_by=energy"
+        f"{Path('folded')} holds no effects, by which allocation least-error weighs errors: calibrate with "
+        "--folds 4 --effects, or say --set weigh_by=energy"
     )
     ok("calibrate", "llama", *TEXT, "--folds", "4", "-o", "folded")
     folded = ("--recipe", "best", "--statistics", "folded")
@@ -123,20 +122,20 @@ def test_best_needs_effects_and_folds(here):
     assert refused("prune", "llama", *folded, "--target-params", "70%", "-o", "out", "--dry-run") == lacks
     ok("plan", "llama", *folded, "--set", "weigh_by=energy", "-o", "plan.json")
     assert refused("plan", "llama", "--recipe", "best", "--statistics", "stats") == (
-        "method auto needs at least two folds: calibrate with --folds 4"
+        "method auto needs at least two folds: calibrate with --folds 4 --effects"
     )
     one = ("prune", "llama", "--recipe", "best", "--text", "calib.txt", "--window", "16", "-o", "out")
     assert refused(*one, "--samples", "1") == "method auto needs at least two folds: give at least two samples"
     assert refused("plan", "llama", "--recipe", "best") == (
-        "recipe best needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
+        "recipe best needs statistics: run `ckpt-prune calibrate --folds 4 --effects` and give --statistics STATS"
     )
 
 
 def test_a_dry_run_on_text_has_no_widths(here):
     dry = ("prune", "llama", "--recipe", "best", "-o", "out", "--dry-run")
     assert refused(*dry, *TEXT) == (
-        "allocation least-error has no widths before the model is measured: for a dry run, calibrate and give "
-        "--statistics"
+        "allocation least-error has no widths before the model is measured: for a dry run, run `ckpt-prune calibrate "
+        "--folds 4 --effects` and give --statistics STATS instead"
     )
     before = listing()
     said = json.loads(ok(*dry, "--statistics", "weighed", "--target-params", "70%", "--json"))
@@ -300,8 +299,8 @@ def test_sizes_that_are_refused(here, command):
     assert refused(*rcpu, "--target-bytes", "1KiB").startswith(
         "1KiB bytes: out of reach of recipe rcpu, whose spaces leave "
     )
-    assert refused(*command, "--recipe", "wanda-50", "--statistics", "stats", *TARGETS[:2]).endswith(
-        "allocation, widths and size speak of units: they do not go with a mask"
+    assert refused(*command, "--recipe", "wanda-50", "--statistics", "stats", *TARGETS[:2]) == (
+        "recipe wanda-50 has a mask, which leaves every size as it is: say --ratio"
     )
 
 
@@ -412,7 +411,9 @@ def test_both_ends_are_in_the_curve(here):
         assert [p["ratio"] for p in json.loads(ok(*SWEEP, sweep, "--json"))["points"]] == ratios
 
 
-@pytest.mark.parametrize("text", ["0.1", "a:b:c", "0.1:0.2", "0.1:0.2:0.1:0.1", "", "::", "0:0.5:nan", "0:inf:0.1"])
+@pytest.mark.parametrize(
+    "text", ["0.1", "a:b:c", "0.1:0.2", "0.1:0.2:0.1:0.1", "", "::", "0:0.5:nan", "0:inf:0.1", "0:0.5:inf"]
+)
 def test_what_is_no_curve(here, text):
     assert refused(*SWEEP, text) == f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1"
 
@@ -424,11 +425,6 @@ def test_ratios_that_are_none(here, text):
     assert refused(*SWEEP, text) == (
         f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps"
     )
-
-
-@pytest.mark.xfail(strict=True, reason="0 x infinity is not caught")
-def test_an_endless_step_is_no_crash(here):
-    assert "--sweep 0:0.5:inf: " in run(*SWEEP, "0:0.5:inf").stderr
 
 
 @pytest.mark.parametrize("more", [("--ratio", "0.2"), TARGETS[:2], TARGETS[2:4], TARGETS[4:], ("-o", "plan.json")])

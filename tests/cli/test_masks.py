@@ -565,7 +565,7 @@ NOT_MEANT = (
         ),
         (
             WANDA + "widths: per_layer\n",
-            "mine.yaml: allocation and widths speak of units: they do not go with a mask",
+            "mine.yaml: allocation, widths and size speak of units: they do not go with a mask",
         ),
         (
             WANDA + "container: padded\n",

@@ -144,7 +144,7 @@ def test_dry_run_of_a_ranking_needs_statistics(place):
     args = ["prune", "dense", "--recipe", "flap-global", "-o", "out", "--dry-run"]
     assert refused(*args, *TEXT) == (
         "allocation across-layers-and-spaces has no widths before the model is measured: "
-        "for a dry run, calibrate and give --statistics"
+        "for a dry run, run `ckpt-prune calibrate` and give --statistics STATS instead"
     )
     said = ok(*args, "--statistics", "stats")
     assert "with remote code (blocks differ in width)" in said or "kept per block" in said

@@ -547,8 +547,6 @@ ALL_METHODS = "none, bias, rotation, rotation-scale, centred-rotation, least-squ
             "method auto chooses lambda on folds: lambda and lambda_by do not go with it",
         ),
         ("{method: ridge, candidates: [none]}", "candidates are for method auto, not ridge"),
-        ("{method: auto, candidates: [auto]}", f"auto is no candidate; allowed here: {ALL_METHODS}"),
-        ("{method: auto, candidates: [none, logit]}", f"logit is no candidate; allowed here: {ALL_METHODS}"),
         ("{method: auto, shares: [0, 1.5]}", "shares of the drift are numbers from 0 to 1"),
         ("{method: auto, shares: [-0.5]}", "shares of the drift are numbers from 0 to 1"),
         (
@@ -574,8 +572,12 @@ def test_contradictions_of_a_compensation(tmp_path, compensation, message):
         ("{method: auto, shares: []}", "shares: list should have at least 1 item after validation, not 0, got []"),
         (
             "{method: auto, candidates: [rige]}",
-            "candidates.0: unknown method 'rige': did you mean 'ridge'? allowed here: none, bias, rotation, "
-            "rotation-scale, centred-rotation, least-squares, ridge, affine, grail, auto, logit",
+            f"candidates.0: unknown candidate 'rige': did you mean 'ridge'? allowed here: {ALL_METHODS}",
+        ),
+        ("{method: auto, candidates: [auto]}", f"candidates.0: unknown candidate 'auto': allowed here: {ALL_METHODS}"),
+        (
+            "{method: auto, candidates: [none, logit]}",
+            f"candidates.1: unknown candidate 'logit': allowed here: {ALL_METHODS}",
         ),
         ("{method: auto, shares: [.nan]}", "shares.0: input should be a finite number, got nan"),
     ],
@@ -648,8 +650,12 @@ def test_a_mistake_in_a_size(tmp_path, size, message):
 
 def test_sizes_do_not_go_with_masks(tmp_path):
     speak = "allocation, widths and size speak of units: they do not go with a mask"
-    for changes in (("size={params: 50%}",), ("allocation=least-error",)):
-        assert refusal("wanda-50", changes).endswith(speak)
+    masked = write(tmp_path, "version: 1\nname: mine\nsize: {params: 50%}\nmask: {method: magnitude}\n")
+    assert refusal(masked) == f"{masked}: {speak}"
+    assert refusal("wanda-50", ("allocation=least-error",)).endswith(speak)
+    assert refusal("wanda-50", (), None, {"params": "50%"}) == (
+        "recipe wanda-50 has a mask, which leaves every size as it is: say --ratio"
+    )
     assert refusal("wanda-50", ("target=drift",)).endswith(
         "target drift is for spaces, whose consumers are refitted: say sequential with a mask"
     )
@@ -670,6 +676,8 @@ def test_a_size_and_a_ratio_replace_each_other(tmp_path):
 
 
 def test_with_a_ratio_nothing_else_changes():
+    own = load_recipe("rcpu", ("spaces.heads.ratio=0.5",)).with_ratio(0.35)
+    assert [own.ratio_of(space) for space in own.spaces] == [0.35, 0.35]
     for name in shipped_recipes():
         recipe = load_recipe(name)
         if recipe.spaces:
@@ -689,6 +697,13 @@ def test_a_recipe_reads_back_with_all_there_is(tmp_path):
     for key in ("size", "weigh_by", "candidates", "shares"):
         assert f'"{key}"' not in plain.canonical_json()
         assert f'"{key}"' in full.canonical_json()
+
+
+@pytest.mark.xfail(strict=True, raises=UserError, reason="the default ratio that is written out is taken for a wish")
+def test_a_recipe_with_a_size_that_is_written_out_is_a_recipe(tmp_path):
+    """As outputs and plans have it: with every default."""
+    sized = load_recipe("best", size={"params": "70%"})
+    assert load_recipe(str(write(tmp_path, sized.canonical_json()))) == sized
 
 
 def test_digests_of_recipes_that_know_no_budgets():

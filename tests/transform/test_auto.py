@@ -19,6 +19,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform import sites
 from ckpt_prune.transform.job import Job, LiveSamples, make_plan
+from ckpt_prune.transform.prepare import measured
 from ckpt_prune.transform.prune import prune
 from tests import encoders
 from tests.families import BLOCKS
@@ -128,8 +129,10 @@ DRIFTING: dict[str, tuple[str, dict[str, Any], int]] = {
     "opt, ridge by folds": ("opt", {"method": "ridge", "lambda_grid": GRID, "lambda_by": "folds"}, 2),
     "llama, half the drift": ("llama", FIXED | {"shares": [0.5]}, 1),
     "opt, all of it": ("opt", FIXED, 1),
+    "llama, least error": ("llama", FIXED, 1),
 }
 """Case → variant, compensation, folds."""
+BUDGET = {"allocation": "least-error", "weigh_by": "energy", "widths": "per_layer"}
 
 
 @pytest.mark.parametrize("case", DRIFTING)
@@ -137,8 +140,10 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
     """Every site on whole models of which all that comes before it is pruned."""
     variant, compensation, folds = DRIFTING[case]
     folder, data = dense.folder(variant), samples_of(variant)
-    job = live_job(folder, wanted(compensation, target="drift"), data, folds)
-    report = prune(job, tmp_path / "out")
+    recipe = wanted(compensation, target="drift", **(BUDGET if "least error" in case else {}))
+    job = live_job(folder, recipe, data, folds)
+    with measured(job, tmp_path, seed=0) as ready:
+        report = prune(ready, tmp_path / "out")
     remote = report["container"]["remote_code"]
     output = ckpt_prune.load(tmp_path / "out") if remote else stock(tmp_path / "out", variant)
     pruned, model = (whole(m.double(), variant) for m in (output, stock(folder, variant)))
@@ -148,7 +153,14 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         block, space = site["block"], site["space"]
         mixed = until(pruned, model, block, space, true_sequential=True)
         found = drift.target(model, mixed, block, drift.SITES[variant][space], data)
+        if len(site["kept"]) == site["units"]:
+            continue
         kept = columns_of(job.family, job.config, space, site["kept"])
+        # Units are ranked on the pruned prefix, also where their number was settled on the dense model.
+        X, per_unit = np.concatenate(in_folds(found.inputs, folds)), len(kept) // len(site["kept"])
+        centred = variant != "llama" and compensation["method"] == "auto"
+        order = effects.removal(before[site["consumer"]], X - X.mean(0) if centred else X, per_unit, damp=0.01)
+        assert site["kept"] == sorted(order[-len(site["kept"]) :])
         lacking = found.targets - found.outputs
         if block == 0 and space == "heads":
             assert np.abs(lacking).max() < 1e-9  # nothing is pruned before it
@@ -187,8 +199,9 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         bare = np.sum((whole_target - together.X @ W.T) ** 2) / np.sum(whole_target**2)
         assert site["error_uncompensated"] == pytest.approx(bare, rel=1e-3)
         seen.add((site["method"], site["share"]))
-    if folds > 1:
-        assert len(seen) > 1
+    assert len(seen) == 1 if folds == 1 else len(seen) > 1
+    if "least error" in case:
+        assert len({str(width) for width in ready.widths}) > 1
 
 
 def test_of_statistics_there_is_no_drift(dense):
@@ -269,8 +282,11 @@ def test_where_nothing_is_dropped_nothing_is_chosen(dense):
     ids=["auto", "folds"],
 )
 def test_one_fold_is_none(dense, compensation, what):
-    folder, message = dense.folder("llama"), f"{what} needs at least two folds: calibrate with --folds 4"
-    for given in ((dense.statistics("llama", 1), None), (None, data_of("llama"))):
+    given = {
+        "calibrate with --folds 4": (dense.statistics("llama", 1), None),
+        "say --folds 4": (None, data_of("llama")),
+    }
+    for remedy, (statistics, data) in given.items():
         with pytest.raises(UserError) as caught:
-            encoders.job_on(folder, wanted(compensation), *given)
-        assert str(caught.value) == message
+            encoders.job_on(dense.folder("llama"), wanted(compensation), statistics, data)
+        assert str(caught.value) == f"{what} needs at least two folds: {remedy}"

@@ -317,13 +317,16 @@ def test_least_error_needs_statistics_and_effects(dense, tmp_path):
     folder = dense.folder("llama")
     with pytest.raises(UserError) as caught:
         _ = job_on(folder, wanted("llama", weigh_by="energy"), None, data_of("llama")).widths
-    assert str(caught.value) == "allocation least-error needs the dense model's statistics: give --statistics"
+    assert str(caught.value) == (
+        "allocation least-error has no widths before the model is measured: `ckpt-prune plan --statistics STATS` tells "
+        "them"
+    )
     bare = calibrate(folder, tmp_path / "bare")
     with pytest.raises(UserError) as caught:
         job_on(folder, wanted("llama"), bare)
     assert str(caught.value) == (
-        f"{bare.folder} holds no effects, by which allocation least-error weighs errors: calibrate with --effects, or "
-        "say --set weigh_by=energy"
+        f"{bare.folder} holds no effects, by which allocation least-error weighs errors: calibrate with "
+        "--folds 4 --effects, or say --set weigh_by=energy"
     )
     job_on(folder, wanted("llama", weigh_by="energy"), bare)
 
