@@ -553,8 +553,6 @@ def load_recipe(
     if ratio is not None or size is not None:
         for space in _mappings(values.get("spaces")):
             space.pop("ratio", None)
-    if values.get("size") is not None and "ratio" in values:
-        raise UserError(f"{path}: size and ratio both say how much goes: leave one out")
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:

@@ -74,7 +74,7 @@ def at_size(job: "Job") -> "Job":
     most, budget = _largest_step(job), limit
     for _ in range(_ROUNDS):
         if cost(most) > budget:
-            raise UserError(_unreachable(job, cost(most)))
+            raise UserError(_unreachable(job, cost(most)) if budget == limit else _taken_up(job))
         step = bisect_left(range(most), True, key=lambda tried: cost(tried) <= budget)
         # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
         whole = cost_in(kind, job.cost_at(widths(step)))

@@ -147,8 +147,8 @@ def _samples(job: "Job") -> None:
     live = job.live.samples if job.live else None
     tokens = index.window if index else live.tokens if live else 0
     samples = index.samples if index else len(live) if live else 0
-    if not samples:
-        return
+    if not samples or (job.recipe.size is not None and job.recipe.allocation == "uniform"):
+        return  # a size is checked again at its ratio
     what = "images" if job.family.modality == "image" else f"windows of {tokens} tokens"
     for space, own in job.recipe.spaces.items():
         method = own.compensation.method

@@ -328,7 +328,6 @@ def test_an_output_says_which_size_its_ratio_was_found_for(here):
     assert report["recipe_digest"] == load_recipe("magnitude", ratio=report["recipe"]["ratio"]).digest != asked.digest
 
 
-@pytest.mark.xfail(strict=True, reason="λ = 0 is checked against the default ratio, not that of the size")
 def test_lambda_zero_is_checked_at_the_ratio_of_the_size(here):
     bare = [f"--set=spaces.{space}.compensation.lambda=0" for space in ("heads", "mlp")]
     ok("calibrate", "llama", "--text", "calib.txt", "--samples", "1", "--window", "16", "-o", "few")

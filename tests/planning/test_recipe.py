@@ -699,7 +699,6 @@ def test_a_recipe_reads_back_with_all_there_is(tmp_path):
         assert f'"{key}"' in full.canonical_json()
 
 
-@pytest.mark.xfail(strict=True, raises=UserError, reason="the default ratio that is written out is taken for a wish")
 def test_a_recipe_with_a_size_that_is_written_out_is_a_recipe(tmp_path):
     """As outputs and plans have it: with every default."""
     sized = load_recipe("best", size={"params": "70%"})

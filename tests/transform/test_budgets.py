@@ -415,7 +415,6 @@ def test_no_ratio_reaches_it(dense):
     assert str(caught.value).endswith(" at the least, of 30,528")
 
 
-@pytest.mark.xfail(strict=True, reason="what is told is the least without biases")
 def test_a_size_that_biases_take_up_is_not_said_to_be_above_the_least(dense):
     """2,304 parameters are left by 0.9999, and 2,442 with the biases that flap adds."""
     with pytest.raises(UserError) as caught:
