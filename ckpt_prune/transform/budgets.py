@@ -1,4 +1,4 @@
-"""How many units of every site stay: by ratio, by FLAP's rankings, or by the least predicted error for a size."""
+"""How many units of every site stay: by ratio or size, by FLAP's rankings, or by the least predicted error."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.calibration.measure import moments_name
-from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
-from ckpt_prune.planning.selection import Site, select_ranked, standardise
+from ckpt_prune.planning.selection import Site
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.containers import Widths
 from ckpt_prune.transform.engine import Decisions
 from ckpt_prune.transform.layout import pruned_shapes
+from ckpt_prune.transform.rankings import ranked, standardised_scores
 
 if TYPE_CHECKING:
     from ckpt_prune.transform.job import Job
@@ -45,7 +45,7 @@ def decide(job: "Job") -> Decisions:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if allocation == "uniform":
         return Decisions(job.recipe, scores=job.scores or {})
-    return Decisions(job.recipe, _ranked(job, _standardised(job)))
+    return Decisions(job.recipe, ranked(job, standardised_scores(job)))
 
 
 def at_size(job: "Job") -> "Job":
@@ -61,12 +61,12 @@ def at_size(job: "Job") -> "Job":
     if not job.settled:
         return job
     limit, kind = recipe.size.of(job.before), recipe.size.kind
-    scores = {} if uniform else _standardised(job)
+    scores = {} if uniform else standardised_scores(job)
 
     def widths(step: int) -> Widths:
         tried = recipe.with_ratio(step / _RATIO_STEPS)
         trial = replace(job, recipe=tried)
-        return job.widths_of(Decisions(tried) if uniform else Decisions(tried, _ranked(trial, scores)))
+        return job.widths_of(Decisions(tried) if uniform else Decisions(tried, ranked(trial, scores)))
 
     def cost(step: int) -> int:
         return cost_in(kind, _cost(job, widths(step)))
@@ -126,58 +126,6 @@ def check_reachable(job: "Job") -> None:
     least = cost_in(recipe.size.kind, _cost(job, [smallest] * job.blocks))
     if least > recipe.size.of(job.before):
         raise UserError(_unreachable(job, least))
-
-
-# ---- FLAP's rankings ----------------------------------------------------------------------------------------------
-
-
-def _standardised(job: "Job") -> dict[Site, Tensor]:
-    """FLAP's adaptive metric of every unit."""
-    sites, source = job.unsettled.sites, job.source()
-    scores: dict[Site, Tensor] = {}
-    for block in track(range(job.blocks), "ranking", total=job.blocks):
-        spaces = list(job.recipe.spaces)
-        moments = source.moments(block, {}, spaces)
-        for space in spaces:
-            name = job.family.tensor(block, job.family.columns[space].consumer)
-            weight = job.checkpoint.read([name])[name].to(job.device)
-            folds = tuple(m for m in moments.get(space, ()) if isinstance(m, Moments))
-            whole = _vectors(folds).to(job.device) if folds else None
-            columns = sites.column_scores(space, weight, whole)
-            scores[block, space] = standardise(columns, job.family.unit_columns(job.config, space))
-    return scores
-
-
-def _vectors(folds: tuple[Moments, ...]) -> Moments:
-    """Sum of folds without their Grams, which a ranking does not need."""
-    return total(tuple(replace(fold, gram=None) for fold in folds))
-
-
-def _ranked(job: "Job", scores: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
-    costs: dict[SpaceName, float] = {space: float(_unit_parameters(job, space)) for space in job.recipe.spaces}
-    if job.recipe.allocation == "across-layers":
-        kept: dict[Site, Tensor] = {}
-        for space in job.recipe.spaces:
-            own = {site: s for site, s in scores.items() if site[1] == space}
-            units = sum(s.numel() for s in own.values())
-            kept |= select_ranked(own, {space: 1.0}, (1 - job.recipe.ratio_of(space)) * units)
-        return kept
-    budget = 0.0
-    for site, own_scores in scores.items():
-        budget += own_scores.numel() * costs[site[1]] * (1 - job.recipe.ratio_of(site[1]))
-    return select_ranked(scores, costs, budget)
-
-
-def _unit_parameters(job: "Job", space: SpaceName) -> int:
-    """Weights that go with one unit of a space."""
-    description = job.family.columns[space]
-    units = job.family.units(job.config, space)
-    rows = sum(job.checkpoint.tensors[job.family.tensor(0, m)].shape[0] for m in description.producers)
-    columns = job.family.unit_columns(job.config, space)
-    return (rows // units + columns) * job.family.dimension(job.config, "hidden")
-
-
-# ---- the least predicted error ------------------------------------------------------------------------------------
 
 
 def dense_scores(job: "Job") -> dict[Site, Tensor]:

@@ -156,7 +156,6 @@ class Sites:
         by_folds = own.by_folds and known is None
         if by_folds and len(folds) < 2:
             raise UserError(NO_FOLDS)
-        cross_validated = self.diagnostics and len(folds) > 1 and whole.gram is not None
         # The sum of folds only where something is chosen on them: diagnostics must not change a bit of the result.
         summed = own.by_folds and len(folds) > 1
         blends = _Blends(weight, folds, columns)
@@ -171,30 +170,17 @@ class Sites:
             plan.share = own.drift_shares[0]
         if whole.drift is None:
             plan.share = None
-        method = METHODS[plan.method]
-        share = plan.share or 0.0
-        fit, target = blend.at(share), blend.at(1.0)
-        fold = method.fit(weight_kept, fit, self._absolute(plan, own, fit))
+        fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
+        fold = METHODS[plan.method].fit(weight_kept, fit, self._absolute(plan, own, fit))
         if target.target_energy:
             plan.error_uncompensated = error(Fold(weight_kept), target) / target.target_energy
             plan.error_compensated = error(fold, target) / target.target_energy
         if self.diagnostics and whole.gram is not None:
-            if whole.drift is None:  # they are of W x alone
-                found = diagnose(weight, whole, columns)
-                plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
-            plan.width = whole.width
-            if whole.width <= SPECTRUM_WIDTH:
-                spread = spectrum(whole)
-                plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
-            if cross_validated and method.name == "none":
+            self._describe(plan, weight, whole, columns)
+            if len(folds) > 1 and plan.method == "none":
                 plan.error_held_out = plan.error_uncompensated
-            elif cross_validated and target.target_energy and plan.error_held_out is None:
-                held_out = 0.0
-                for each in blends:
-                    train = (blend - each).at(share)
-                    trained = method.fit(weight_kept, train, self._absolute(plan, own, train))
-                    held_out += error(trained, each.at(1.0))
-                plan.error_held_out = held_out / target.target_energy
+            elif len(folds) > 1 and target.target_energy and plan.error_held_out is None:
+                plan.error_held_out = self._held_out(plan, own, weight_kept, blends, blend) / target.target_energy
         new = {name: fold.weight.cpu()}
         if fold.bias is not None:
             bias_name = self.family.tensor(block, description.consumer, "bias")
@@ -216,6 +202,28 @@ class Sites:
         plan.method, plan.strength, plan.share = chosen.best.method, chosen.best.strength, chosen.best.share
         plan.error_held_out = chosen.best.error
         plan.runner_up, plan.margin = chosen.runner_up, chosen.margin if chosen.runner_up else None
+
+    @staticmethod
+    def _describe(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:
+        """Enter CORP's errors and the spectrum of the inputs into the plan."""
+        if moments.drift is None:  # the errors are of W x alone
+            found = diagnose(weight, moments, kept)
+            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
+        plan.width = moments.width
+        if moments.width <= SPECTRUM_WIDTH:
+            spread = spectrum(moments)
+            plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
+
+    def _held_out(
+        self, plan: SitePlan, own: Compensation, weight_kept: Tensor, folds: Sequence[Blend], total: Blend
+    ) -> float:
+        """Σ ‖y − ŷ‖² over every fold of what the plan's compensation gives when fitted to the others."""
+        found = 0.0
+        for each in folds:
+            train = (total - each).at(plan.share or 0.0)
+            trained = METHODS[plan.method].fit(weight_kept, train, self._absolute(plan, own, train))
+            found += error(trained, each.at(1.0))
+        return found
 
     @staticmethod
     def _absolute(plan: SitePlan, own: Compensation, fit: Fit) -> float:
