@@ -10,18 +10,16 @@ log-normal spread of an MLP's activations (deviation 1). W is standard normal. G
 calibration leaves them.
 
 Example:
-    OMP_NUM_THREADS=1 python tools/bench_obs.py --widths 1024 4096
+    OMP_NUM_THREADS=1 PYTHONPATH=. python tools/bench_obs.py --widths 1024 4096
 """
 
 import argparse
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.scoring.obs import DAMP, removal
+from tools.bench_rotation import timed
 
 TOKENS = 2
 """Tokens, as multiples of the width."""
@@ -65,18 +63,6 @@ def textbook(weight: Tensor, gram: Tensor, damp: float) -> tuple[Tensor, Tensor]
         gone[j] = True
         H[j, j] = 1
     return order, costs
-
-
-def timed(action: Callable[[], Any], device: str) -> tuple[Any, float]:
-    def wait() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-    wait()
-    start = time.perf_counter()
-    result = action()
-    wait()
-    return result, time.perf_counter() - start
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ class HiddenStream:
 
     Attributes:
         states: the input of the next block for every sample, (N, T, hidden), in the factory's dtype, on CPU.
+        batches: (fold, samples) of what goes through a block together, in order.
     """
 
     states: Tensor
@@ -67,7 +68,7 @@ class HiddenStream:
         self._tensors, self._read = list(tensors), read
         per_batch = max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
-        self._batches: list[tuple[int, slice]] = [
+        self.batches: list[tuple[int, slice]] = [
             (fold, slice(start, min(start + per_batch, run.stop)))
             for fold, run in enumerate(fold_slices(len(samples), folds))
             for start in range(run.start, run.stop, per_batch)
@@ -119,7 +120,7 @@ class HiddenStream:
 
         for index, layer in enumerate(layers):
             layer.forward = recorder(index)
-        own = [rows for _, rows in self._batches]
+        own = [rows for _, rows in self.batches]
         lengths = {rows.stop - rows.start for rows in own}
         for position, rows in enumerate([*own, *(slice(0, size) for size in sorted(sizes - lengths))]):
             captured.clear()
@@ -164,11 +165,6 @@ class HiddenStream:
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    @property
-    def batches(self) -> list[tuple[int, slice]]:
-        """(fold, samples) of what goes through a block together, in order."""
-        return list(self._batches)
-
     @torch.no_grad()
     def observe(
         self, index: int, tensors: Mapping[str, Tensor], gram: Mapping[Key, bool], *, advance: bool = False
@@ -185,7 +181,7 @@ class HiddenStream:
         """
         block = self.factory.block(index, tensors)
         observers = {key: self.observer(block, index, key, wanted) for key, wanted in gram.items()}
-        for fold, rows in self._batches:
+        for fold, rows in self.batches:
             for observer in observers.values():
                 observer.fold = fold
             output = self.run(block, index, self.states[rows])
@@ -224,7 +220,7 @@ class HiddenStream:
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the block's output, with these tensors, become the next block's input."""
         block = self.factory.block(index, tensors)
-        for _, rows in self._batches:
+        for _, rows in self.batches:
             self.states[rows] = self.run(block, index, self.states[rows]).cpu()
 
     @torch.no_grad()

@@ -166,7 +166,7 @@ def command(
 
 def _ratios(text: str) -> list[float]:
     """The ratios of FROM:TO:STEP, both ends included."""
-    from decimal import Decimal, InvalidOperation
+    from decimal import Decimal
 
     from ckpt_prune.errors import UserError
 
@@ -175,7 +175,7 @@ def _ratios(text: str) -> list[float]:
         if not all(number.is_finite() for number in (start, stop, step)):
             raise ValueError(text)
         count = int((stop - start) / step) if step > 0 else -1
-    except (ValueError, ArithmeticError, InvalidOperation) as error:
+    except (ValueError, ArithmeticError) as error:
         raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error
     if not (0 <= start <= stop < 1) or count < 0 or count > 1000:
         raise UserError(f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps")

@@ -130,7 +130,7 @@ class Blend:
         return self._combine(other, -1)
 
     def _combine(self, other: "Blend", sign: int) -> "Blend":
-        fit = self.fit + other.fit if sign > 0 else self.fit - other.fit
+        fit = self.fit._combine(other.fit, sign)
         if self.cross is None or other.cross is None or self.sum is None or other.sum is None:
             return Blend(fit)
         return Blend(

@@ -36,12 +36,15 @@ from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.importance import Backbone
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
+COLUMN_SCORES: dict[str, Score | UnitScore] = {**SCORES, **UNIT_SCORES}
+"""All that a recipe may rank the units of an output projection by."""
+
 if TYPE_CHECKING:
     ScoreName = str
     MethodName = str
     CandidateName = str
 else:
-    ScoreName = one_of("score", SCORES | UNIT_SCORES | LOGIT_SCORES)
+    ScoreName = one_of("score", COLUMN_SCORES | LOGIT_SCORES)
     MethodName = one_of("method", COLUMN_METHODS | LOGIT_METHODS)
     CandidateName = one_of("candidate", METHODS)
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -56,7 +59,7 @@ def methods_of(space: SpaceName) -> Mapping[str, Traits]:
 
 def scores_of(space: SpaceName) -> Mapping[str, Score | UnitScore | LogitScore]:
     """Scores that rank the units of a space."""
-    return {**LOGIT_SCORES} if space == "qk" else {**SCORES, **UNIT_SCORES}
+    return LOGIT_SCORES if space == "qk" else COLUMN_SCORES
 
 
 class Compensation(Strict):
@@ -155,9 +158,8 @@ class Compensation(Strict):
     @property
     def opens_bias(self) -> bool:
         """Whether a projection without a bias may get one."""
-        if self.method in LOGIT_METHODS and self.method not in METHODS:
-            return False
-        return any(METHODS[name].adds_bias for name in self.methods(biased=False))
+        known = self.method in COLUMN_METHODS
+        return known and any(METHODS[name].adds_bias for name in self.methods(biased=False))
 
 
 class SpaceRecipe(Strict):
@@ -278,17 +280,16 @@ class Recipe(Strict):
                 raise ValueError(
                     f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
                 )
-        flap = self.allocation.startswith("across")
-        if flap and "qk" in self.spaces:
+        if self.ranks_blocks and "qk" in self.spaces:
             raise ValueError("q and k keep the same number of dimensions in every head and layer: allocation: uniform")
-        if flap and self.widths == "uniform":
+        if self.ranks_blocks and self.widths == "uniform":
             raise ValueError(
                 f"allocation {self.allocation} gives every block its own widths, which no stock model can load: "
                 "say widths: per_layer to accept remote code, or allocation: uniform"
             )
-        if flap and self.target != "dense":
+        if self.ranks_blocks and self.target != "dense":
             raise ValueError(f"allocation {self.allocation} compares all blocks before any is pruned: target: dense")
-        self._consistent_budget(flap)
+        self._consistent_budget()
         if len({s.compensation.lambda_by for s in self.spaces.values()} & {"perplexity", "folds"}) > 1:
             raise ValueError("lambda_by must be the same in every space that has a grid")
         grids = {
@@ -300,9 +301,9 @@ class Recipe(Strict):
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
         return self
 
-    def _consistent_budget(self, flap: bool) -> None:
+    def _consistent_budget(self) -> None:
         for space, own in self.spaces.items():
-            if flap and own.score in UNIT_SCORES:
+            if self.ranks_blocks and own.score in UNIT_SCORES:
                 raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
             known = own.score in UNIT_SCORES or space == "qk"
             if self.allocation == "least-error" and not known:
@@ -328,6 +329,11 @@ class Recipe(Strict):
             raise ValueError(f"size and {given[0]} both say how much goes: leave one out")
         if self.size is not None and self.container == "padded":
             raise ValueError("size does not go with container padded, which saves nothing where it fills up")
+
+    @property
+    def ranks_blocks(self) -> bool:
+        """Whether units of all blocks are ranked in one list (FLAP)."""
+        return self.allocation.startswith("across")
 
     @property
     def weighed_by_effect(self) -> bool:
@@ -408,8 +414,8 @@ class Recipe(Strict):
     @property
     def calibration(self) -> str:
         """The command that measures statistics for this recipe, for a message."""
-        flags = [" --folds 4"] if self.needs_folds else []
-        return "ckpt-prune calibrate" + "".join([*flags, *([" --effects"] if self.weighed_by_effect else [])])
+        folds = " --folds 4" if self.needs_folds else ""
+        return f"ckpt-prune calibrate{folds}{' --effects' if self.weighed_by_effect else ''}"
 
     @property
     def needs_linear_grams(self) -> bool:

@@ -188,18 +188,9 @@ def _least_error(job: "Job") -> Decisions:
             "STATS` tells them"
         )
     check_reachable(job)
-    scores = dict(job.scores) if job.scores is not None else dense_scores(job)
-    effects = job.statistics.index.effects
-    curves: dict[Site, Curve] = {}
+    scores = dense_scores(job) if job.scores is None else job.scores
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
-    unit_costs = _unit_costs(job, kind)
-    for (block, space), own in scores.items():
-        curve = error_curve(own)
-        if recipe.weighed_by_effect:
-            curve = weighed_by_effect(curve, effects.get(moments_name(job.family, block, space), []))
-        else:
-            curve = weighed_by_energy(curve)
-        curves[block, space] = Curve(curve, unit_costs[space], recipe.spaces[space].multiple_of)
+    curves = _curves(job, scores, job.statistics.index.effects, kind)
     dense = sum(curve.units * curve.unit_cost for curve in curves.values())
     whole = cost_in(kind, job.before)
     limit = _limit(job)
@@ -208,7 +199,9 @@ def _least_error(job: "Job") -> Decisions:
         try:
             counts = _solve(job, curves, budget)
         except BudgetError as error:
-            raise UserError(_taken_up(job)) if recipe.size is not None else error  # noqa: B904
+            if recipe.size is None:
+                raise
+            raise UserError(_taken_up(job)) from error
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
         decisions = Decisions(recipe, counts=counts, scores={} if job.sequential else scores)
         widths = job.widths_of(decisions)
@@ -218,6 +211,22 @@ def _least_error(job: "Job") -> Decisions:
             return decisions
         budget = min(budget - 1, limit - (found - cost_in(kind, _cost(job, widths))) - (whole - dense))
     raise UserError(_taken_up(job))
+
+
+def _curves(
+    job: "Job", scores: Mapping[Site, Tensor], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
+) -> dict[Site, Curve]:
+    """What every site loses with its units, weighed as the recipe says, and what a unit costs."""
+    unit_costs = _unit_costs(job, kind)
+    curves: dict[Site, Curve] = {}
+    for (block, space), own in scores.items():
+        curve = error_curve(own)
+        if job.recipe.weighed_by_effect:
+            curve = weighed_by_effect(curve, effects.get(moments_name(job.family, block, space), []))
+        else:
+            curve = weighed_by_energy(curve)
+        curves[block, space] = Curve(curve, unit_costs[space], job.recipe.spaces[space].multiple_of)
+    return curves
 
 
 def _solve(job: "Job", curves: Mapping[Site, Curve], budget: float) -> dict[Site, int]:

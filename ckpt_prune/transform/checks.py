@@ -78,7 +78,6 @@ def check_job(job: "Job") -> None:
         raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
     if job.plan is not None:
         check_planned(job.checkpoint, job.plan)
-    if job.plan is not None:
         _plan(job, job.plan)
     _samples(job)
     _recovery(job)

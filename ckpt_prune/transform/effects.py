@@ -21,14 +21,13 @@ from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import TOKENS_PER_BATCH, HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.selection import select, select_in_heads
 from ckpt_prune.progress import track
-from ckpt_prune.scoring.unit_scores import obs
 from ckpt_prune.transform.engine import Decisions, Pruner
+from ckpt_prune.transform.sites import Sites
 from ckpt_prune.transform.sources import CachedMoments, NoMoments
 
 POINTS = (0.25, 0.5, 0.75)
@@ -94,9 +93,8 @@ def measure_effects(
         return {}
     few = _First(samples, LIMITS[family.modality] if limit is None else limit)
     factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
-    rows = _batches(few, TOKENS_PER_BATCH)
-    sizes = {each.stop - each.start for each in rows}
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, sizes=sizes, allocate=allocate)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
+    rows = [own for _, own in stream.batches]
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     sites = _Variants(family, config, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
@@ -219,12 +217,12 @@ class _Variants:
         moments = {space: self._whole(folds) for space, folds in read.items()}
         for space in wanted:
             method = self._method(block, space, tensors)
-            scores = self._scores(block, space, tensors, moments[space], centred=method == "affine")
-            recipe = _recipe(space, method)
+            recipe, site = _recipe(space, method), (block, space)
+            # Ranked once for all counts.
+            scores = Sites(self.family, self.config, recipe, self.device).scores(block, space, tensors, moments[space])
             for count in self.counts[space]:
                 left = self.family.units(self.config, space) - count
-                kept = select_in_heads(scores, left) if space == "qk" else select(scores, left)
-                decisions = Decisions(recipe, kept={(block, space): kept})
+                decisions = Decisions(recipe, counts={site: left}, scores={site: scores})
                 pruner = Pruner(self.family, self.config, decisions, frozenset(), self.device)
                 yield pruner.block(block, tensors, _Known(moments))[0]
 
@@ -240,19 +238,9 @@ class _Variants:
             return "logit"
         return "affine" if self.family.tensor(block, description.consumer, "bias") in tensors else "ridge"
 
-    def _scores(
-        self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: SpaceMoments, *, centred: bool
-    ) -> Tensor:
-        """Of every unit, (units,); of q and k, of every head's dimensions (H, d)."""
-        (own,) = moments
-        if isinstance(own, LogitMoments):
-            return own.logit_energy()
-        weight = tensors[self.family.tensor(block, self.family.columns[space].consumer)].to(self.device)
-        return obs(weight, own, self.family.unit_columns(self.config, space), centred=centred)
-
 
 def _recipe(space: SpaceName, method: str) -> Recipe:
-    """The compensation of one space; units are settled, so that scores and ratio say nothing."""
-    strength = LOGIT_STRENGTH if method == "logit" else STRENGTH
-    own = {"score": "magnitude", "ratio": 0, "compensation": {"method": method, "lambda": strength}}
+    """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
+    score, strength = ("logit-energy", LOGIT_STRENGTH) if method == "logit" else ("obs", STRENGTH)
+    own = {"score": score, "ratio": 0, "compensation": {"method": method, "lambda": strength}}
     return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})

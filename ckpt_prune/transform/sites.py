@@ -136,7 +136,7 @@ class Sites:
         whole = total(folds) if folds else None
         scores = settled.scores
         if scores is None:
-            scores = self._unit_scores(space, weight, whole, centred=any(METHODS[m].adds_bias for m in methods))
+            scores = self._unit_scores(space, weight, whole, methods)
         kept = select(scores, settled.keep) if settled.kept is None else settled.kept
         plan = _plan(block, space, name, kept, scores)
         if kept.numel() == scores.numel():
@@ -230,13 +230,14 @@ class Sites:
         """The plan's λ on the scale of a fit's Gram; 0 where there is none."""
         return 0.0 if plan.strength is None else absolute_lambda(plan.strength, own.lambda_units, fit)
 
-    def _unit_scores(self, space: SpaceName, weight: Tensor, moments: Moments | None, *, centred: bool) -> Tensor:
-        """Score of every unit, (units,) float64, on CPU."""
+    def _unit_scores(self, space: SpaceName, weight: Tensor, moments: Moments | None, methods: list[str]) -> Tensor:
+        """Score of every unit, (units,) float64, where one of `methods` makes up for what goes."""
         name, per_unit = self.recipe.spaces[space].score, self.family.unit_columns(self.config, space)
         if name not in UNIT_SCORES:
             return unit_scores(self.column_scores(space, weight, moments), per_unit)
         if moments is None:
             raise ValueError(f"score {name} needs moments")
+        centred = any(METHODS[method].adds_bias for method in methods)
         return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred)
 
     def scores(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
@@ -261,7 +262,7 @@ class Sites:
         methods = self.recipe.spaces[space].compensation.methods(biased=biased)
         found = tuple(m.to(self.device) for m in folds if isinstance(m, Moments))
         moments = total(found) if found else None
-        return self._unit_scores(space, weight, moments, centred=any(METHODS[m].adds_bias for m in methods))
+        return self._unit_scores(space, weight, moments, methods)
 
     # ---- logits -----------------------------------------------------------------------------------------------
 

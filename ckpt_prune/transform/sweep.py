@@ -40,7 +40,7 @@ def sweep(job: Job, ratios: Sequence[float]) -> list[Point]:
     Raises:
         UserError: a ratio leaves nothing of a space.
     """
-    if job.recipe.needs_moments and job.statistics is not None and not job.recipe.allocation.startswith("across"):
+    if job.recipe.needs_moments and job.statistics is not None and not job.recipe.ranks_blocks:
         job = replace(job, scores=dense_scores(job))
     found: list[Point] = []
     for ratio in ratios:
