@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.architectures.remote import remote_class
+from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 

@@ -23,7 +23,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform import rotations
+from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.transform.job import Job, LiveSamples
 from ckpt_prune.transform.prepare import measured
 from ckpt_prune.transform.prune import prune

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ckpt_prune.calibration.text import load_tokenizer, read_text, token_stream
-from ckpt_prune.sparsity.importance import Backbone, Side, Term, objective, sensitivity
-from ckpt_prune.sparsity.orthogonal import METHODS, MethodName, identity, rotator
-from ckpt_prune.sparsity.training import Training
+from ckpt_prune.rotations.importance import Backbone, Side, Term, objective, sensitivity
+from ckpt_prune.rotations.orthogonal import METHODS, MethodName, identity, rotator
+from ckpt_prune.rotations.training import Training
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
 from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import auto_class, quiet_transformers, read_config
+from ckpt_prune.filenames import REPORT
 
 LR = 1e-3
 """Of 1e-4, 1e-3, 3e-3 and 1e-2 the best on held-out text for a 3 M Llama under wanda-50, 60 s: a choice by the text it

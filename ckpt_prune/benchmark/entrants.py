@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_prune.benchmark.workload import Reads, reads_of
-from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.checkpoint.hub import resolve
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.folder import GraphWriter
 from ckpt_prune.export.manifest import Manifest, read_manifest
 from ckpt_prune.export.tasks import Task, chosen_task
+from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 Say = Callable[[str], None]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
 from ckpt_prune.checkpoint.hub import resolve
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
@@ -26,11 +25,7 @@ _CONVERT = (
     'convert them where they are trusted: python -c "from transformers import {auto} as M; '
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
 )
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-_NOT_CARRIED = _PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS}
-_OF_A_GRAPH = {GRAPH_RECORD, VALIDATION}
-"""Where both a checkpoint and its graph are in one folder."""
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +80,6 @@ class Checkpoint:
             if name not in self.tensors:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.tensors[name] for name in names])
-
-    def side_files(self) -> list[Path]:
-        """Files that travel unchanged with a copy: tokenizer, image processor, generation config, licence.
-
-        Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew.
-        """
-        found = (path for path in self.path.iterdir() if path.is_file() and _is_side_file(path))
-        exported = (self.path / GRAPH_RECORD).is_file()
-        return sorted(path for path in found if not (exported and path.name in _OF_A_GRAPH))
 
     def check_finite(self) -> None:
         """Scan every floating-point tensor in order, holding about 256 MiB at most; once for an opened checkpoint.
@@ -176,7 +162,7 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     """The tensor names the index assigns to each file. Raises UserError where there is none or it cannot be trusted."""
     index = path / INDEX
     if not index.is_file():
-        pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _PICKLES)
+        pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in PICKLES)
         convert = _CONVERT.format(path=path, auto=_class_name(path))
         if pickles:
             raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")
@@ -198,16 +184,6 @@ def _read_index(path: Path) -> dict[str, set[str]]:
 def _name(tensors: list[str]) -> str:
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     return f"tensor {tensors[0]!r}{more}"
-
-
-def _is_side_file(path: Path) -> bool:
-    name = path.name
-    return not (
-        name.startswith(".")
-        or name in _REWRITTEN
-        or name.endswith((".index.json", ".onnx.data", EXPORT_ERROR))
-        or path.suffix.lower() in _NOT_CARRIED
-    )
 
 
 def _count_not_finite(chunk: Tensor) -> int:

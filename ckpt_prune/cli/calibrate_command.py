@@ -71,9 +71,9 @@ def command(
     from ckpt_prune.checkpoint.staging import refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.cli.setup import chosen_samples, has_data, open_source, resolve_device
+    from ckpt_prune.containers.checking import check_source
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.effects import measure_effects
-    from ckpt_prune.transform.layout import check_source
 
     calibration, images = CalibrationOptions(**options), ImageOptions(**options)
     if not has_data(calibration, images):

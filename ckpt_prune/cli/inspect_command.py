@@ -42,8 +42,8 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
       ckpt-prune inspect OUT --sparsity
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
-    from ckpt_prune.architectures.remote import remote_class
     from ckpt_prune.cli.setup import open_source, report_of
+    from ckpt_prune.containers.remote import remote_class
     from ckpt_prune.errors import UserError
 
     folder = Path(model)
@@ -109,10 +109,10 @@ def _size_at(checkpoint: Any, recipe: str, ratio: float) -> dict[str, Any]:
 def _describe(checkpoint: Any) -> dict[str, Any]:
     from ckpt_prune.architectures.family import ColumnSpace
     from ckpt_prune.calibration.measure import checkpoint_dtype
+    from ckpt_prune.containers.checking import check_source
+    from ckpt_prune.containers.choosing import choose_container
     from ckpt_prune.errors import UserError
-    from ckpt_prune.transform.containers import choose_container
     from ckpt_prune.transform.job import Job
-    from ckpt_prune.transform.layout import check_source
 
     job = Job(checkpoint, _recipe("rcpu", 0.0))
     family, config = job.family, job.config
@@ -182,7 +182,7 @@ def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
 def _sparsity(checkpoint: Any) -> dict[str, Any]:
     """Zeros of every tensor, and of the blocks' linear weights by module and together."""
     from ckpt_prune.architectures.fitting import fitting_family
-    from ckpt_prune.checkpoint.zeros import find_zeros, pattern_of_all, share_of_all, weights_by_module
+    from ckpt_prune.sparsity.zeros import find_zeros, pattern_of_all, share_of_all, weights_by_module
 
     family = fitting_family(checkpoint)
     found = {each.name: each for each in find_zeros(checkpoint)}

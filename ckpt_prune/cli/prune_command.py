@@ -38,15 +38,6 @@ from ckpt_prune.cli.options import (
 @set_option
 @container_option
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["plain", "compressed"]),
-    default="plain",
-    show_default=True,
-    help="plain: zeros are stored like other weights. compressed: 2:4 packed by the compressed-tensors library, where "
-    "a version can that transformers loads; none can at present, and the message says what is true.",
-)
 @click.option("--dry-run", is_flag=True, help="Check everything and print sizes; write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
 @click.option(
@@ -74,7 +65,6 @@ def command(
     overrides: tuple[str, ...],
     container: str | None,
     out: Path,
-    form: str,
     dry_run: bool,
     resume: bool,
     diagnostics: bool,
@@ -116,7 +106,6 @@ def command(
     from ckpt_prune.architectures.fitting import fitting_family
     from ckpt_prune.architectures.skeleton import parse_config
     from ckpt_prune.calibration.states import StateMemory
-    from ckpt_prune.checkpoint.compressed import refuse_compressed
     from ckpt_prune.checkpoint.writing import check_room
     from ckpt_prune.cli.setup import (
         asked_after,
@@ -134,11 +123,11 @@ def command(
         warning_lines,
         with_container,
     )
+    from ckpt_prune.containers.checking import check_source
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.plan import read_plan
     from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
     from ckpt_prune.transform.checks import check_planned, check_spaces, check_trained
-    from ckpt_prune.transform.layout import check_source
     from ckpt_prune.transform.prepare import measured, measures_first
     from ckpt_prune.transform.prune import check_output, prune
 
@@ -151,8 +140,6 @@ def command(
         raise UserError(
             "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
         )
-    if form == "compressed":
-        refuse_compressed()
     target = resolve_device(device)
     plan = read_plan(plan_file) if plan_file else None
     changes = with_container(overrides, container)
@@ -269,8 +256,8 @@ def command(
 
 def _only_graph_missing(checkpoint: Any, recipe: Any, out: Path) -> bool:
     """Whether OUT is what an interrupted run of this recipe on this model left before its export."""
-    from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER, REPORT
     from ckpt_prune.checkpoint.jsonfile import read_object
+    from ckpt_prune.filenames import GRAPH_FOLDER, REPORT
 
     if not (out / REPORT).is_file() or (out / GRAPH_FOLDER).exists():
         return False
@@ -320,8 +307,8 @@ def _print_errors(report: dict[str, Any]) -> None:
 
 
 def _print_dry(job: Any) -> None:
-    from ckpt_prune.checkpoint.filenames import GRAPH_FOLDER
     from ckpt_prune.cli.setup import cost_rows, kept_line, mask_name
+    from ckpt_prune.filenames import GRAPH_FOLDER
 
     for message in _messages(job):
         click.echo(message)

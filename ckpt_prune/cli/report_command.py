@@ -38,7 +38,7 @@ def command(source: Path, out: Path | None, overwrite: bool) -> None:
 
 def _folder(source: Path) -> Path | None:
     """The output folder that is reported, by whichever name; None for a plan."""
-    from ckpt_prune.checkpoint.filenames import REPORT
+    from ckpt_prune.filenames import REPORT
 
     if source.is_dir():
         return source

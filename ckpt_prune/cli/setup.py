@@ -13,7 +13,6 @@ import torch
 from pydantic import ValidationError
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
 from ckpt_prune.calibration.samples import Samples, TokenWindows
@@ -27,12 +26,13 @@ from ckpt_prune.calibration.text import (
     read_text,
     token_stream,
 )
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.cli.options import CalibrationOptions, ImageOptions, SampleOptions
+from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoverySettings

@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import described, known_families
-from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 
 

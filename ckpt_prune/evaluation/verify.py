@@ -10,24 +10,24 @@ from pydantic import BaseModel, ValidationError, field_validator
 
 from ckpt_prune.architectures.family import KINDS, Family, SpaceName
 from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.remote import remote_class
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.zeros import (
+from ckpt_prune.containers.checking import check_shapes
+from ckpt_prune.containers.container import stored_container
+from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.parity import stock_load_report
+from ckpt_prune.filenames import REPORT
+from ckpt_prune.progress import track
+from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
+from ckpt_prune.sparsity.zeros import (
     crowded_groups,
     find_zeros,
     pattern_of_all,
     share_of_all,
     weights_by_module,
 )
-from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.parity import stock_load_report
-from ckpt_prune.progress import track
-from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
-from ckpt_prune.transform.containers import stored_container
-from ckpt_prune.transform.layout import check_shapes
 from ckpt_prune.transform.sites import rows_of_heads_left, unit_rows
 
 _ONLY_ZEROING = {"magnitude", "wanda"}

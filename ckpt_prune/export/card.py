@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ckpt_prune.checkpoint.filenames import GRAPH_RECORD, VALIDATION
 from ckpt_prune.export.manifest import Manifest
+from ckpt_prune.filenames import GRAPH_RECORD, VALIDATION
 
 
 def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = True) -> str:

@@ -11,11 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_RECORD
 from ckpt_prune.checkpoint.jsonfile import pretty
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.containers.side_files import side_files
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.export.card import graph_card
@@ -24,6 +24,7 @@ from ckpt_prune.export.manifest import Manifest, Source, ports, runtime_versions
 from ckpt_prune.export.session import DATA, GRAPH
 from ckpt_prune.export.tasks import chosen_task, without_head
 from ckpt_prune.export.tracing import example_of
+from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
 
@@ -128,7 +129,7 @@ class GraphWriter:
         source, settings, task = self.source, self._settings, self.task
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
-        for path in source.side_files():
+        for path in side_files(source.path):
             (folder / path.name).write_bytes(path.read_bytes())
         # The code it names does not travel: the graph needs none.
         config = {key: value for key, value in source.config.items() if key != "auto_map"}

@@ -10,10 +10,10 @@ import onnxruntime
 import onnxscript
 from pydantic import BaseModel, ValidationError
 
-from ckpt_prune.checkpoint.filenames import GRAPH_RECORD
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.session import Provider
 from ckpt_prune.export.tasks import Task
+from ckpt_prune.filenames import GRAPH_RECORD
 from ckpt_prune.planning.export_recipe import TaskName
 from ckpt_prune.versions import versions
 

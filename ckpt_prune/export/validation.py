@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.calibration.images import ImageSamples
-from ckpt_prune.checkpoint.filenames import VALIDATION
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import write_whole
 from ckpt_prune.errors import UserError
@@ -38,6 +37,7 @@ from ckpt_prune.export.reference import Reference
 from ckpt_prune.export.session import GRAPH, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.export.tasks import PAST, PRESENT
 from ckpt_prune.export.tracing import image_size
+from ckpt_prune.filenames import VALIDATION
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 """By the graph's type: the largest difference that passes, in units of the case's largest output."""

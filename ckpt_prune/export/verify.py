@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 
-from ckpt_prune.checkpoint.filenames import VALIDATION
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import Check, guarded
@@ -13,6 +12,7 @@ from ckpt_prune.export.integrity import check_files, check_operators, present_fi
 from ckpt_prune.export.manifest import Manifest, read_manifest
 from ckpt_prune.export.session import GRAPH, open_session, provider_for
 from ckpt_prune.export.validation import Validation, read_validation
+from ckpt_prune.filenames import VALIDATION
 from ckpt_prune.progress import track
 
 

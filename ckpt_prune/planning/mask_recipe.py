@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ckpt_prune.planning.fields import Strict, one_of
+from ckpt_prune.rotations.importance import Backbone
+from ckpt_prune.rotations.orthogonal import METHODS as RETRACTIONS
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.importance import Backbone
 from ckpt_prune.sparsity.masks import Compare
-from ckpt_prune.sparsity.orthogonal import METHODS as RETRACTIONS
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern
 
 RotationKind = Literal["per-layer", "shared", "values"]
 if TYPE_CHECKING:
-    from ckpt_prune.sparsity.orthogonal import MethodName as RetractionName
+    from ckpt_prune.rotations.orthogonal import MethodName as RetractionName
 else:
     RetractionName = one_of("retraction", RETRACTIONS)
 

@@ -29,11 +29,11 @@ from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.planning.yaml12 import Yaml12Loader
+from ckpt_prune.rotations.importance import Backbone
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
 from ckpt_prune.sparsity.damping import DAMP
-from ckpt_prune.sparsity.importance import Backbone
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
 COLUMN_SCORES: dict[str, Score | UnitScore] = {**SCORES, **UNIT_SCORES}

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ckpt_prune.checkpoint.filenames import ELSEWHERE, REPORT
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import ELSEWHERE, REPORT
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Block = Annotated[int, Field(ge=0, le=10**6)]

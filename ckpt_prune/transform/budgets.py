@@ -12,13 +12,13 @@ from torch import Tensor
 from ckpt_prune.architectures.family import SpaceName
 from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
 from ckpt_prune.planning.selection import Site
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
-from ckpt_prune.transform.containers import Widths
 from ckpt_prune.transform.engine import Decisions
 from ckpt_prune.transform.layout import pruned_shapes
 from ckpt_prune.transform.rankings import ranked, standardised_scores

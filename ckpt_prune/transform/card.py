@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_prune.checkpoint.filenames import ELSEWHERE, ROTATIONS
 from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.filenames import ELSEWHERE, ROTATIONS
 from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
 
 _PACKED = (

@@ -13,13 +13,13 @@ from ckpt_prune.calibration.measure import (
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.compensation.methods import AUTO
+from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe, methods_of
+from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects, check_reachable
-from ckpt_prune.transform.layout import check_source
 from ckpt_prune.transform.masking import check_widths
-from ckpt_prune.transform.rotated import check_rotatable
 
 if TYPE_CHECKING:
     from ckpt_prune.transform.job import Job

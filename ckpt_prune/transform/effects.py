@@ -19,6 +19,7 @@ from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.measure import block_names, moments_name
 from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
@@ -28,7 +29,6 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.progress import track
 from ckpt_prune.transform.engine import Decisions, Pruner
 from ckpt_prune.transform.sites import Sites
-from ckpt_prune.transform.sources import CachedMoments, NoMoments
 
 POINTS = (0.25, 0.5, 0.75)
 """Shares of a site's units that are dropped while the others are whole."""

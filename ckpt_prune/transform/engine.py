@@ -9,12 +9,12 @@ from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
 from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import Site, units_kept
 from ckpt_prune.transform.sites import Settled, Sites, rows_of_heads_left, unit_columns, unit_rows
-from ckpt_prune.transform.sources import MomentSource
 
 
 @dataclass(frozen=True)

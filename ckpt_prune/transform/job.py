@@ -20,12 +20,15 @@ from ckpt_prune.calibration.measure import (
     block_names,
 )
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.sources import CachedMoments, DriftMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream, ReadTensors
-from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
+from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
 from ckpt_prune.planning.recipe import Recipe
@@ -33,22 +36,14 @@ from ckpt_prune.planning.selection import Site
 from ckpt_prune.progress import track
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
+from ckpt_prune.rotations.learning import Learner, RotationSizes
+from ckpt_prune.rotations.moments import RotatedMoments
+from ckpt_prune.rotations.rotated import BlockRotations, RotatedCheckpoint
 from ckpt_prune.transform.budgets import decide
 from ckpt_prune.transform.checks import check_job, check_plannable
-from ckpt_prune.transform.containers import REMOTE, Container, Widths, choose_container, remote_note
 from ckpt_prune.transform.engine import Decisions, Pruner, fill_biases
 from ckpt_prune.transform.layout import Layout, plan_layout, source_shapes
 from ckpt_prune.transform.masking import Masker
-from ckpt_prune.transform.rotated import BlockRotations, RotatedCheckpoint
-from ckpt_prune.transform.rotations import Learner, RotationSizes
-from ckpt_prune.transform.sources import (
-    CachedMoments,
-    DriftMoments,
-    MomentSource,
-    NoMoments,
-    RotatedMoments,
-    SequentialMoments,
-)
 
 _JOURNAL = 2
 """Form of the notes that a run leaves for the one that resumes it."""

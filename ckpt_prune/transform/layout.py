@@ -1,16 +1,14 @@
 """Shapes before data: every output tensor's dtype and shape, checked against the container on the meta device."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 
 import torch
-from torch import nn
 
 from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
-from ckpt_prune.architectures.remote import remote_class
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, tied_names
+from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.errors import UserError
-from ckpt_prune.transform.containers import Container, Widths
+from ckpt_prune.containers.checking import check_shapes
+from ckpt_prune.containers.container import Container, Widths
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Layout = dict[str, dict[str, Shape]]
@@ -23,64 +21,6 @@ Added = dict[str, tuple[str, tuple[int, ...]]]
 def source_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
     """Name → dtype and shape of every tensor of a checkpoint."""
     return {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
-
-
-def check_source(checkpoint: Checkpoint, family: Family) -> None:
-    """Check every tensor's name and shape against the config, on the meta device.
-
-    Raises:
-        UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
-    """
-    if remote_class(checkpoint.config, checkpoint.path) is not None:
-        raise UserError(
-            f"{checkpoint.path} was pruned into a shape that no stock class has (remote code): it cannot be pruned or "
-            "measured again; start from the dense model"
-        )
-    skeleton = build_skeleton(parse_config(checkpoint.config), family.architecture)
-    check_stored(checkpoint, skeleton)
-
-
-def check_stored(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Check every tensor's name, shape and dtype against a model.
-
-    Args:
-        checkpoint: what is stored.
-        model: what it is to be, on the meta device.
-
-    Raises:
-        UserError: a tensor is missing, unknown, of another shape, or not floating point.
-    """
-    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, model, f"{checkpoint.path}")
-    for name, info in checkpoint.tensors.items():
-        if is_stored_buffer(name):
-            continue
-        if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
-
-
-def check_shapes(actual: Mapping[str, tuple[int, ...]], model: nn.Module, where: str) -> None:
-    """Compare names and shapes with what a config asks for.
-
-    Args:
-        actual: name → shape on disk.
-        model: of the config, on the meta device.
-        where: begins every message.
-
-    Raises:
-        UserError: a tensor is missing, has no place, or has another shape.
-    """
-    known = Names(model)
-    names = sorted(name for name in actual if not is_stored_buffer(name))
-    expected = {name: known.shape(name) for name in names}
-    missing = [name for name in known.missing(names) if name not in tied_names(model)]
-    unknown = [name for name, shape in expected.items() if shape is None]
-    if missing:
-        raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")
-    if unknown:
-        raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
-    for name, shape in expected.items():
-        if tuple(actual[name]) != shape:
-            raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape or ())}")
 
 
 def pruned_shapes(

@@ -9,13 +9,13 @@ from torch import Tensor
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_recipe import MaskRecipe
 from ckpt_prune.planning.plan import MaskedLinear
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
 from ckpt_prune.transform.engine import check_overflow, fill_biases
-from ckpt_prune.transform.sources import MomentSource
 
 
 @dataclass(frozen=True)

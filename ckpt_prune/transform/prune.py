@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.calibration.sources import SequentialMoments
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.plan import MaskedLinear, SitePlan
 from ckpt_prune.progress import meter, track
 from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import RecoveredLayer
+from ckpt_prune.rotations.learning import WrittenRotations
 from ckpt_prune.transform.budgets import dense_scores
 from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.job import Job
 from ckpt_prune.transform.publish import publish
-from ckpt_prune.transform.rotations import WrittenRotations
-from ckpt_prune.transform.sources import SequentialMoments
 from ckpt_prune.versions import versions
 
 _REST = "rest"

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
-from ckpt_prune.architectures.remote import REMOTE_MODULE
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.containers.container import Container
+from ckpt_prune.containers.remote import REMOTE_MODULE
+from ckpt_prune.containers.side_files import side_files
+from ckpt_prune.filenames import REPORT
 from ckpt_prune.transform.card import model_card
-from ckpt_prune.transform.containers import Container
 
 
 def publish(
@@ -33,7 +34,7 @@ def publish(
     if container.remote_class is not None:
         code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
         writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
-    for path in source.side_files():
+    for path in side_files(source.path):
         writer.copy(path)
     writer.write_json(REPORT, whole)
     writer.write_text("README.md", model_card(whole))

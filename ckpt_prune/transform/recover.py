@@ -22,12 +22,14 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
-from ckpt_prune.checkpoint.filenames import ELSEWHERE, REPORT, ROTATIONS
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.containers.checking import check_source, check_stored
+from ckpt_prune.containers.container import Container, stored_container
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import ELSEWHERE, REPORT, ROTATIONS
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.mask_recipe import RotationKind
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
@@ -36,13 +38,12 @@ from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.reporting.reading import read_document
+from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
+from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
-from ckpt_prune.transform.containers import Container, stored_container
 from ckpt_prune.transform.engine import fill_biases
-from ckpt_prune.transform.layout import check_source, check_stored, source_shapes
+from ckpt_prune.transform.layout import source_shapes
 from ckpt_prune.transform.publish import publish
-from ckpt_prune.transform.rotated import RotatedCheckpoint
-from ckpt_prune.transform.rotations import RotationSizes, WrittenRotations
 from ckpt_prune.versions import versions
 
 _REST = "rest"

@@ -13,8 +13,8 @@ from ckpt_prune.architectures.family import family_of, load_family
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.layout import check_source
 from tests.encoders import BLOCKS, HIDDEN, VARIANTS, edit_files, make, stock
 
 PUBLISHED = {

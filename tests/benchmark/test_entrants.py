@@ -8,9 +8,9 @@ import pytest
 
 from ckpt_prune.benchmark import entrants
 from ckpt_prune.benchmark.entrants import GraphWish, open_entrant, scratch_folder, with_graph
-from ckpt_prune.checkpoint.filenames import EXPORT_ERROR, GRAPH_RECORD
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.folder import GraphWriter
+from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD
 from tests.cli.running import edit_weights
 
 VARIANT = "llama-gqa-tied"

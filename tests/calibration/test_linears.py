@@ -13,11 +13,11 @@ from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.measure import add, linear_widths, statistics_bytes
 from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import INDEX, Statistics, add_block, check_addable
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.sources import CachedMoments
 from tests import families
 from tests.encoders import calibrate
 from tests.families import BLOCKS

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.side_files import side_files
 from ckpt_prune.errors import UserError
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
@@ -236,7 +237,7 @@ def test_side_files(single: Path) -> None:
         (single / name).write_text("x")
     (single / "folder").mkdir()
     (single / "tokenizer_config.json").symlink_to("tokenizer.json")
-    names = [path.name for path in Checkpoint.open(single).side_files()]
+    names = [path.name for path in side_files(single)]
     assert names == sorted([*carried, "tokenizer_config.json"])
 
 

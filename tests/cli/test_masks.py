@@ -16,8 +16,8 @@ from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
 from ckpt_prune.progress import Meter
+from ckpt_prune.rotations.learning import Learner
 from ckpt_prune.sparsity import damping
-from ckpt_prune.transform.rotations import Learner
 from tests import encoders, families
 from tests.cli.running import TEXT, edit_weights, listing, ok, read_json, refused, run, same_files, set_config
 from tests.evaluation.tiny import random_windows

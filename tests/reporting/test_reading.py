@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT
 from ckpt_prune.reporting.reading import read_document
 
 from .examples import Json, elsewhere, layer, recovery, write

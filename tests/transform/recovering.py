@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 import ckpt_prune
 from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.training import Split

@@ -31,8 +31,8 @@ from ckpt_prune.transform.prune import prune
 from tests.encoders import job_on
 from tests.families import BLOCKS, calibrate, contents
 from tests.oracles import whole_best
+from tests.stored import Sources
 
-from .stored import Sources
 from .whole import data_of, make_wide
 
 KINDS = ("params", "bytes", "flops")

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.sources import DriftMoments
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.job import Job, LiveSamples
 from ckpt_prune.transform.prune import prune
-from ckpt_prune.transform.sources import DriftMoments
 from tests import encoders, families
 from tests.encoders import BLOCKS, Pixels
 from tests.interrupting import interrupt_at

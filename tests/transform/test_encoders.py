@@ -45,8 +45,7 @@ from tests.encoders import (
 )
 from tests.evaluation.tiny import random_windows
 from tests.oracles import perplexity
-
-from .stored import Sources, run_elsewhere
+from tests.stored import Sources, run_elsewhere
 
 BIASED = {"bias", "centred-rotation", "affine"}
 OLD = ["bert-old-names", "bert-no-prefix", "opt-no-prefix"]

@@ -37,8 +37,7 @@ from tests.encoders import (
     watch,
 )
 from tests.oracles import logits, perplexity
-
-from .stored import Sources
+from tests.stored import Sources
 
 CHOSEN = ["vit", "vit-no-qkv-bias", "deit-teacher", "dinov2-model", "dinov2-swiglu-classifier", "opt", "opt-350m-like"]
 CHOSEN += ["bert-mlm", "bert-model", "bert-old-names"]

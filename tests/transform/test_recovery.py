@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.filenames import REPORT, ROTATIONS
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.reporting.page import page
 from ckpt_prune.reporting.reading import read_document

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.checkpoint.filenames import REPORT, ROTATIONS
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT, ROTATIONS
 from ckpt_prune.transform.recover import check_same_reader, recover
 from tests import encoders, families
 from tests.evaluation.tiny import tiny_tokenizer

@@ -13,11 +13,11 @@ import torch
 from ckpt_prune._version import __version__
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.checkpoint.filenames import REPORT
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.recovery import recoverer
 from ckpt_prune.transform.job import RecoverySamples

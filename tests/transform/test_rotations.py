@@ -23,22 +23,22 @@ from ckpt_prune.architectures.family import load_family
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.sparsity.training import Learned
-from ckpt_prune.transform import rotations
+from ckpt_prune.rotations import learning as rotations
+from ckpt_prune.rotations.rotated import check_rotatable
+from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.prune import prune
-from ckpt_prune.transform.rotated import check_rotatable
 from tests import encoders, families
 from tests.families import BLOCKS, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
+from tests.stored import Sources, run_elsewhere
 
-from .stored import Sources, run_elsewhere
 from .test_remote import ELSEWHERE
 from .whole import (
     RULES,

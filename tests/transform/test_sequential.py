@@ -13,10 +13,10 @@ from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.sources import SequentialMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.transform.prune import prune
-from ckpt_prune.transform.sources import SequentialMoments
 from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of

@@ -18,8 +18,7 @@ from ckpt_prune.transform.prune import prune
 from tests import encoders, families
 from tests.oracles import masked_model
 from tests.oracles.masked_model import INPUTS, Model, Rule, Target
-
-from .stored import Sources
+from tests.stored import Sources
 
 RULES: dict[str, tuple[dict[str, Any], Rule]] = {
     "magnitude": ({"method": "magnitude"}, masked_model.magnitude),

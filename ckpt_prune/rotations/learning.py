@@ -17,20 +17,20 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.calibration.streams import ReadTensors
-from ckpt_prune.checkpoint.filenames import ROTATIONS
 from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
 from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.mask_recipe import RotationKind, RotationRecipe
 from ckpt_prune.progress import meter
-from ckpt_prune.sparsity.folding import fused, residual_of, sides, unnormed
-from ckpt_prune.sparsity.importance import Backbone, Side, Term, sensitivity
-from ckpt_prune.sparsity.training import Learned, Training, learn, learn_shared
+from ckpt_prune.rotations.folding import fused, residual_of, sides, unnormed
+from ckpt_prune.rotations.importance import Backbone, Side, Term, sensitivity
+from ckpt_prune.rotations.rotated import BlockRotations
+from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
 from ckpt_prune.transform.layout import Shape
-from ckpt_prune.transform.rotated import BlockRotations
-from ckpt_prune.transform.sources import MomentSource
 
 _SHARED = "residual"
 _KEPT_BYTES = 2**30

@@ -6,12 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.sparsity import training as module
-from ckpt_prune.sparsity.importance import Term, objective
-from ckpt_prune.sparsity.orthogonal import METHODS, near_identity
-from ckpt_prune.sparsity.training import Training, learn, learn_shared
-
-from .problems import BACKBONES, make_block, orthogonal
+from ckpt_prune.rotations import training as module
+from ckpt_prune.rotations.importance import Term, objective
+from ckpt_prune.rotations.orthogonal import METHODS, near_identity
+from ckpt_prune.rotations.training import Training, learn, learn_shared
+from tests.problems import BACKBONES, make_block, orthogonal
 
 WHOLE = {"hidden": 10, "kv_heads": 2, "head_dim": 3}
 R1_ONLY = {"hidden": 10, "kv_heads": None, "head_dim": None}

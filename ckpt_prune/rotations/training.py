@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.sparsity.importance import Backbone, Term, objective
-from ckpt_prune.sparsity.orthogonal import (
+from ckpt_prune.rotations.importance import Backbone, Term, objective
+from ckpt_prune.rotations.orthogonal import (
     METHODS,
     MethodName,
     Rotator,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ckpt_prune.architectures.family import load_family
 from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.sparsity.folding import (
+from ckpt_prune.rotations.folding import (
     after_rotation,
     before_norm,
     fused,
@@ -24,8 +24,7 @@ from ckpt_prune.sparsity.folding import (
 )
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
-
-from .problems import orthogonal
+from tests.problems import orthogonal
 
 HIDDEN, HEADS, KV, HEAD_DIM, MLP = 10, 4, 2, 3, 7
 OPT_HEADS, OPT_DIM = 2, 5

@@ -14,7 +14,7 @@ from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_recipe import RotationKind
-from ckpt_prune.sparsity.folding import fused, residual_of, turned
+from ckpt_prune.rotations.folding import fused, residual_of, turned
 from ckpt_prune.transform.layout import Added
 
 BlockRotations = tuple[Tensor | None, Tensor]

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.sparsity.importance import Term, entropy, importance, objective, rotated, sensitivity
+from ckpt_prune.rotations.importance import Term, entropy, importance, objective, rotated, sensitivity
 from tests.oracles import rotation_entropy as oracle
-
-from .problems import BACKBONES, DAMP, make_block, orthogonal
+from tests.problems import BACKBONES, DAMP, make_block, orthogonal
 
 ROTATIONS = [(True, True), (True, False), (False, True)]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.sparsity.importance import Backbone, Side, Term, sensitivity
+from ckpt_prune.rotations.importance import Backbone, Side, Term, sensitivity
 
 BACKBONES: tuple[Backbone, ...] = ("magnitude", "wanda", "sparsegpt")
 DAMP = 0.01

@@ -12,11 +12,8 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.drift import observe_drift
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.measure import moments_name
-from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.sparsity.folding import after_rotation, sides, unnormed
-from ckpt_prune.transform.rotated import RotatedCheckpoint
 
 
 class MomentSource(Protocol):
@@ -123,29 +120,3 @@ class DriftMoments(SequentialMoments):
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""
         super().advance(block, tensors)
         self.dense.advance(block, self._read_block(block))
-
-
-class RotatedMoments(NoMoments):
-    """Moments of a dense model as its linears have them under rotations.
-
-    Args:
-        source: of the dense model's moments, with Grams.
-        rotated: the checkpoint under rotations.
-    """
-
-    def __init__(self, source: MomentSource, rotated: RotatedCheckpoint) -> None:
-        self._source, self._rotated = source, rotated
-
-    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Moments of these linear modules' inputs."""
-        family = self._rotated.family
-        residual, heads = self._rotated.on_device(block)
-        found: dict[Key, SpaceMoments] = {}
-        norms = self._rotated.norms(block) if residual is not None else {}
-        for key, folds in self._source.moments(block, tensors, keys).items():
-            _, right = sides(family, key, residual=residual is not None)
-            own = [m.to(self._rotated.device) for m in folds if isinstance(m, Moments)]
-            if residual is not None:
-                own = [unnormed(family, block, key, norms, m) for m in own]
-            found[key] = tuple(after_rotation(m, right, residual, heads).to("cpu") for m in own)
-        return found

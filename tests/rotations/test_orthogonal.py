@@ -2,9 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.sparsity.orthogonal import METHODS, identity, near_identity, orthonormalised, rotator
-
-from .problems import orthogonal
+from ckpt_prune.rotations.orthogonal import METHODS, identity, near_identity, orthonormalised, rotator
+from tests.problems import orthogonal
 
 
 def defect(q: Tensor) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family, Residual
 from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.sparsity.importance import Side, rotated
+from ckpt_prune.rotations.importance import Side, rotated
 
 
 def sides(family: Family, module: str, *, residual: bool) -> tuple[Side | None, Side | None]:

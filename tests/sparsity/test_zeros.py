@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckpt_prune.checkpoint import zeros as module
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.shard import DTYPES
-from ckpt_prune.checkpoint.zeros import (
+from ckpt_prune.errors import UserError
+from ckpt_prune.sparsity import zeros as module
+from ckpt_prune.sparsity.zeros import (
     Sparsity,
     crowded_groups,
     find_zeros,
@@ -20,9 +21,7 @@ from ckpt_prune.checkpoint.zeros import (
     sparsity_of,
     weights_by_module,
 )
-from ckpt_prune.errors import UserError
-
-from .folders import example_tensors, save_sharded, save_single
+from tests.checkpoint.folders import example_tensors, save_sharded, save_single
 
 ORDER = [("1:4", 1, 4), ("2:4", 2, 4), ("4:8", 4, 8)]
 

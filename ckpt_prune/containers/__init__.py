@@ -1,0 +1,1 @@
+"""What an output is stored as: container, config, remote code."""

@@ -1,0 +1,68 @@
+"""A container: the `model_type` and config that an output is stored under."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ckpt_prune import modeling_pruned
+from ckpt_prune.architectures.family import SpaceName, family_of
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.remote import remote_class
+
+Widths = Sequence[Mapping[SpaceName, int]]
+"""Units kept per block and space."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What an output is stored as.
+
+    Attributes:
+        model_type: its `model_type`.
+        config: its config.json.
+        remote_class: name of the class in `modeling_pruned` where stock transformers has none that fits.
+        biases: linear modules of a block that have a bias tensor in the output; those that gain none from a fold hold
+            zeros because the config key that opens the slot opens theirs too.
+        note: a line for the user where the container is not the source's own.
+        architecture: the stock class it loads with, or that its remote class stands for.
+        padded: spaces held at their dense width, with zeros for what was dropped.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    remote_class: str | None = None
+    biases: frozenset[str] = field(default_factory=frozenset)
+    note: str | None = None
+    architecture: str = ""
+    padded: frozenset[SpaceName] = frozenset()
+
+    def skeleton(self) -> nn.Module:
+        """The container's model on the meta device."""
+        config = parse_config(self.config)
+        if self.remote_class is None:
+            return build_skeleton(config, self.architecture or family_of(self.config).architecture)
+        return remote_skeleton(config, self.remote_class)
+
+
+def stored_container(checkpoint: Checkpoint) -> Container:
+    """What a checkpoint is stored as: an output of this tool, or any other of a known family.
+
+    Raises:
+        UserError: it asks for remote code that is not this tool's, or its family is not known.
+    """
+    remote = remote_class(checkpoint.config, checkpoint.path)
+    architecture = "" if remote else fitting_family(checkpoint).architecture
+    return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
+
+
+def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
+    """A model of `modeling_pruned` on the meta device."""
+    with torch.device("meta"):
+        model: nn.Module = getattr(modeling_pruned, remote_class)(config)
+    return model.eval()

@@ -1,0 +1,31 @@
+"""What travels unchanged from a checkpoint into what is made of it."""
+
+from pathlib import Path
+
+from ckpt_prune.checkpoint.reading import CONFIG, PICKLES
+from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
+
+_NOT_CARRIED = PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
+_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS}
+_OF_A_GRAPH = {GRAPH_RECORD, VALIDATION}
+"""Where both a checkpoint and its graph are in one folder."""
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Files that travel unchanged with a copy: tokenizer, image processor, generation config, licence.
+
+    Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew.
+    """
+    found = (path for path in folder.iterdir() if path.is_file() and _is_side_file(path))
+    exported = (folder / GRAPH_RECORD).is_file()
+    return sorted(path for path in found if not (exported and path.name in _OF_A_GRAPH))
+
+
+def _is_side_file(path: Path) -> bool:
+    name = path.name
+    return not (
+        name.startswith(".")
+        or name in _REWRITTEN
+        or name.endswith((".index.json", ".onnx.data", EXPORT_ERROR))
+        or path.suffix.lower() in _NOT_CARRIED
+    )

@@ -1,0 +1,1 @@
+"""Importance rotations: learning them and absorbing them into tensors."""
