@@ -1,4 +1,4 @@
-"""What rooms share. One thread: tensors here are tiny, and threads that wait for a busy core cost more than they save."""
+"""What rooms share: checkpoints of every variant, made once; and one thread, because tensors here are tiny."""
 
 import pytest
 import torch
