@@ -1,0 +1,217 @@
+"""Spaces: axes that several tensors of a block share, as data (DESIGN, "What a space is, said once").
+
+A space lists its incidences: on which linear modules its units lie, along which axis, how many rows or columns each
+has and in what order. `cuts` derives shapes, cutting and padding from that.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from math import prod
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+SpaceName = Literal["qk", "heads", "mlp"]
+"""Spaces that recipes, plans and statistics speak of."""
+Ends = Literal["columns", "logits"]
+"""What a space ends in: the columns of a linear module, or the attention logits."""
+Rounding = Literal["floor", "ceil", "nearest"]
+"""From units times a ratio to a whole number of units."""
+Axis = Literal["rows", "columns"]
+"""Of a linear module: its outputs, or its inputs."""
+Dimension = Callable[[str], int]
+"""The value of a dimension of a model, by name."""
+
+ENDS: dict[SpaceName, Ends] = {"qk": "logits", "heads": "columns", "mlp": "columns"}
+"""What each space ends in, in every family that has it: recipes are checked without a model."""
+COUPLED: tuple[frozenset[SpaceName], ...] = (frozenset({"heads", "qk"}),)
+"""Spaces that cross on one tensor, so that a unit of one is worth less where units of the other are gone."""
+
+
+class Description(BaseModel):
+    """Data of a family's file: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Incidence(Description):
+    """Where the units of a space lie on one axis of one linear module of a block.
+
+    The axis is `after` lines of something else, then `copies` runs of units, then whatever follows. In a run, units
+    follow each other with `each` neighbouring lines.
+
+    Attributes:
+        module: path of the linear module in a block, as it stands on disk.
+        each: dimensions whose product is the lines of one unit in one run. Values and queries that alternate in one
+            projection are one unit of several head sizes.
+        copies: runs one after the other (a SwiGLU's gate and up in one tensor).
+        after: products of dimensions whose sum is the lines before the first run (keys behind queries in a fused
+            projection).
+        transposed: the tensor is stored (inputs, outputs), as Conv1D does.
+    """
+
+    module: str
+    each: list[str | int] = []
+    copies: int = Field(1, ge=1)
+    after: list[list[str | int]] = []
+    transposed: bool = False
+
+    def lines(self, units: Tensor, count: int, dimension: Dimension) -> Tensor:
+        """Rows or columns of some units, int64, one run after the other.
+
+        Args:
+            units: which, ascending.
+            count: units in all.
+            dimension: of the model.
+        """
+        each = _product(self.each, dimension)
+        start = sum(_product(segment, dimension) for segment in self.after)
+        run = (units[:, None] * each + torch.arange(each, device=units.device)).flatten()
+        return torch.cat([run + start + copy * each * count for copy in range(self.copies)])
+
+    def per_unit(self, dimension: Dimension) -> int:
+        """Rows or columns of one unit, all runs together."""
+        return self.copies * _product(self.each, dimension)
+
+    def dim(self, axis: Axis) -> int:
+        """Which dimension of the tensor the axis is."""
+        return int((axis == "columns") != self.transposed)
+
+
+class Space(Description):
+    """An axis that several tensors of a block share, counted in units that are kept or dropped whole.
+
+    Attributes:
+        unit: what one unit is called in tables.
+        units: the dimension that counts the units of the dense model.
+        per: a dimension that counts how many times these units stand side by side, as many kept in each (a head of q
+            and k), or None. The units of a site are all of them.
+        rounding: how the published methods round units times ratio to a number of dropped units (METHODS section 2).
+        rows: linear modules that make the space.
+        config: config key → dimensions whose product, times the units kept, is its new value.
+    """
+
+    unit: str
+    units: str
+    per: str | None = None
+    rounding: Rounding
+    rows: list[Incidence]
+    config: dict[str, list[str]]
+
+    @property
+    @abstractmethod
+    def incidences(self) -> list[tuple[Axis, Incidence]]:
+        """Everything the space's units lie on."""
+
+    @property
+    @abstractmethod
+    def measured(self) -> str:
+        """The linear module under whose weight statistics file the space's moments."""
+
+    @property
+    @abstractmethod
+    def solved_from(self) -> list[str]:
+        """Linear modules whose tensors scores and compensation look at."""
+
+    @abstractmethod
+    def rewritten(self, method: str) -> list[str]:
+        """Linear modules whose values a compensation changes; the others only lose units."""
+
+    @property
+    def modules(self) -> list[str]:
+        """Linear modules that have the space as an axis, once each."""
+        return list(dict.fromkeys(incidence.module for _, incidence in self.incidences))
+
+    @property
+    def readers(self) -> list[str]:
+        """Linear modules that make the space, all from the same input."""
+        return [incidence.module for incidence in self.rows]
+
+    def count(self, dimension: Dimension) -> int:
+        """Units that are counted: of q and k, those of one head."""
+        return dimension(self.units)
+
+    def copies(self, dimension: Dimension) -> int:
+        """How many times these stand side by side."""
+        return 1 if self.per is None else dimension(self.per)
+
+    def site_units(self, dimension: Dimension) -> int:
+        """Units of a site."""
+        return self.count(dimension) * self.copies(dimension)
+
+    def first(self, count: int, dimension: Dimension) -> Tensor:
+        """The first `count` units of every copy: any others give the same shapes."""
+        starts = torch.arange(self.copies(dimension)) * self.count(dimension)
+        return (starts[:, None] + torch.arange(count)).flatten()
+
+
+class ColumnSpace(Space):
+    """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
+
+    Attributes:
+        columns: where it lies on the consumer.
+        scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
+            the residual stream (layer scale), or None.
+    """
+
+    ends: Literal["columns"]
+    columns: Incidence
+    scale: str | None = None
+
+    @property
+    def consumer(self) -> str:
+        """The linear module whose columns are the axis."""
+        return self.columns.module
+
+    @property
+    def incidences(self) -> list[tuple[Axis, Incidence]]:
+        """Its makers' rows and its consumer's columns."""
+        return [*(("rows", incidence) for incidence in self.rows), ("columns", self.columns)]
+
+    @property
+    def measured(self) -> str:
+        """The consumer: moments are of its input."""
+        return self.consumer
+
+    @property
+    def solved_from(self) -> list[str]:
+        """The consumer."""
+        return [self.consumer]
+
+    def rewritten(self, method: str) -> list[str]:
+        """The consumer, whatever the method: none drops its columns."""
+        return [self.consumer]
+
+
+class LogitSpace(Space):
+    """The axis inside a head that q and k share and that ends in the attention logits; `rows` are q, then k."""
+
+    ends: Literal["logits"]
+
+    @property
+    def incidences(self) -> list[tuple[Axis, Incidence]]:
+        """Rows of q and k."""
+        return [("rows", incidence) for incidence in self.rows]
+
+    @property
+    def measured(self) -> str:
+        """The query projection."""
+        return self.rows[0].module
+
+    @property
+    def solved_from(self) -> list[str]:
+        """Both projections."""
+        return self.readers
+
+    def rewritten(self, method: str) -> list[str]:
+        """Both projections, unless the method only drops rows."""
+        return [] if method == "none" else self.readers
+
+
+AnySpace = Annotated[ColumnSpace | LogitSpace, Field(discriminator="ends")]
+
+
+def _product(dimensions: list[str | int], dimension: Dimension) -> int:
+    return prod(each if isinstance(each, int) else dimension(each) for each in dimensions)
