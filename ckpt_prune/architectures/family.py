@@ -1,84 +1,62 @@
 """Families: what the project knows of an architecture, one JSON description each (`families/*.json`).
 
-A description names tensors as they stand on disk. A space (DESIGN: an axis several tensors share) lists its producers,
-whose rows are the space's axis, its consumer, whose columns are, and the config keys that carry its width.
+A description names tensors as they stand on disk; `spaces` says what can be pruned.
 """
 
 import json
 from functools import cache
 from importlib import resources
-from math import prod
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName
 from ckpt_prune.errors import UserError
 
-SpaceName = Literal["qk", "heads", "mlp"]
-"""Spaces that recipes, plans and statistics speak of."""
 Modality = Literal["text", "image"]
 
 KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
 
 
-class _Description(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Space(_Description):
-    """An axis that several tensors of a block share, counted in units that are kept or dropped whole.
+class Multiple(Description):
+    """A dimension that a config says as an integer multiple of the hidden size.
 
     Attributes:
-        unit: what one unit is called in tables.
-        units: the dimension that counts the units of the dense model.
-        rounding: how the published methods round `units × ratio` to a number of dropped units (METHODS section 2).
-        config: config key → dimensions whose product, times the units kept, is its new value.
+        key: config key of the multiple.
+        gated: two thirds of the multiple, rounded up to a multiple of eight.
     """
 
-    unit: str
-    units: str
-    rounding: Literal["floor", "ceil"]
-    config: dict[str, list[str]]
+    key: str
+    gated: bool = False
+
+    def width(self, hidden: int, ratio: int) -> int:
+        """The dimension under a multiple."""
+        width = int(hidden * ratio)
+        return (int(width * 2 / 3) + 7) // 8 * 8 if self.gated else width
 
 
-class ColumnSpace(Space):
-    """A space that ends in the columns of one linear module, which compensation rewrites.
-
-    Attributes:
-        producers: linear module → how many times the space stands in its rows, one after the other (a fused gate and
-            up projection holds it twice).
-        consumer: the linear module whose columns are the axis.
-        consumer_unit: dimensions whose product is the consumer's columns per unit.
-        scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
-            the residual stream (layer scale), or None.
-    """
-
-    producers: dict[str, int]
-    consumer: str
-    consumer_unit: list[str]
-    scale: str | None = None
-
-
-class LogitSpace(Space):
-    """The axis inside a head that q and k share and that ends in the attention logits, a kept set for every head.
-
-    Attributes:
-        query, key: the linear modules whose rows are heads × units.
-    """
+class Attention(Description):
+    """The linear modules of a block's attention; some may be one and the same."""
 
     query: str
     key: str
+    value: str
+    output: str
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All of them, once each."""
+        return tuple(dict.fromkeys((self.query, self.key, self.value, self.output)))
 
 
-class Residual(_Description):
+class Residual(Description):
     """How a model reads from and adds to its residual stream, where rotations can be folded into what does.
 
     Attributes:
         norm: what stands before each read: an RMSNorm (rms) or a LayerNorm (layer).
         reads: norm of a block → linear modules it feeds.
         writes: linear modules whose output is added to the stream.
-        values: the linear module that makes the values; the consumer of the heads reads them.
         starts: modules whose tables make up the stream before the first block.
         final: the norm before the head.
     """
@@ -86,12 +64,11 @@ class Residual(_Description):
     norm: Literal["rms", "layer"]
     reads: dict[str, list[str]]
     writes: list[str]
-    values: str
     starts: list[str]
     final: str
 
 
-class Architecture(_Description):
+class Architecture(Description):
     """One class of a family: the base model and a head on it, or the base model alone.
 
     Attributes:
@@ -105,7 +82,7 @@ class Architecture(_Description):
     pooled: list[str] = Field(default_factory=list)
 
 
-class Family(_Description):
+class Family(Description):
     """One architecture.
 
     Attributes:
@@ -123,14 +100,13 @@ class Family(_Description):
         embedding: module of the token embedding.
         lookups: modules whose two-dimensional tensors are looked up or added, never multiplied.
         dimensions: dimension → config keys to try in order.
-        spaces: what can be pruned.
+        attention: its linear modules.
+        spaces: what can be pruned, in the order of computation.
         rope: whether q and k are rotated by position before they meet.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
-        heads_fill_hidden: whether the stock class always has heads that together are as wide as the hidden size.
-        mlp_ratio: the config key that says the width of the mlp as an integer multiple of the hidden size.
-        mlp_gated: with `mlp_ratio`: two thirds of the multiple, rounded up to a multiple of eight.
+        multiples: dimensions that the config says as multiples of the hidden size.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         residual: how blocks read from and add to the residual stream, where rotations can be folded in.
         unrotatable: why not, where they cannot.
@@ -152,13 +128,12 @@ class Family(_Description):
     embedding: str | None = None
     lookups: list[str]
     dimensions: dict[str, list[str]]
-    spaces: dict[SpaceName, ColumnSpace | LogitSpace]
+    attention: Attention
+    spaces: dict[SpaceName, AnySpace]
     rope: bool = False
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
-    heads_fill_hidden: bool = False
-    mlp_ratio: str | None = None
-    mlp_gated: bool = False
+    multiples: dict[str, Multiple] = Field(default_factory=dict)
     sliding_window: str | None = None
     residual: Residual | None = None
     unrotatable: str | None = None
@@ -193,47 +168,43 @@ class Family(_Description):
             return path
         return f"{prefix if self.prefixed else ''}{path.removeprefix(prefix)}"
 
-    # ---- spaces -----------------------------------------------------------------------------------------------
+    # ---- blocks -----------------------------------------------------------------------------------------------
 
     @property
     def columns(self) -> dict[SpaceName, ColumnSpace]:
-        """The spaces that end in the columns of a projection."""
+        """The spaces that end in the columns of a consumer."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, ColumnSpace)}
 
     @property
-    def logits(self) -> LogitSpace | None:
-        """The space inside a head that q and k share, where it can be pruned."""
-        space = self.spaces.get("qk")
-        return space if isinstance(space, LogitSpace) else None
-
-    def modules(self, space: SpaceName) -> list[str]:
-        """Linear modules of a block that have the space as an axis."""
-        found = self.spaces[space]
-        if isinstance(found, LogitSpace):
-            return [found.query, found.key]
-        return [*found.producers, found.consumer]
-
-    def producers(self, space: SpaceName) -> dict[str, int]:
-        """Linear modules that have the space in their rows → how many times, one after the other."""
-        found = self.spaces[space]
-        return dict.fromkeys(self.modules(space), 1) if isinstance(found, LogitSpace) else found.producers
-
-    def site_units(self, config: Any, space: SpaceName) -> int:
-        """Units of a site: of q and k those of every head, elsewhere those of the space."""
-        heads = self.dimension(config, "query_heads") if space == "qk" else 1
-        return self.units(config, space) * heads
+    def logits(self) -> dict[SpaceName, LogitSpace]:
+        """The spaces that end in attention logits."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
 
     @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
-        return list(dict.fromkeys(module for space in self.spaces for module in self.modules(space)))
+        return list(dict.fromkeys(module for space in self.spaces.values() for module in space.modules))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Linear module of a block → what tables call it, whatever the family does: q, k, v, o, gate, up or down.
+
+        A fused projection has one label; a gated MLP that stores gate and up as one tensor has up.
+        """
+        attention = self.attention
+        found = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
+        for space in self.columns.values():
+            if space.consumer not in found:
+                *gates, up = dict.fromkeys(space.readers)
+                found |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
+        return found
 
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """A linear module of a block → all that read the same input, itself first; in the order of computation."""
         found: dict[str, tuple[str, ...]] = {}
         for space in self.columns.values():
-            producers = tuple(space.producers)
+            producers = tuple(dict.fromkeys(space.readers))
             found |= {producers[0]: producers, space.consumer: (space.consumer,)}
         return found
 
@@ -256,8 +227,9 @@ class Family(_Description):
         """A dimension read off a transformers config; `group` is query heads per KV head."""
         if name == "group":
             return self.dimension(config, "query_heads") // self.dimension(config, "kv_heads")
-        if name == "mlp" and self.mlp_ratio is not None:
-            return self.mlp_width(self.dimension(config, "hidden"), getattr(config, self.mlp_ratio))
+        if name in self.multiples:
+            multiple = self.multiples[name]
+            return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
         for key in self.dimensions[name]:
             value = getattr(config, key, None)
             if value is not None:
@@ -265,38 +237,6 @@ class Family(_Description):
         if name == "head_dim":
             return self.dimension(config, "hidden") // self.dimension(config, "query_heads")
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
-
-    def mlp_width(self, hidden: int, ratio: int) -> int:
-        """Columns of the mlp under an integer `mlp_ratio`."""
-        width = int(hidden * ratio)
-        return (int(width * 2 / 3) + 7) // 8 * 8 if self.mlp_gated else width
-
-    def per_unit(self, config: Any, dimensions: list[str]) -> int:
-        """Product of dimensions: how many columns or heads one unit of a space stands for."""
-        return prod(self.dimension(config, name) for name in dimensions)
-
-    def units(self, config: Any, space: SpaceName) -> int:
-        """Units of a space in the dense model; of qk, those of one head."""
-        return self.dimension(config, self.spaces[space].units)
-
-    def unit_columns(self, config: Any, space: SpaceName) -> int:
-        """Consumer columns per unit; 1 for a space without a consumer."""
-        found = self.spaces[space]
-        return self.per_unit(config, found.consumer_unit) if isinstance(found, ColumnSpace) else 1
-
-    def tokens(self, config: Any) -> int:
-        """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
-        if self.modality == "image":
-            return self.image_tokens(config, _pair(config.image_size))
-        return min(2048, int(getattr(config, "max_position_embeddings", 2048)))
-
-    def image_tokens(self, config: Any, size: tuple[int, ...]) -> int:
-        """Tokens of an image of `size` (height, width): patches and special tokens."""
-        return patches(config, size) + self.special_tokens
-
-    def uses_sliding_window(self, config: Any) -> bool:
-        """Whether this checkpoint's attention really is windowed."""
-        return self.sliding_window is not None and bool(getattr(config, self.sliding_window, None))
 
     def of(self, architecture: str) -> "Family":
         """The same family with another of its classes at hand; paths lose the base prefix where it is the base model.
@@ -318,19 +258,6 @@ class Family(_Description):
             "embedding": self.embedding and self.embedding.removeprefix(prefix),
         }
         return described.model_copy(update=bare)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    """Height and width of a config's image or patch size, one number or two."""
-    height, width = (value, value) if isinstance(value, int) else value
-    return int(height), int(width)
-
-
-def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
-    """Patches of an image of `size` (height, width); of the config's own size by default."""
-    height, width = size or _pair(config.image_size)
-    rows, columns = _pair(config.patch_size)
-    return (height // rows) * (width // columns)
 
 
 def _folder() -> Any:

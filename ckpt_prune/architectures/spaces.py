@@ -91,6 +91,7 @@ class Space(Description):
         rounding: how the published methods round units times ratio to a number of dropped units (METHODS section 2).
         rows: linear modules that make the space.
         config: config key → dimensions whose product, times the units kept, is its new value.
+        fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.
     """
 
     unit: str
@@ -99,6 +100,7 @@ class Space(Description):
     rounding: Rounding
     rows: list[Incidence]
     config: dict[str, list[str]]
+    fixed: str | None = None
 
     @property
     @abstractmethod

@@ -4,13 +4,11 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.benchmark.workload import Phase, Workload
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.transform.layout import source_shapes
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,15 @@ class Costs:
 def costs_of(checkpoint: Checkpoint) -> Costs | None:
     """The costs of a checkpoint; None where its family has no description."""
     try:
-        family = fitting_family(checkpoint)
-        config = parse_config(checkpoint.config)
+        model = Model.of(checkpoint)
     except UserError:
         return None
-    shapes = source_shapes(checkpoint)
-    parameters = cost_of(family, config, shapes).parameters
-    if family.modality == "image":
-        return Costs(parameters, once=cost_of(family, config, shapes).flops, per_token=0, per_pair=0)
+    cost = cost_of(model)
+    parameters = cost.parameters
+    if model.family.modality == "image":
+        return Costs(parameters, once=cost.flops, per_token=0, per_pair=0)
     # Through three points goes one parabola; its coefficients are whole numbers.
-    one, two, three = (cost_of(family, _reading(config, tokens), shapes).flops for tokens in (1, 2, 3))
+    one, two, three = (cost_of(model.with_config(_reading(model.config, tokens))).flops for tokens in (1, 2, 3))
     per_pair = (three - 2 * two + one) // 2
     per_token = two - one - 3 * per_pair
     return Costs(parameters, once=one - per_token - per_pair, per_token=per_token, per_pair=per_pair)

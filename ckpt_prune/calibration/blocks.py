@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer
 
 
@@ -17,8 +16,7 @@ class BlockFactory:
     """Builds single blocks of a model, of any widths the tensors have, without ever holding the model.
 
     Args:
-        family: the model's description.
-        config: the dense model's config.
+        model: the dense model.
         device: where the blocks run.
         dtype: floating-point type the blocks compute in.
         skeleton: the model on the meta device, where it is not the stock one of the config.
@@ -26,18 +24,18 @@ class BlockFactory:
 
     def __init__(
         self,
-        family: Family,
-        config: PreTrainedConfig,
+        model: Model,
         *,
         device: torch.device,
         dtype: torch.dtype,
         skeleton: nn.Module | None = None,
     ) -> None:
-        self.family, self.config, self.device, self.dtype = family, config, device, dtype
-        self.skeleton = build_skeleton(config, family.architecture) if skeleton is None else skeleton
+        self.model, self.device, self.dtype = model, device, dtype
+        self.family, self.config = model.family, model.config
+        self.skeleton = build_skeleton(model.config, self.family.architecture) if skeleton is None else skeleton
         self.names = Names(self.skeleton)
-        self._layers: Any = self.skeleton.get_submodule(family.layers)
-        self._pruned: Any = getattr(modeling_pruned, f"Pruned{family.architecture}")
+        self._layers: Any = self.skeleton.get_submodule(self.family.layers)
+        self._pruned: Any = getattr(modeling_pruned, f"Pruned{self.family.architecture}")
 
     def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.
@@ -49,26 +47,16 @@ class BlockFactory:
             tensors: by on-disk name.
             dtype: of the parameters; the factory's by default.
         """
-        family = self.family
         # Blocks of what was pruned already may differ in width.
-        config = modeling_pruned.layer_config(self.config, index)
-        head_dim = family.dimension(config, "head_dim")
-        layer_config = copy.copy(config)
+        model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
+        layer_config = copy.copy(model.config)
         # Where the config leaves it out, it would be derived from the head count, which may have changed.
-        layer_config.head_dim = head_dim
-        for space, description in family.columns.items():
-            columns = tensors[family.tensor(index, description.consumer)].shape[1]
-            units = columns // family.unit_columns(config, space)
-            for key, factors in description.config.items():
-                setattr(layer_config, key, units * family.per_unit(config, factors))
-        logits = family.logits
-        if logits is not None:
-            heads = tensors[family.tensor(index, family.columns["heads"].consumer)].shape[1] // head_dim
-            (key,) = logits.config
-            setattr(layer_config, key, tensors[family.tensor(index, logits.query)].shape[0] // heads)
+        layer_config.head_dim = model.dimension("head_dim")
+        for key, value in model.config_values(model.widths_of(index, tensors)).items():
+            setattr(layer_config, key, value)
         with torch.device("meta"):
             module: nn.Module = self._pruned.make_block(type(self._layers[index]), layer_config, index)
-        self.fill(module, f"{family.layers}.{index}", tensors, dtype=dtype)
+        self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
         return module.eval()
 
     def module_path(self, index: int, module: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.family import ColumnSpace, SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import Drift, Moments
 from ckpt_prune.calibration.streams import HiddenStream
@@ -106,9 +106,9 @@ class _Residual:
         self._outputs: dict[str, Tensor] = {}
         self._entered = self._left = torch.empty(0)
         # What tells pre-norm and post-norm apart, and what the consumers asked for need.
-        watched = {_reader(self._columns["heads"])}
+        watched = {family.attention.query}
         for space in spaces:
-            watched |= {_reader(self._columns[space]), self._columns[space].consumer}
+            watched |= {self._columns[space].readers[0], self._columns[space].consumer}
         for name in watched:
             self._watch(name)
 
@@ -127,13 +127,14 @@ class _Residual:
     @property
     def _post_norm(self) -> bool:
         """Whether norms stand after the additions: then queries are made of the very input of the block."""
-        return torch.equal(self.inputs[_reader(self._columns["heads"])], self._entered)
+        return torch.equal(self.inputs[self._stream.factory.family.attention.query], self._entered)
 
     def after(self, space: SpaceName) -> Tensor:
         """The residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
-        if space != "heads" and not self._post_norm:
+        attention = self._columns[space].consumer == self._stream.factory.family.attention.output
+        if not attention and not self._post_norm:
             return _rows(self._left)
-        before = self._entered if space == "heads" else self.inputs[_reader(self._columns[space])]
+        before = self._entered if attention else self.inputs[self._columns[space].readers[0]]
         added = _rows(self._outputs[self._columns[space].consumer])
         return _rows(before) + (added * self._scales[space] if space in self._scales else added)
 
@@ -149,11 +150,6 @@ class _Residual:
         path = self._stream.factory.module_path(self._index, self._columns[space].consumer)
         outputs, width = self.block.get_parameter(f"{path}.weight").shape
         return Drift.zeros(outputs, width, self._stream.factory.device)
-
-
-def _reader(space: ColumnSpace) -> str:
-    """The first linear module that makes a space; all of them read one input."""
-    return next(iter(space.producers))
 
 
 def _rows(states: Tensor) -> Tensor:

@@ -197,6 +197,11 @@ class LogitMoments:
         queries, keys = self.grams()
         return LogitMoments(*shape, queries.to(device), keys.to(device))
 
+    @property
+    def finite(self) -> bool:
+        """Whether no moment is NaN or Inf."""
+        return all(bool(torch.isfinite(t).all()) for t in (self.queries, self.keys, self.fourth) if t is not None)
+
     def logit_energy(self) -> Tensor:
         """E_b[‖q_j‖² ‖k_j‖²] of each dimension j, norms over a sample's tokens: (H, d) float64 (CORP's ranking)."""
         if self.fourth is not None:
@@ -205,11 +210,3 @@ class LogitMoments:
         queries, keys = self.grams()
         diagonal = packed_positions(self.head_dim, queries.device).diagonal()
         return (queries[..., diagonal].double() * keys[..., diagonal].double()).sum(1) / self.samples
-
-
-def total(folds: tuple[LogitMoments, ...]) -> LogitMoments:
-    """Moments of all folds together; of one fold, that fold itself (no copy)."""
-    combined = folds[0]
-    for fold in folds[1:]:
-        combined = combined + fold
-    return combined

@@ -1,7 +1,10 @@
 """Additive moments of the tokens that reach one consumer (METHODS section 1)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import reduce
+from operator import add
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -109,6 +112,11 @@ class Moments:
             drift,
         )
 
+    @property
+    def finite(self) -> bool:
+        """Whether no token was NaN or Inf."""
+        return bool(torch.isfinite(self.square).all())
+
     def to(self, device: torch.device | str) -> "Moments":
         """The same moments on another device."""
         return Moments(
@@ -142,9 +150,16 @@ class Moments:
         return (self.energy - self.mean.square()).clamp_min(0)
 
 
-def total(folds: tuple[Moments, ...]) -> Moments:
-    """Moments of all folds together; of one fold, that fold itself (no copy)."""
-    combined = folds[0]
-    for fold in folds[1:]:
-        combined = combined + fold
+class _Additive(Protocol):
+    def __add__(self, other: Any, /) -> Any: ...
+    def to(self, device: Any, /) -> Any: ...
+
+
+Sums = TypeVar("Sums", bound=_Additive)
+"""Any kind of moments."""
+
+
+def total(folds: Sequence[Sums]) -> Sums:
+    """Moments of all folds together. A single fold is returned as it is, without a copy."""
+    combined: Sums = reduce(add, folds)
     return combined

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.drift import observe_drift
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 
@@ -50,12 +49,12 @@ class NoMoments:
 class CachedMoments(NoMoments):
     """The dense cache: statistics on disk."""
 
-    def __init__(self, statistics: Statistics, family: Family) -> None:
-        self._statistics, self._family = statistics, family
+    def __init__(self, statistics: Statistics, model: Model) -> None:
+        self._statistics, self._model = statistics, model
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """The block's moments, read from disk."""
-        names = {key: moments_name(self._family, block, key) for key in keys}
+        names = {key: self._model.moments_name(block, key) for key in keys}
         found = self._statistics.block(block, set(names.values()))
         return {key: found[name] for key, name in names.items() if name in found}
 

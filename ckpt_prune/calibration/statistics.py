@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Modality
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
@@ -254,41 +255,29 @@ class Statistics:
             raise UserError(f"{path} is not the file that was measured (its digest differs): measure again")
         return found
 
-    def check_model(
-        self,
-        *,
-        model: str,
-        tokenizer: str | None,
-        dtype: str,
-        blocks: int,
-        consumers: dict[str, int],
-        queries: dict[str, tuple[int, int]],
-        linears: dict[str, int],
-    ) -> None:
+    def check_model(self, model: Model) -> None:
         """Refuse to be used with another model.
 
         Raises:
             UserError: dtype, tokenizer, model, or its blocks and consumers differ from what was measured.
         """
-        if (self.index.consumers, self.index.blocks) != (consumers, blocks) and self.index.model != model:
+        index, fingerprint = self.index, model.checkpoint.fingerprint
+        dtype = str(model.dtype).removeprefix("torch.")
+        if (index.consumers, index.blocks) != (model.consumer_widths, model.blocks) and index.model != fingerprint:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
-        if self.index.dtype != dtype:
+        if index.dtype != dtype:
             raise UserError(
-                f"{self.folder} was measured on another checkpoint, of {self.index.dtype} where this one is {dtype}: "
+                f"{self.folder} was measured on another checkpoint, of {index.dtype} where this one is {dtype}: "
                 "measure again"
             )
-        if self.index.tokenizer != tokenizer:
-            reader = "tokenizer" if self.index.modality == "text" else "image processor"
+        if index.tokenizer != model.reader_fingerprint:
+            reader = "tokenizer" if index.modality == "text" else "image processor"
             raise UserError(f"{self.folder} was measured with another {reader} than this checkpoint's: measure again")
-        if self.index.model != model:
+        if index.model != fingerprint:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
-        listed = linears if "linears" not in self.index.collect else self.index.linears
-        if (self.index.blocks, self.index.consumers, self.index.queries, listed) != (
-            blocks,
-            consumers,
-            queries,
-            linears,
-        ):
+        linears = model.linear_widths if "linears" in index.collect else index.linears
+        expected = (model.blocks, model.consumer_widths, model.query_heads, linears)
+        if (index.blocks, index.consumers, index.queries, index.linears) != expected:
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
     def summary(self) -> dict[str, Any]:

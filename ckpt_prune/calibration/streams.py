@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.family import LogitSpace
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.logits import LogitMoments, smaller_form
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Logits
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.errors import UserError
@@ -189,7 +187,7 @@ class HiddenStream:
                 self.states[rows] = output.cpu()
         return {key: observer.moments() for key, observer in observers.items()}
 
-    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> "_Inputs | _Logits":
+    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Inputs | Logits:
         """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
 
         Args:
@@ -198,23 +196,11 @@ class HiddenStream:
             what: a space or a linear module (`observe`).
             gram: whether with the Gram.
         """
-        family, factory = self.factory.family, self.factory
-        description = next((space for name, space in family.spaces.items() if name == what), None)
-        if isinstance(description, LogitSpace):
-            query, key = (
-                block.get_submodule(factory.module_path(index, module))
-                for module in (description.query, description.key)
-            )
-            heads = consumer_columns(block, factory, index) // family.dimension(factory.config, "head_dim")
-            head_dim = int(query.weight.shape[0]) // heads  # type: ignore[index]
-            runs = fold_slices(len(self.samples), self.folds)
-            forms = [smaller_form(run.stop - run.start, head_dim) for run in runs]
-            zeros = [LogitMoments.zeros(heads, head_dim, form=form, device=factory.device) for form in forms]
-            return _Logits(query, key, zeros)
-        name = what if description is None else description.consumer
-        linear = block.get_submodule(factory.module_path(index, name))
-        width = int(linear.weight.shape[1])  # type: ignore[index]
-        return _Inputs(linear, [Moments.zeros(width, gram=gram, device=factory.device) for _ in range(self.folds)])
+        space = next((space for name, space in self.factory.family.spaces.items() if name == what), None)
+        runs = fold_slices(len(self.samples), self.folds)
+        if space is None:
+            return Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
+        return OBSERVERS[space.ends](self.factory, block, index, space, gram, [run.stop - run.start for run in runs])
 
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -254,55 +240,3 @@ class HiddenStream:
             loss += functional.cross_entropy(logits, targets, reduction="sum").double().item()
             tokens += len(targets)
         return loss / tokens
-
-
-def consumer_columns(block: nn.Module, factory: BlockFactory, index: int) -> int:
-    """Columns of a block's attention output projection: heads times the width of a value head."""
-    consumer = block.get_submodule(factory.module_path(index, factory.family.columns["heads"].consumer))
-    return int(consumer.weight.shape[1])  # type: ignore[index]
-
-
-class _Inputs:
-    """Accumulates the input of one linear module."""
-
-    def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
-        self.fold, self._folds = 0, folds
-        self._handle = linear.register_forward_pre_hook(self._see)
-
-    def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
-
-    def moments(self) -> tuple[Moments, ...]:
-        """What was seen, on CPU; stops looking."""
-        self._handle.remove()
-        return tuple(m.to("cpu") for m in self._folds)
-
-
-class _Logits:
-    """Accumulates the outputs of the query and key projections, sample by sample."""
-
-    def __init__(self, query: nn.Module, key: nn.Module, folds: list[LogitMoments]) -> None:
-        self.fold, self._folds = 0, folds
-        self._query: Tensor | None = None
-        self._key: Tensor | None = None
-        self._handles = [query.register_forward_hook(self._see_query), key.register_forward_hook(self._see_key)]
-
-    def _see_query(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        self._query = output
-        self._pair()
-
-    def _see_key(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        self._key = output
-        self._pair()
-
-    def _pair(self) -> None:
-        if self._query is None or self._key is None:
-            return
-        self._folds[self.fold] = self._folds[self.fold].accumulate(self._query, self._key)
-        self._query = self._key = None
-
-    def moments(self) -> tuple[LogitMoments, ...]:
-        """What was seen, on CPU; stops looking."""
-        for handle in self._handles:
-            handle.remove()
-        return tuple(m.to("cpu") for m in self._folds)

@@ -81,6 +81,14 @@ class Checkpoint:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.tensors[name] for name in names])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most bytes are in."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.tensors.values():
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
     def check_finite(self) -> None:
         """Scan every floating-point tensor in order, holding about 256 MiB at most; once for an opened checkpoint.
 

@@ -76,7 +76,7 @@ def command(a: str, b: str, batches: str, device: str, as_json: bool, **options:
       ckpt-prune benchmark DENSE_GRAPH PRUNED_GRAPH --generate 64
     """
     from ckpt_prune.benchmark.run import Settings, compare
-    from ckpt_prune.cli.setup import resolve_device
+    from ckpt_prune.devices import resolve_device
 
     settings = Settings(batches=_batches(batches), device=str(resolve_device(device)), **options)
     result = compare(a, b, settings, lambda line: click.echo(line, err=True))

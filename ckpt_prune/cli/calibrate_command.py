@@ -6,8 +6,6 @@ from typing import Any
 import click
 
 from ckpt_prune.cli.options import (
-    CalibrationOptions,
-    ImageOptions,
     device_option,
     echo_json,
     json_option,
@@ -15,6 +13,7 @@ from ckpt_prune.cli.options import (
     overwrite_option,
     trust_option,
 )
+from ckpt_prune.options import CalibrationOptions, ImageOptions
 
 
 @click.command("calibrate")
@@ -65,13 +64,14 @@ def command(
     """
     import torch
 
-    from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.calibration.choosing import chosen_samples, has_data
     from ckpt_prune.calibration.measure import everything, measure
     from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
-    from ckpt_prune.cli.setup import chosen_samples, has_data, open_source, resolve_device
     from ckpt_prune.containers.checking import check_source
+    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.effects import measure_effects
 
@@ -79,14 +79,14 @@ def command(
     if not has_data(calibration, images):
         raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
     target = resolve_device(device)
-    checkpoint = open_source(model, trust=trust)
-    family = fitting_family(checkpoint)
-    kinds = _kinds(collect, everything(family), family.model_type)
+    source = open_model(model, trust=trust)
+    checkpoint, family = source.checkpoint, source.family
+    kinds = _kinds(collect, everything(source), family.model_type)
     if effects and "gram" not in kinds:
         raise UserError(f"--effects needs Grams: give --collect {collect},gram")
-    check_source(checkpoint, family)
+    check_source(source)
     refuse_overlap(checkpoint.path, out)
-    samples = chosen_samples(checkpoint, family, calibration, images, trust=trust)
+    samples = chosen_samples(source, calibration, images, trust=trust, say=lambda line: click.echo(line, err=True))
     checkpoint.check_finite()
     folds = calibration.folds or 1
     dtype = getattr(torch, calibration.compute_dtype)
@@ -97,8 +97,7 @@ def command(
     )
     if statistics is None:
         statistics = measure(
-            checkpoint,
-            family,
+            source,
             samples,
             out,
             seed=calibration.seed,
@@ -112,9 +111,7 @@ def command(
     if effects:
         held = statistics.index.collect
         spaces = [space for space in family.spaces if space in family.columns or "logits" in held]
-        measured = measure_effects(
-            checkpoint, family, statistics, samples, spaces=spaces, device=target, compute_dtype=dtype
-        )
+        measured = measure_effects(source, statistics, samples, spaces=spaces, device=target, compute_dtype=dtype)
         statistics = with_effects(statistics, measured)
     summary = statistics.summary()
     if as_json:

@@ -23,8 +23,8 @@ def command(out: Path | None, device: str, as_json: bool) -> None:
     side only. Under two minutes on two cores, no network.
     """
     from ckpt_prune.checkpoint.units import human_bytes
-    from ckpt_prune.cli.setup import resolve_device
     from ckpt_prune.demo import run as demo
+    from ckpt_prune.devices import resolve_device
 
     target = resolve_device(device)
     with nullcontext(str(out)) if out else tempfile.TemporaryDirectory(prefix="ckpt-prune-demo-") as folder:

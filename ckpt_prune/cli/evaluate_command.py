@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from ckpt_prune.cli.options import (
-    EvaluationOptions,
     device_option,
     echo_json,
     json_option,
@@ -16,6 +15,7 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
+from ckpt_prune.options import EvaluationOptions
 
 NAMED = 10
 """So many images that do not decode are named in text; JSON names all."""
@@ -65,7 +65,7 @@ def command(
       ckpt-prune evaluate OUT --tasks arc_easy,piqa
     """
     from ckpt_prune.checkpoint.hub import resolve
-    from ckpt_prune.cli.setup import resolve_device
+    from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
 
     evaluation = EvaluationOptions(**options)
@@ -194,11 +194,12 @@ def _pictures(
 def _tokens_of(folder: Path) -> Callable[[tuple[int, int]], int]:
     """Tokens of an image of a size; asked only of base models, whose family is known."""
     from ckpt_prune.architectures.family import family_of
+    from ckpt_prune.architectures.model import image_tokens
     from ckpt_prune.architectures.skeleton import parse_config
     from ckpt_prune.evaluation.loading import read_config
 
     config = read_config(folder)
-    return lambda size: family_of(config).image_tokens(parse_config(config), size)
+    return lambda size: image_tokens(family_of(config), parse_config(config), size)
 
 
 def _shared_classes(folder: Path, reference: Path | None) -> dict[int, str]:

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.cli.options import EvaluationOptions, echo_json, table
+from ckpt_prune.cli.options import (
+    echo_json,
+    table,
+)
+from ckpt_prune.options import EvaluationOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.samples import Samples

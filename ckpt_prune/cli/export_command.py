@@ -61,12 +61,12 @@ def command(
     """
     from ckpt_prune.cli.exporting import write_graph
     from ckpt_prune.cli.proof import proof_samples
-    from ckpt_prune.cli.setup import open_source
+    from ckpt_prune.containers.opening import open_checkpoint
     from ckpt_prune.export.folder import GraphWriter
     from ckpt_prune.export.session import provider_for
 
     settings = GraphSettings(**{name: options[name] for name in GraphSettings.model_fields})
-    source = open_source(model, trust=trust)
+    source = open_checkpoint(model, trust=trust)
     writer = GraphWriter(source, out, settings, overwrite=overwrite)
     samples = None
     if proof:

@@ -42,7 +42,8 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
       ckpt-prune inspect OUT --sparsity
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
-    from ckpt_prune.cli.setup import open_source, report_of
+    from ckpt_prune.cli.setup import report_of
+    from ckpt_prune.containers.opening import open_checkpoint
     from ckpt_prune.containers.remote import remote_class
     from ckpt_prune.errors import UserError
 
@@ -50,7 +51,7 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
     config_only = folder.is_dir() and is_config_only(folder)
     if config_only and sparsity:
         raise UserError(f"{model} has a config.json and no weights: --sparsity counts zeros in weights; leave it out")
-    checkpoint = checkpoint_of_config(folder) if config_only else open_source(model, trust=True)
+    checkpoint = checkpoint_of_config(folder) if config_only else open_checkpoint(model, trust=True)
     remote = remote_class(checkpoint.config, checkpoint.path)
     if remote is not None and not _parse_ratios(ratios):
         report, show = _describe_remote(checkpoint, remote), _print_remote
@@ -93,72 +94,77 @@ def _recipe(name: str, ratio: float) -> Any:
 
 
 def _size_at(checkpoint: Any, recipe: str, ratio: float) -> dict[str, Any]:
+    from ckpt_prune.architectures.model import Model
     from ckpt_prune.transform.checks import check_spaces
-    from ckpt_prune.transform.job import Job
+    from ckpt_prune.transform.decisions import Decisions
+    from ckpt_prune.transform.output import output_of
+    from ckpt_prune.transform.request import Request
 
-    job = Job(checkpoint, _recipe(recipe, ratio))
-    check_spaces(job.family, job.recipe)
-    container = job.container
+    model, loaded = Model.of(checkpoint), _recipe(recipe, ratio)
+    check_spaces(model.family, loaded)
+    widths = Decisions(loaded).widths(model)
+    output = output_of(Request(model, loaded), widths)
+    container = output.container
     return {
         "ratio": ratio,
-        "units": dict(job.widths[0]),
+        "units": dict(widths[0]),
         "container": container.model_type + (" + remote code" if container.remote_class else ""),
-    } | job.after.model_dump()
+        **output.cost.model_dump(),
+    }
 
 
 def _describe(checkpoint: Any) -> dict[str, Any]:
-    from ckpt_prune.architectures.family import ColumnSpace
-    from ckpt_prune.calibration.measure import checkpoint_dtype
+    from ckpt_prune.architectures.model import Model
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.choosing import choose_container
     from ckpt_prune.errors import UserError
-    from ckpt_prune.transform.job import Job
+    from ckpt_prune.planning.accounting import cost_of
 
-    job = Job(checkpoint, _recipe("rcpu", 0.0))
-    family, config = job.family, job.config
-    check_source(checkpoint, family)
-    existing = {module for module in family.linears if family.tensor(0, module, "bias") in checkpoint.tensors}
+    model = Model.of(checkpoint)
+    family = model.family
+    check_source(model)
+    existing = {module for module in family.linears if model.has(module, "bias")}
     spaces = {}
     for name, description in family.spaces.items():
-        units = family.units(config, name)
-        per_block = sum(checkpoint.tensors[family.tensor(0, module)].numel for module in family.modules(name))
+        units = model.units(name)
+        per_block = sum(checkpoint.tensors[model.tensor(0, module)].numel for module in description.modules)
         fits = {}
-        consumer = description.consumer if isinstance(description, ColumnSpace) else None
+        columns = family.columns.get(name)
+        consumer = None if columns is None else columns.consumer
         for label, biases in (
             ("weights", existing),
             ("weights and bias", existing | ({consumer} if consumer else set())),
         ):
             try:
                 # One unit fewer stands for any number: the first drop is what changes the container.
-                widths = [{name: max(1, units - 1)}] * job.blocks
-                fits[label] = choose_container(family, checkpoint.config, widths, biases).model_type
+                widths = [{name: max(1, units - 1)}] * model.blocks
+                fits[label] = choose_container(model, widths, biases).model_type
             except UserError:
                 fits[label] = "remote code"
         spaces[name] = {
             "unit": description.unit,
             "units": units,
             "consumer": consumer,
-            "columns_per_unit": family.unit_columns(config, name),
-            "parameters": per_block * job.blocks,
+            "columns_per_unit": model.unit_columns(name),
+            "parameters": per_block * model.blocks,
             "containers": fits,
         }
     return {
         "model": str(checkpoint.path),
         "family": family.model_type,
         "architecture": family.architecture,
-        "dtype": checkpoint_dtype(checkpoint),
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "files": len(checkpoint.files),
-        "blocks": job.blocks,
-        "tied_head": bool(getattr(config, "tie_word_embeddings", False)),
+        "blocks": model.blocks,
+        "tied_head": model.tied,
         "spaces": spaces,
-        **job.before.model_dump(),
+        **cost_of(model).model_dump(),
     }
 
 
 def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
     """What an output with remote code is: it cannot be pruned again, so only its size and what it was made from."""
     from ckpt_prune.architectures.family import family_of
-    from ckpt_prune.calibration.measure import checkpoint_dtype
     from ckpt_prune.cli.setup import report_of
 
     made = report_of(checkpoint)
@@ -167,7 +173,7 @@ def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
         "model": str(checkpoint.path),
         "family": family_of(checkpoint.config).model_type,
         "architecture": remote,
-        "dtype": checkpoint_dtype(checkpoint),
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "files": len(checkpoint.files),
         "parameters": sum(info.numel for info in checkpoint.tensors.values()),
         "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),

@@ -8,92 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ckpt_prune.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class SampleOptions(BaseModel):
-    """Which windows of which text, or how many images, to run a model on."""
-
-    text: tuple[Path, ...] = Field((), description="Text file to run the model on (.txt or .jsonl); may be repeated.")
-    samples: int | None = Field(
-        None, ge=1, description="Number of windows, or of images. [default: 128 windows; all images, at most 4000]"
-    )
-    window: int | None = Field(
-        None, ge=2, description="Tokens per window. [default: the model's context length, at most 2048]"
-    )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Of the random choice of samples.")
-    choose: Literal["random", "first"] = Field(
-        "random",
-        description="random: windows from all over the text, or any images; first: from its start, as several papers' "
-        "code does.",
-    )
-    bos: Literal["auto", "always", "never"] = Field(
-        "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
-    )
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type the model runs in while it is measured or recovered."
-    )
-
-
-class CalibrationOptions(SampleOptions):
-    """What to calibrate on."""
-
-    folds: int | None = Field(
-        None,
-        ge=1,
-        description="Keep moments apart for this many runs of samples, for recipes that choose lambda by folds and for "
-        "held-out errors. [default: 1, or 4 where the recipe needs folds]",
-    )
-
-
-class TrainingOptions(SampleOptions):
-    """What to recover on."""
-
-    samples: int | None = Field(
-        None, ge=2, description="Number of windows, or of images. [default: 2048, or all there are]"
-    )
-
-
-class ImageOptions(BaseModel):
-    """Which images to calibrate on."""
-
-    images: Path | None = Field(
-        None,
-        description="Folder of images to run the model on, in place of --text: plain, with labels.csv, or with a "
-        "sub-folder per class.",
-    )
-    labels: Path | None = Field(
-        None, description="CSV with a column file and perhaps split (calib). [default: labels.csv in or beside DIR]"
-    )
-    max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
-
-
-class EvaluationOptions(BaseModel):
-    """What to measure a model on."""
-
-    text: tuple[Path, ...] = Field((), description="Text file to measure perplexity on; may be repeated.")
-    window: int | None = Field(None, ge=2, description="Tokens per window; needed with --text.")
-    images: Path | None = Field(
-        None,
-        description="Folder of images to measure an image classifier on: with labels.csv, with a sub-folder per class, "
-        "or, with --against, plain.",
-    )
-    labels: Path | None = Field(
-        None,
-        description="CSV with columns file, label and perhaps split (eval). [default: labels.csv in or beside DIR]",
-    )
-    max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
-    limit: int | None = Field(
-        None, ge=1, description="Use only this many windows, images (chosen at random, seed 0) or examples of a task."
-    )
-    bos: Literal["auto", "always", "never"] = Field(
-        "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
-    )
 
 
 def options_of(model: type[BaseModel]) -> Callable[[F], F]:
@@ -224,29 +144,6 @@ def size_options(function: F) -> F:
             "of every ratio of the recipe. The widths are those of the recipe's allocation.",
         )(function)
     return function
-
-
-def target_size(
-    params: str | None, size_bytes: str | None, flops: str | None, ratio: float | None
-) -> dict[str, str] | None:
-    """The size of `size_options`, as a recipe has it, or None.
-
-    Raises:
-        UserError: two of them, one beside --ratio, or what is no size.
-    """
-    from ckpt_prune.planning.sizes import parse_size
-
-    given = {"params": params, "bytes": size_bytes, "flops": flops}
-    asked = {kind: text for kind, text in given.items() if text is not None}
-    named = [*(f"--target-{kind}" for kind in asked), *(["--ratio"] if ratio is not None else [])]
-    if asked and len(named) > 1:
-        raise UserError(f"{named[0]} and {named[1]} both say how much goes: give one")
-    for kind, text in asked.items():
-        try:
-            parse_size(kind, text)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise UserError(f"--target-{kind} {text}: {error}") from error
-    return asked or None
 
 
 container_option = click.option(

@@ -16,7 +16,6 @@ from ckpt_prune.cli.options import (
     set_option,
     size_options,
     table,
-    target_size,
     trust_option,
 )
 
@@ -72,23 +71,21 @@ def command(
       ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
     """
+    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import refuse_overlap, write_whole
-    from ckpt_prune.cli.setup import (
-        build_job,
-        cost_rows,
-        few_tokens,
-        kept_line,
-        open_source,
-        resolve_device,
-        warning_lines,
-        with_container,
-    )
+    from ckpt_prune.cli.setup import cost_rows, few_tokens, kept_line, warning_lines
+    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
+    from ckpt_prune.planning.sizes import asked_size
+    from ckpt_prune.transform.asked import with_container
     from ckpt_prune.transform.checks import check_plannable
-    from ckpt_prune.transform.job import make_plan
+    from ckpt_prune.transform.planned import make_plan
+    from ckpt_prune.transform.request import Request
+    from ckpt_prune.transform.settle import settle
 
-    size = target_size(target_params, target_bytes, target_flops, ratio)
+    size = asked_size(target_params, target_bytes, target_flops, ratio)
     ratios = None if sweep is None else _ratios(sweep)
     if ratios is not None and (ratio is not None or size or out is not None):
         raise UserError(
@@ -110,26 +107,28 @@ def command(
         raise UserError(
             f"recipe {loaded.name} needs statistics: run `{loaded.calibration}` and give --statistics STATS"
         )
-    job = build_job(
-        open_source(model, trust=trust),
+    request = Request(
+        open_model(model, trust=trust),
         loaded,
-        statistics=statistics,
+        None if statistics is None else Statistics(statistics),
         device=target,
         diagnostics=ratios is None,
     )
+    settled = settle(request)
+    checkpoint = settled.model.checkpoint
     if out is not None:
-        refuse_overlap(job.checkpoint.path, out)
-    job.checkpoint.check_finite()
+        refuse_overlap(checkpoint.path, out)
+    checkpoint.check_finite()
     if ratios is not None:
-        _print_sweep(job, ratios, as_json=as_json)
+        _print_sweep(settled, ratios, as_json=as_json)
         return
-    plan = make_plan(job)
+    plan = make_plan(settled)
     if out is not None:
         write_whole(out, plan.to_json())
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return
-    click.echo(table(["", "before", "after", "share"], cost_rows(job)))
+    click.echo(table(["", "before", "after", "share"], cost_rows(settled)))
     click.echo()
     rows = []
     chosen = any(site.margin is not None for site in plan.sites)
@@ -152,8 +151,8 @@ def command(
         )
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     click.echo(table([*headers, "margin"] if chosen else headers, rows))
-    click.echo(f"\n{kept_line(job)}")
-    few = few_tokens(job, errors="above")
+    click.echo(f"\n{kept_line(settled)}")
+    few = few_tokens(settled, errors="above")
     if few:
         click.echo(few)
     for line in warning_lines([site.model_dump() for site in plan.sites]):
@@ -182,15 +181,15 @@ def _ratios(text: str) -> list[float]:
     return [float(start + index * step) for index in range(count + 1)]
 
 
-def _print_sweep(job: Any, ratios: list[float], *, as_json: bool) -> None:
+def _print_sweep(settled: Any, ratios: list[float], *, as_json: bool) -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
     from ckpt_prune.transform.sweep import sweep
 
-    points = sweep(job, ratios)
-    spaces = list(job.recipe.spaces)
+    points = sweep(settled.request, ratios)
+    spaces = list(settled.recipe.spaces)
     if as_json:
         rows_json = [{"ratio": p.ratio, **p.after.model_dump(), "widths": p.widths, "errors": p.errors} for p in points]
-        echo_json({"recipe": job.recipe.name, "before": job.before.model_dump(), "points": rows_json})
+        echo_json({"recipe": settled.recipe.name, "before": settled.before.model_dump(), "points": rows_json})
         return
     rows = []
     for point in points:
@@ -200,7 +199,7 @@ def _print_sweep(job: Any, ratios: list[float], *, as_json: bool) -> None:
             [
                 f"{point.ratio:g}",
                 human_count(point.after.parameters),
-                f"{point.after.parameters / job.before.parameters:.1%}",
+                f"{point.after.parameters / settled.before.parameters:.1%}",
                 human_bytes(point.after.bytes),
                 human_count(point.after.flops),
                 *kept,

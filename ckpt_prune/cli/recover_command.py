@@ -1,13 +1,12 @@
 """`ckpt-prune recover`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ckpt_prune.cli.options import (
-    ImageOptions,
-    TrainingOptions,
     after_option,
     device_option,
     echo_json,
@@ -18,6 +17,7 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
+from ckpt_prune.options import ImageOptions, TrainingOptions
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 
 MOST_SAMPLES = 2048
@@ -68,40 +68,39 @@ def command(
       ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
       ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
     """
-    from dataclasses import replace
-
-    from ckpt_prune.architectures.fitting import fitting_family
+    from ckpt_prune.calibration.choosing import chosen_samples, has_data
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import refuse_overlap
-    from ckpt_prune.cli.setup import (
-        asked_after,
-        chosen_samples,
-        has_data,
-        open_source,
-        recovery_lines,
-        recovery_settings,
-        resolve_device,
-        resumable,
-        training_dtype,
-    )
+    from ckpt_prune.cli.setup import recovery_lines, resumable
+    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
-    from ckpt_prune.transform.prune import check_output
-    from ckpt_prune.transform.recover import RecoveryJob, check_models, check_same_reader, recover
+    from ckpt_prune.transform.asked import asked_after, training_dtype
+    from ckpt_prune.transform.recover import (
+        RecoveryRequest,
+        check_models,
+        check_same_reader,
+        recover,
+        settle_recovery,
+    )
+    from ckpt_prune.transform.run import check_output
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
 
     training, images = TrainingOptions(**options), ImageOptions(**options)
     if not has_data(training, images):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
-    settings = recovery_settings(options)
+    settings = _settings(options)
     target, dtype = resolve_device(device), training_dtype(training)
-    ours, theirs = open_source(pruned, trust=trust), open_source(dense, trust=trust)
-    refuse_overlap(theirs.path, out)
-    check_output(ours.path, out, resume=resume, overwrite=overwrite)
+    ours, theirs = open_model(pruned, trust=trust), open_model(dense, trust=trust)
+    refuse_overlap(theirs.checkpoint.path, out)
+    check_output(ours.checkpoint.path, out, resume=resume, overwrite=overwrite)
     check_models(ours, theirs)
-    family = fitting_family(theirs)
-    samples = chosen_samples(theirs, family, training, images, trust=trust, most=MOST_SAMPLES)
-    check_same_reader(ours, theirs, family, read_text(training.text) if training.text else "", trust=trust)
-    job = RecoveryJob(
+    samples = chosen_samples(theirs, training, images, trust=trust, most=MOST_SAMPLES, say=say)
+    check_same_reader(ours, theirs, read_text(training.text) if training.text else "", trust=trust)
+    request = RecoveryRequest(
         ours,
         theirs,
         settings,
@@ -110,10 +109,13 @@ def command(
         compute_dtype=dtype,
         device=target,
         allocate=StateMemory(int(state_memory * 2**30), out.absolute().parent),
+        after=asked_after(after, ours),
     )
-    job = replace(job, after=asked_after(after, job.family, job.blocks))
+    settled = settle_recovery(request)
     with resumable(out):
-        report = recover(job, out, resume=resume, overwrite=overwrite, announce=lambda line: click.echo(line, err=True))
+        report = recover(
+            settled, out, resume=resume, overwrite=overwrite, announce=lambda line: click.echo(line, err=True)
+        )
     if as_json:
         echo_json(report)
         return
@@ -121,6 +123,25 @@ def command(
     for line in recovery_lines(report):
         click.echo(line)
     click.echo(f"written to {out}")
+
+
+def _settings(options: Mapping[str, Any]) -> Any:
+    """How blocks are trained, from the options of a command.
+
+    Raises:
+        UserError: a value that means nothing.
+    """
+    from pydantic import ValidationError
+
+    from ckpt_prune.errors import UserError
+    from ckpt_prune.planning.recovery_recipe import RecoverySettings
+
+    try:
+        return RecoverySettings(**{name: options[name] for name in RecoverySettings.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise UserError(f"--{option} {first['input']}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def _layers(layers: list[dict[str, Any]]) -> str:

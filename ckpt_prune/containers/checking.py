@@ -1,30 +1,38 @@
 """Whether a checkpoint's tensors are those that its config asks for: names, shapes and dtypes on the meta device."""
 
 from collections.abc import Mapping
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, tied_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 
+_CHECKED: "WeakSet[Model]" = WeakSet()
+"""Models that passed: commands check before they read data, and settling a request checks whatever it is given."""
 
-def check_source(checkpoint: Checkpoint, family: Family) -> None:
+
+def check_source(model: Model) -> None:
     """Check every tensor's name and shape against the config, on the meta device.
 
     Raises:
         UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
     """
+    checkpoint = model.checkpoint
+    if model in _CHECKED:
+        return
     if remote_class(checkpoint.config, checkpoint.path) is not None:
         raise UserError(
             f"{checkpoint.path} was pruned into a shape that no stock class has (remote code): it cannot be pruned or "
             "measured again; start from the dense model"
         )
-    skeleton = build_skeleton(parse_config(checkpoint.config), family.architecture)
+    skeleton = build_skeleton(parse_config(checkpoint.config), model.family.architecture)
     check_stored(checkpoint, skeleton)
+    _CHECKED.add(model)
 
 
 def check_stored(checkpoint: Checkpoint, model: nn.Module) -> None:

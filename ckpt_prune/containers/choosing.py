@@ -9,10 +9,11 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
-from ckpt_prune.architectures.family import Family, SpaceName, load_family
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.family import Family, load_family
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.containers.remote import REMOTE_MODULE
 from ckpt_prune.errors import UserError
@@ -20,57 +21,50 @@ from ckpt_prune.errors import UserError
 REMOTE, PADDED, ANY = "remote", "padded", "any"
 
 
-def stock_mlp_ratio(family: Family, config: PreTrainedConfig, width: int) -> int | None:
-    """The integer `mlp_ratio` that gives this width, or None where none does."""
-    hidden = family.dimension(config, "hidden")
+def stock_multiple(model: Model, dimension: str, width: int) -> int | None:
+    """The integer multiple of the hidden size that the config can say this width by, or None where there is none."""
+    hidden, multiple = model.dimension("hidden"), model.family.multiples[dimension]
     for ratio in range(1, 4 * width // hidden + 2):
-        if family.mlp_width(hidden, ratio) == width:
+        if multiple.width(hidden, ratio) == width:
             return ratio
     return None
 
 
-def stockless(family: Family, config: PreTrainedConfig, widths: Widths) -> dict[SpaceName, str]:
+def stockless(model: Model, widths: Widths) -> dict[SpaceName, str]:
     """Spaces whose new width the family's stock class cannot have, and why."""
     found: dict[SpaceName, str] = {}
-    name = family.model_type
+    family = model.family
     for units in widths:
-        pruned = {space for space, count in units.items() if count < family.units(config, space)}
-        if "qk" in pruned:
-            found["qk"] = "no stock class has queries and keys narrower than values"
-        if "heads" in pruned and family.heads_fill_hidden:
-            found["heads"] = f"the heads of {name} are always as wide together as the hidden size"
-        if "mlp" in pruned and family.mlp_ratio and stock_mlp_ratio(family, config, units["mlp"]) is None:
-            hidden, dense = family.dimension(config, "hidden"), getattr(config, family.mlp_ratio)
-            known = ", ".join(str(family.mlp_width(hidden, ratio)) for ratio in range(1, dense))
-            found["mlp"] = f"{name} knows only mlp widths of {known}, not {units['mlp']}"
+        for name, space in family.spaces.items():
+            if units.get(name, model.units(name)) == model.units(name):
+                continue
+            if space.fixed is not None:
+                found[name] = space.fixed.format(model_type=family.model_type)
+            elif space.units in family.multiples and stock_multiple(model, space.units, units[name]) is None:
+                multiple, hidden = family.multiples[space.units], model.dimension("hidden")
+                dense = getattr(model.config, multiple.key)
+                known = ", ".join(str(multiple.width(hidden, ratio)) for ratio in range(1, dense))
+                found[name] = f"{family.model_type} knows only {name} widths of {known}, not {units[name]}"
     return found
 
 
-def space_keys(family: Family, config: PreTrainedConfig, units: Mapping[SpaceName, int]) -> dict[str, int]:
-    """Config keys and values that say how many units of each space there are."""
-    return {
-        key: count * family.per_unit(config, factors)
-        for space, count in units.items()
-        for key, factors in family.spaces[space].config.items()
-    }
-
-
-def _stock_keys(family: Family, config: PreTrainedConfig, units: Mapping[SpaceName, int]) -> dict[str, int]:
-    """The same for a stock class: none for what it has at its dense width, and an mlp width as it says it."""
-    pruned = {space: count for space, count in units.items() if count < family.units(config, space)}
-    keys = space_keys(family, config, pruned)
-    if family.mlp_ratio is not None and "mlp" in pruned:
-        (width_key,) = family.spaces["mlp"].config
-        ratio = stock_mlp_ratio(family, config, keys.pop(width_key))
-        assert ratio is not None
-        keys[family.mlp_ratio] = ratio
-    return keys
+def _stock_values(model: Model, units: Mapping[SpaceName, int]) -> dict[str, int]:
+    """Config keys and values of a stock class: none for what stays whole, and multiples where it has them."""
+    pruned = {space: count for space, count in units.items() if count < model.units(space)}
+    values = model.config_values(pruned)
+    for name in pruned:
+        space = model.family.spaces[name]
+        if space.units in model.family.multiples:
+            (width_key,) = space.config
+            ratio = stock_multiple(model, space.units, values.pop(width_key))
+            assert ratio is not None
+            values[model.family.multiples[space.units].key] = ratio
+    return values
 
 
 def _obstacle(
     candidate: Family,
-    source: Family,
-    config: PreTrainedConfig,
+    model: Model,
     widths: Widths,
     biases: Set[str],
     *,
@@ -78,12 +72,13 @@ def _obstacle(
     slotless_ok: bool,
 ) -> str | None:
     """Why a family cannot hold the output, or None."""
+    source = model.family
     if not remote_code:
-        reasons = stockless(candidate, config, widths) if candidate is source else {}
+        reasons = stockless(model, widths) if candidate is source else {}
         if reasons:
             return "; ".join(reasons.values())
-    hidden = source.dimension(config, "hidden")
-    heads = {space_keys(source, config, w).get("num_attention_heads") for w in widths} - {None}
+    hidden = model.dimension("hidden")
+    heads = {model.config_values(w).get(source.dimensions["query_heads"][0]) for w in widths} - {None}
     uneven = sorted(h for h in heads if h is not None and hidden % h)
     if candidate.heads_divide_hidden and uneven:
         return f"{candidate.model_type} refuses {uneven[0]} heads on a hidden size of {hidden}"
@@ -92,7 +87,7 @@ def _obstacle(
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless and not slotless_ok:
         return f"{candidate.model_type} has no slot for a bias on {', '.join(slotless)}"
-    if candidate is not source and source.uses_sliding_window(config):
+    if candidate is not source and model.uses_sliding_window:
         return f"{candidate.model_type} is not offered for a model with sliding-window attention"
     return None
 
@@ -107,15 +102,15 @@ def _open_slots(candidate: Family, biases: Set[str]) -> tuple[dict[str, bool], f
 _BASE_KEYS = frozenset({"dtype", "torch_dtype"})
 
 
-def _relabelled(candidate: Family, source: Family, config: PreTrainedConfig) -> dict[str, Any]:
+def _relabelled(candidate: Family, model: Model) -> dict[str, Any]:
     """The source's config under another stock type: every shared key with its value, none left to a default."""
-    full = config.to_dict()
+    full = model.config.to_dict()
     target = AutoConfig.for_model(candidate.model_type)
     known = set(target.to_dict())
     values = {key: value for key, value in full.items() if key in known | _BASE_KEYS}
     values |= {"model_type": candidate.model_type, "architectures": [candidate.architecture]}
-    values["head_dim"] = source.dimension(config, "head_dim")
-    values["num_key_value_heads"] = source.dimension(config, "kv_heads")
+    values["head_dim"] = model.dimension("head_dim")
+    values["num_key_value_heads"] = model.dimension("kv_heads")
     for slot in set(candidate.bias_slots.values()):
         if isinstance(slot, str):
             values[slot] = False
@@ -127,8 +122,7 @@ def _relabelled(candidate: Family, source: Family, config: PreTrainedConfig) -> 
 
 
 def choose_container(
-    family: Family,
-    raw_config: Mapping[str, Any],
+    model: Model,
     widths: Widths,
     biases: Set[str],
     *,
@@ -138,8 +132,7 @@ def choose_container(
     """Find the container for an output.
 
     Args:
-        family: of the source.
-        raw_config: the source's config.json.
+        model: the source.
         widths: units kept per block and space.
         biases: linear modules of a block that need a bias: those the source has, and those compensation adds.
         requested: auto (stock, or remote where widths differ), any (stock, or remote where no stock one fits), padded,
@@ -149,7 +142,7 @@ def choose_container(
     Raises:
         UserError: nothing fits; the message says why each candidate does not, and what to do.
     """
-    config = parse_config(dict(raw_config))
+    family = model.family
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(
@@ -158,16 +151,16 @@ def choose_container(
         )
     if requested == ANY and not uneven:
         try:
-            return choose_container(family, raw_config, widths, biases, per_layer=per_layer)
+            return choose_container(model, widths, biases, per_layer=per_layer)
         except NothingFitsError as error:
-            made = choose_container(family, raw_config, widths, biases, requested=REMOTE, per_layer=per_layer)
+            made = choose_container(model, widths, biases, requested=REMOTE, per_layer=per_layer)
             return replace(made, note=remote_note(made.model_type, str(error.reasons[0])))
     if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
     padded: frozenset[SpaceName] = frozenset()
     if requested == PADDED:
-        padded = frozenset(stockless(family, config, widths))
-        widths = [{s: family.units(config, s) if s in padded else n for s, n in w.items()} for w in widths]
+        padded = frozenset(stockless(model, widths))
+        widths = [{s: model.units(s) if s in padded else n for s, n in w.items()} for w in widths]
     remote = uneven or requested == REMOTE
     names = [family.model_type, *family.stand_ins]
     if requested not in ("auto", ANY, REMOTE, PADDED):
@@ -180,21 +173,24 @@ def choose_container(
     # A stock type with all the slots is preferred even as the base of remote code; one without them comes last.
     for lacking_slots in (False, True) if remote else (False,):
         for candidate in candidates:
-            reason = _obstacle(candidate, family, config, widths, biases, remote_code=remote, slotless_ok=lacking_slots)
+            reason = _obstacle(candidate, model, widths, biases, remote_code=remote, slotless_ok=lacking_slots)
             if reason is None:
-                made = _build(candidate, family, raw_config, config, widths, biases, remote=remote, reasons=reasons)
+                made = _build(candidate, model, widths, biases, remote=remote, reasons=reasons)
                 return _with_padding(made, padded)
             if not lacking_slots:
                 reasons.append(reason)
     advice = "Choose a compensation without a bias, another ratio, or container: remote for remote code"
-    if stockless(family, config, widths):
+    lacking = stockless(model, widths)
+    if lacking:
         advice = (
             "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
             "which saves nothing there"
         )
-        if "mlp" in stockless(family, config, widths) and not family.mlp_gated:
-            hidden = family.dimension(config, "hidden")
-            advice += f"; --set spaces.mlp.multiple_of={hidden} rounds the mlp up to a stock width"
+        for name in lacking:
+            multiple = family.multiples.get(family.spaces[name].units)
+            if multiple is not None and not multiple.gated:
+                hidden = model.dimension("hidden")
+                advice += f"; --set spaces.{name}.multiple_of={hidden} rounds the {name} up to a stock width"
     raise NothingFitsError(reasons, advice)
 
 
@@ -225,27 +221,19 @@ def _with_padding(container: Container, padded: frozenset[SpaceName]) -> Contain
 
 
 def _build(
-    candidate: Family,
-    family: Family,
-    raw_config: Mapping[str, Any],
-    config: PreTrainedConfig,
-    widths: Widths,
-    biases: Set[str],
-    *,
-    remote: bool,
-    reasons: list[str],
+    candidate: Family, model: Model, widths: Widths, biases: Set[str], *, remote: bool, reasons: list[str]
 ) -> Container:
+    family = model.family
     same = candidate.model_type == family.model_type
-    values = copy.deepcopy(dict(raw_config)) if same else _relabelled(candidate, family, config)
+    values = copy.deepcopy(model.checkpoint.config) if same else _relabelled(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
-    if remote or family.logits is None:
-        values |= space_keys(family, config, widths[0])
-    else:
-        values |= _stock_keys(family, config, widths[0])
-    decoupled = "heads" in widths[0] and not family.heads_fill_hidden
-    if decoupled or (remote and family.logits is not None):
-        values["head_dim"] = family.dimension(config, "head_dim")
+    own_keys = remote or not family.logits
+    values |= model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
+    whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
+    decoupled = any(space.fixed is None for space in whole)
+    if decoupled or (remote and family.logits):
+        values["head_dim"] = model.dimension("head_dim")
     switches, opened = _open_slots(candidate, biases)
     values |= switches
     note = None if same else f"stored as {candidate.model_type}: {'; '.join(reasons) or 'on request'}"
@@ -258,13 +246,13 @@ def _build(
     if slotless:
         values["ckpt_prune_biases"] = slotless
     overrides = {}
-    first = space_keys(family, config, widths[0])
+    first = model.config_values(widths[0])
     for index, units in enumerate(widths):
-        own = {k: v for k, v in space_keys(family, config, units).items() if v != first[k]}
+        own = {k: v for k, v in model.config_values(units).items() if v != first[k]}
         if own:
             overrides[str(index)] = own
     if overrides:
         values["per_layer_config"] = overrides
-    reason = next(iter(stockless(candidate, config, widths).values()), "on request") if same else "on request"
+    reason = next(iter(stockless(model, widths).values()), "on request") if same else "on request"
     note = remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
     return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

@@ -9,9 +9,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.family import SpaceName, family_of
+from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.remote import remote_class
 

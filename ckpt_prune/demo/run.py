@@ -7,18 +7,19 @@ from pathlib import Path
 
 import torch
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import calibration_windows, evaluation_windows, load_tokenizer, token_stream
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.demo import corpus
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import load_recipe
-from ckpt_prune.transform.job import Job, LiveSamples
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run as prune
+from ckpt_prune.transform.settle import settle
 
 RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best")
 RATIOS = (0.2, 0.3)
@@ -65,7 +66,7 @@ def run(out: Path, device: torch.device) -> list[Row]:
         raise UserError(str(error)) from error
     out.mkdir(exist_ok=True)
     folder = model_folder()
-    checkpoint = Checkpoint.open(folder)
+    model = Model.open(folder)
     tokenizer = load_tokenizer(folder)
     calibration = calibration_windows(
         token_stream(tokenizer, calibration_text), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
@@ -76,10 +77,10 @@ def run(out: Path, device: torch.device) -> list[Row]:
     )
 
     def measure_perplexity(path: Path) -> float:
-        model = load_model(path, device=device)
-        return perplexity(model, evaluation_windows(held_out.flatten(), window=WINDOW)).perplexity
+        loaded = load_model(path, device=device)
+        return perplexity(loaded, evaluation_windows(held_out.flatten(), window=WINDOW)).perplexity
 
-    dense = Job(checkpoint, load_recipe("magnitude", ratio=0.0)).before
+    dense = cost_of(model)
     rows = [Row("dense", 0.0, dense.parameters, dense.bytes, measure_perplexity(folder), "llama", 0.0)]
     for ratio in RATIOS:
         for name in RECIPES:
@@ -87,10 +88,8 @@ def run(out: Path, device: torch.device) -> list[Row]:
             recipe = load_recipe(name, ratio=ratio)
             folds = min(4, CALIBRATION_WINDOWS) if recipe.needs_folds else 1
             live = LiveSamples(TokenWindows(calibration), folds=folds, compute_dtype=torch.float32)
-            job = Job(checkpoint, recipe, live=live, device=device)
             target = out / f"{name}-{round(ratio * 100)}"
-            with measured(job, out, seed=0) as ready:
-                report = prune(ready, target)
+            report = prune(settle(Request(model, recipe, live=live, device=device)), target).report
             seconds = time.monotonic() - start
             failed = [check for check in verify(target, folder) if check.passed is False]
             if failed:

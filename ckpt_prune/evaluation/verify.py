@@ -1,6 +1,6 @@
 """Proving that a checkpoint is whole: it loads, it is finite, and it is what its report says it is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError, field_validator
 
-from ckpt_prune.architectures.family import KINDS, Family, SpaceName
+from ckpt_prune.architectures.cuts import found_among, touched
+from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_shapes
@@ -28,7 +31,6 @@ from ckpt_prune.sparsity.zeros import (
     share_of_all,
     weights_by_module,
 )
-from ckpt_prune.transform.sites import rows_of_heads_left, unit_rows
 
 _ONLY_ZEROING = {"magnitude", "wanda"}
 """Mask methods that leave the weights they keep as they were."""
@@ -293,55 +295,36 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> boo
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is folded in."""
-    family = fitting_family(dense)
-    config = parse_config(dense.config)
+    model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
-    compared = 0
+    spaces = model.family.spaces
+    compared = folded = 0
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {site.space: site for site in report.sites if site.block == block}
         for site in sites.values():
-            if not set(site.kept) <= set(range(site.units)) or site.units != family.site_units(config, site.space):
+            if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(site.space):
                 return False, f"{REPORT} keeps units of {site.space} in block {block} that the dense model has not"
-        in_heads = {
-            family.tensor(block, module, kind)
-            for module in (family.modules("qk") if family.logits else [])
-            for kind in KINDS
-        }
-        for name, rows in _producer_rows(family, config, block, sites, dense):
-            if name in masked and report.rewritten:
+        kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
+        narrow = model.stays({space: units for space, units in kept.items() if space not in padded})
+        rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
+        for module, kind, dim, lines in touched(model.stays(kept)):
+            name = model.tensor(block, module, kind)
+            if module in rewritten or name not in dense.tensors or (name in masked and report.rewritten):
                 continue
+            held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
-            own = rows
-            if "heads" in sites and "heads" not in padded and name in in_heads:
-                width = family.dimension(config, "head_dim")
-                own = rows_of_heads_left(rows, torch.tensor(sites["heads"].kept), width)
-            held = ours if len(ours) == len(rows) else ours[own]
-            if not _same(held, theirs[rows], zeroed=name in masked):
+            if ours.shape[dim] != len(held):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
-        compared += sum(len(site.kept) < site.units and site.method != "logit" for site in sites.values())
-    folded = sum(site.method == "logit" for site in report.sites)
+            ours = ours.index_select(dim, found_among(lines, held))
+            if not _same(ours, theirs.index_select(dim, lines), zeroed=name in masked):
+                return False, f"{name} does not hold the dense model's rows of the kept units"
+        makers = {
+            space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
+        }
+        folded += sum(bool(own) for own in makers.values())
+        compared += sum(len(site.kept) < site.units and not makers[space] for space, site in sites.items())
     more = f"; q and k of {folded} blocks are rewritten and not compared" if folded else ""
     if report.rewritten:
         more += f"; {_count(report.linears)} rewritten by {report.rewritten} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"
-
-
-def _producer_rows(
-    family: Family, config: Any, block: int, sites: Mapping[SpaceName, _Site], dense: Checkpoint
-) -> list[tuple[str, torch.Tensor]]:
-    """On-disk names of what only loses rows, and the dense rows that stay."""
-    rows: dict[str, torch.Tensor] = {}
-    folded: set[str] = set()
-    for site in sites.values():
-        kept = torch.tensor(site.kept, dtype=torch.int64)
-        for module, stacked in family.producers(site.space).items():
-            if site.method == "logit":
-                folded.add(module)
-            for kind in KINDS:
-                name = family.tensor(block, module, kind)
-                if name in dense.tensors and module not in folded:
-                    own = unit_rows(kept, site.units, dense.tensors[name].shape[0], stacked)
-                    earlier = rows.get(name)
-                    rows[name] = own if earlier is None else earlier[torch.isin(earlier, own)]
-    return list(rows.items())

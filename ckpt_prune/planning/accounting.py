@@ -1,16 +1,11 @@
 """What a model costs: parameters, bytes on disk and FLOPs, from shapes alone."""
 
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
-from ckpt_prune.architectures.family import Family, patches
+from ckpt_prune.architectures.model import Model, Shapes, patches
 from ckpt_prune.architectures.skeleton import is_stored_buffer
-
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Cost(BaseModel):
@@ -32,39 +27,39 @@ class Cost(BaseModel):
     tokens: int
 
 
-def cost_of(family: Family, config: Any, shapes: Shapes) -> Cost:
-    """The cost of a model whose tensors have these dtypes and shapes.
+def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
+    """The cost of a model, or of one that its family and config describe and whose tensors have other shapes.
 
     Args:
-        family: for what its modules do.
-        config: the transformers config.
-        shapes: on-disk name → dtype and shape.
+        model: what is counted.
+        shapes: on-disk name → dtype and shape; the checkpoint's own by default.
     """
-    tokens = family.tokens(config)
+    family, tokens = model.family, model.tokens
+    shapes = model.shapes if shapes is None else shapes
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
-    tied = bool(getattr(config, "tie_word_embeddings", False))
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if not is_stored_buffer(name)}
-    parameters = sum(size for name, size in sizes.items() if not (tied and name.startswith(f"{family.head}.")))
+    parameters = sum(size for name, size in sizes.items() if not (model.tied and name.startswith(f"{family.head}.")))
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     flops = 0
     for name, numel in sizes.items():
-        flops += 2 * numel * _applications(family, config, name, len(shapes[name][1]), tokens)
+        flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
-    for block in range(family.dimension(config, "layers")):
+    for block in range(model.blocks):
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
-        values = shapes[family.tensor(block, family.columns["heads"].consumer)][1][1]
-        queries = values if family.logits is None else shapes[family.tensor(block, family.logits.query)][1][0]
-        flops += 2 * tokens**2 * (queries + values)
+        values = shapes[model.tensor(block, family.attention.output)][1][1]
+        # Queries are as wide as values unless a space narrows them.
+        own = [shapes[model.tensor(block, space.measured)][1][0] for space in family.logits.values()]
+        flops += 2 * tokens**2 * (own[0] if own else values) + 2 * tokens**2 * values
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens)
 
 
-def _applications(family: Family, config: Any, name: str, dimensions: int, tokens: int) -> int:
+def _applications(model: Model, name: str, dimensions: int) -> int:
     """How often a tensor is multiplied in one forward pass."""
-    module = name.rpartition(".")[0]
+    family, module = model.family, name.rpartition(".")[0]
     if dimensions == 4:
-        return patches(config)
+        return patches(model.config)
     looked_up = any(name.startswith(f"{family.on_disk(path)}.") for path in family.lookups)
     if dimensions != 2 or looked_up:
         return 0
-    return 1 if module in map(family.on_disk, family.pooled) else tokens
+    return 1 if module in map(family.on_disk, family.pooled) else model.tokens

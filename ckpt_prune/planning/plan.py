@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost
 from ckpt_prune.planning.recipe import Recipe

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.methods import (
     AUTO,

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.errors import UserError
 
 Rounding = Literal["floor", "ceil", "nearest"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost
 from ckpt_prune.planning.fields import Strict
 
@@ -174,3 +175,24 @@ class TargetSize(Strict):
 def cost_in(kind: SizeKind, cost: Cost) -> int:
     """The part of a cost that a size of this kind speaks of."""
     return {"params": cost.parameters, "bytes": cost.bytes, "flops": cost.flops}[kind]
+
+
+def asked_size(
+    params: str | None, size_bytes: str | None, flops: str | None, ratio: float | None
+) -> dict[str, str] | None:
+    """The size that is asked for, as a recipe has it, or None.
+
+    Raises:
+        UserError: two of them, one beside --ratio, or what is no size.
+    """
+    given = {"params": params, "bytes": size_bytes, "flops": flops}
+    asked = {kind: text for kind, text in given.items() if text is not None}
+    named = [*(f"--target-{kind}" for kind in asked), *(["--ratio"] if ratio is not None else [])]
+    if asked and len(named) > 1:
+        raise UserError(f"{named[0]} and {named[1]} both say how much goes: give one")
+    for kind, text in asked.items():
+        try:
+            parse_size(kind, text)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"--target-{kind} {text}: {error}") from error
+    return asked or None

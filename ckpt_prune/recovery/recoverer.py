@@ -99,7 +99,7 @@ class Recoverer:
     def blocks(self) -> int:
         """Number of blocks."""
         factory = self.pruned.factory
-        return factory.family.dimension(factory.config, "layers")
+        return factory.model.blocks
 
     @cached_property
     def wanted(self) -> range:
@@ -110,7 +110,7 @@ class Recoverer:
     def rate(self) -> float:
         """The learning rate."""
         factory = self.pruned.factory
-        return self.settings.rate(factory.family.dimension(factory.config, "hidden"))
+        return self.settings.rate(factory.model.dimension("hidden"))
 
     @property
     def summary(self) -> str:
@@ -128,8 +128,8 @@ class Recoverer:
         """Epochs of all blocks, at most."""
         return len(self.wanted) * self.settings.epochs
 
-    def done(self, index: int) -> int:
-        """The same up to and with block `index`."""
+    def epochs_until(self, index: int) -> int:
+        """Epochs of the blocks up to `index`, that one included."""
         return sum(block <= index for block in self.wanted) * self.settings.epochs
 
     def block(
@@ -155,7 +155,7 @@ class Recoverer:
         trained = Trained(dict(pruned))
         if index in self.wanted:
             trained = self._train(index, pruned, meter)
-            meter.to(self.done(index))
+            meter.to(self.epochs_until(index))
         self._go_on(index, trained.tensors)
         before, cka_before = self._likeness(cut(self._branches[0], self._part))
         after, cka_after = self._likeness(self._held_out())
@@ -199,7 +199,7 @@ class Recoverer:
 
     def _train(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> Trained:
         family = self.pruned.factory.family
-        done = self.done(index) - self.settings.epochs
+        done = self.epochs_until(index) - self.settings.epochs
         named = f"block {index}"
         meter.say(named)
 

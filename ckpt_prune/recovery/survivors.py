@@ -19,8 +19,8 @@ def trained_tensors(family: Family, block: int, tensors: Iterable[str], only: Pa
         tensors: names of its tensors.
         only: its mlp or its attention alone.
     """
-    mlp = family.modules("mlp")
-    modules = [m for m in family.linears if only is None or (m in mlp) == (only == "mlp")]
+    attention = set(family.attention.modules)
+    modules = [m for m in family.linears if only is None or (m in attention) == (only == "attention")]
     present = set(tensors)
     names = [family.tensor(block, module, kind) for module in modules for kind in KINDS]
     return [name for name in names if name in present]

@@ -35,9 +35,9 @@ def sides(family: Family, module: str, *, residual: bool) -> tuple[Side | None, 
         left = "residual"
     if residual and any(module in fed for fed in described.reads.values()):
         right = "residual"
-    if module == described.values:
+    if module == family.attention.value:
         left = "heads"
-    if module == family.columns["heads"].consumer:
+    if module == family.attention.output:
         right = "heads"
     return left, right
 

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.calibration.streams import ReadTensors
-from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
+from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
 from ckpt_prune.errors import UserError
@@ -30,7 +29,6 @@ from ckpt_prune.rotations.folding import fused, residual_of, sides, unnormed
 from ckpt_prune.rotations.importance import Backbone, Side, Term, sensitivity
 from ckpt_prune.rotations.rotated import BlockRotations
 from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
-from ckpt_prune.transform.layout import Shape
 
 _SHARED = "residual"
 _KEPT_BYTES = 2**30
@@ -55,10 +53,9 @@ class RotationSizes:
     head_dim: int
 
     @classmethod
-    def of(cls, kind: RotationKind, family: Family, config: PreTrainedConfig) -> "RotationSizes":
-        """Of a model's config."""
-        names = ("layers", "hidden", "kv_heads", "head_dim")
-        return cls(kind, *(family.dimension(config, name) for name in names))
+    def of(cls, kind: RotationKind, model: Model) -> "RotationSizes":
+        """Those of a model."""
+        return cls(kind, *map(model.dimension, ("layers", "hidden", "kv_heads", "head_dim")))
 
     def residual_name(self, block: int) -> str | None:
         """Name of a block's R1; None where there is none."""
@@ -123,27 +120,28 @@ class Learner:
     """Learns the rotations of one dense model (METHODS section 5; DenoiseRotator, Algorithm 1).
 
     Args:
-        checkpoint: the dense model.
-        family: its description.
-        config: its config.
+        model: the dense model.
         recipe: how.
         backbone: whose importance is concentrated.
         source: makes what hands out the dense model's moments, of every linear's input and with the Grams of `grams`.
         device: where.
     """
 
-    checkpoint: Checkpoint
-    family: Family
-    config: PreTrainedConfig
+    model: Model
     recipe: RotationRecipe
     backbone: Backbone
     source: Callable[[], MomentSource]
     device: torch.device
 
     @property
+    def family(self) -> Family:
+        """The model's description."""
+        return self.model.family
+
+    @property
     def sizes(self) -> RotationSizes:
         """Of the rotations."""
-        return RotationSizes.of(self.recipe.kind, self.family, self.config)
+        return RotationSizes.of(self.recipe.kind, self.model)
 
     @property
     def training(self) -> Training:
@@ -250,11 +248,11 @@ class Learner:
         """The terms of every block, in memory where they are small, else read again whenever asked for."""
         sizes = self.sizes
         weights = sum(
-            self.checkpoint.tensors[self.family.tensor(block, module)].numel
+            self.model.checkpoint.tensors[self.family.tensor(block, module)].numel
             for block in range(sizes.blocks)
             for module in self.family.linears
         )
-        queries = self.family.dimension(self.config, "query_heads") * sizes.head_dim
+        queries = self.model.dimension("query_heads") * sizes.head_dim
         inputs = 0 if self.backbone == "magnitude" else sizes.blocks * (2 * sizes.hidden**2 + queries**2)
         keep = 4 * (weights + inputs) <= _KEPT_BYTES
         if not keep:
@@ -269,7 +267,7 @@ class Learner:
 
     def read(self, block: int) -> dict[str, Tensor]:
         """A block of the dense model."""
-        return self.checkpoint.read(block_names(self.checkpoint, self.family, block))
+        return self.model.read_block(block)
 
     def moments(self, source: MomentSource, block: int, tensors: Mapping[str, Tensor]) -> dict[str, SpaceMoments]:
         """What the backbone needs of a block, where it needs moments."""

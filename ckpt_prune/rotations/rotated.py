@@ -7,18 +7,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import KINDS, Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_recipe import RotationKind
 from ckpt_prune.rotations.folding import fused, residual_of, turned
-from ckpt_prune.transform.layout import Added
+
+Added = dict[str, tuple[str, tuple[int, ...]]]
+"""A tensor that the source has not → one of its tensors, whose file and dtype it shares, and its shape."""
 
 BlockRotations = tuple[Tensor | None, Tensor]
 """R1 (d, d), None where the residual stream is not rotated, and R2 of every KV head (kv, head_dim, head_dim)."""
+
+Rotations = Callable[[int], BlockRotations]
+"""The rotations of any block."""
+
+
+def not_learned(_block: int) -> BlockRotations:
+    """Stands for rotations where only names and shapes are asked for.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError("the rotations are not learned yet")
+
 
 ENTRY, EXIT = "entry_rotation", "exit_rotation"
 """Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
@@ -27,12 +42,13 @@ _ROWS = 8192
 """Rows of a table that are folded together, in float64."""
 
 
-def check_rotatable(family: Family, config: PreTrainedConfig, kind: RotationKind) -> None:
+def check_rotatable(model: Model, kind: RotationKind) -> None:
     """Refuse to rotate a model whose residual stream is not plain pre-norm.
 
     Raises:
         UserError: with the reason.
     """
+    family, config = model.family, model.config
     what = f"{family.model_type} cannot be rotated"
     if kind == "values" and family.residual is None:
         raise UserError(f"{what}: which of its modules make values is described for causal language models only")
@@ -51,7 +67,7 @@ def check_rotatable(family: Family, config: PreTrainedConfig, kind: RotationKind
             f"{what} per layer: this one's norms have no gains, whose shape keeps stock classes from loading an output "
             "whose stream turns between blocks; rotation kind shared has no need of it"
         )
-    hidden = family.dimension(config, "hidden")
+    hidden = model.dimension("hidden")
     if getattr(config, "word_embed_proj_dim", hidden) != hidden:
         raise UserError(f"{what}: this one projects its embeddings into the residual stream and out of it")
 
@@ -61,28 +77,34 @@ class RotatedCheckpoint:
     """What `Checkpoint` is to a job, under rotations.
 
     Args:
-        source: the dense checkpoint.
-        family: its description.
-        config: its config.
+        model: the dense model.
         kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1, folded
             into what makes the stream and what reads it last, the head untied; values: R2 alone.
         rotations: of a block.
         device: where tensors are folded.
     """
 
-    source: Checkpoint
-    family: Family
-    config: PreTrainedConfig
+    model: Model
     kind: RotationKind
-    rotations: Callable[[int], BlockRotations]
+    rotations: Rotations
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     # ---- shapes, before any rotation is known ----------------------------------------------------------------
 
-    @cached_property
+    @property
+    def source(self) -> Checkpoint:
+        """The dense checkpoint."""
+        return self.model.checkpoint
+
+    @property
+    def family(self) -> Family:
+        """The dense model's description."""
+        return self.model.family
+
+    @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return self.family.dimension(self.config, "layers")
+        return self.model.blocks
 
     @cached_property
     def _embedding(self) -> str:
@@ -95,7 +117,7 @@ class RotatedCheckpoint:
     @cached_property
     def tied(self) -> bool:
         """Whether the source's head is its embedding."""
-        return bool(getattr(self.config, "tie_word_embeddings", False))
+        return self.model.tied
 
     @cached_property
     def folds_ends(self) -> bool:
@@ -122,7 +144,7 @@ class RotatedCheckpoint:
     def added(self) -> Added:
         """Tensors that the source has not, or not of that shape: name → whose file and dtype they share, and shape."""
         found: Added = {name: (name, (1,)) for name in self._gainless}
-        hidden = self.family.dimension(self.config, "hidden")
+        hidden = self.model.dimension("hidden")
         if self.kind == "shared" and self._head not in self.source.tensors:
             found[self._head] = (self._embedding, self.source.tensors[self._embedding].shape)
         for side, module in (("entry", ENTRY), ("exit", EXIT)):
@@ -153,7 +175,7 @@ class RotatedCheckpoint:
         return frozenset(found)
 
     def _values(self, block: int) -> str:
-        return self.family.tensor(block, residual_of(self.family).values)
+        return self.family.tensor(block, self.family.attention.value)
 
     def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """The output's config.json with what the rotations change in it."""
@@ -171,14 +193,9 @@ class RotatedCheckpoint:
         """Tensors outside the blocks, in their dtype."""
         return {name: _fitting(name, self._outside(name)) for name in names}
 
-    def block(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """A block's tensors, folded in float64 and cast to the dtype of the source.
-
-        Args:
-            index: of the block.
-            names: of its tensors in the source.
-        """
-        tensors = {name: tensor.to(self.device) for name, tensor in self.source.read(names).items()}
+    def block(self, index: int) -> dict[str, Tensor]:
+        """The tensors of block `index`, rotations absorbed in float64, in the dtype of the source."""
+        tensors = {name: tensor.to(self.device) for name, tensor in self.model.read_block(index).items()}
         residual, heads = self.on_device(index)
         if residual is not None:
             tensors = fused(self.family, index, tensors)

@@ -4,13 +4,12 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import SpaceName
-from ckpt_prune.calibration.measure import moments_name
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
@@ -19,12 +18,11 @@ from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
 from ckpt_prune.planning.selection import Site
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
-from ckpt_prune.transform.engine import Decisions
-from ckpt_prune.transform.layout import pruned_shapes
+from ckpt_prune.transform.decisions import Decision, Decisions, keep_count, kept_units
+from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
-
-if TYPE_CHECKING:
-    from ckpt_prune.transform.job import Job
+from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.solvers import solver_of
 
 _RATIO_STEPS = 10_000
 """Ratios that are tried for a size: multiples of one in so many."""
@@ -32,113 +30,121 @@ _ROUNDS = 5
 """How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
 
 
-def decide(job: "Job") -> Decisions:
-    """What a job's recipe settles before the first block.
+def decide(request: Request) -> Decisions:
+    """What a recipe settles before the first block.
 
     Raises:
         UserError: a size that no widths reach, or statistics that lack what widths are found from.
     """
-    allocation = job.recipe.allocation
-    if allocation == "least-error":
-        return _least_error(job)
-    if job.recipe.size is not None:
+    recipe = request.recipe
+    if recipe.allocation == "least-error":
+        return _least_error(request)
+    if recipe.size is not None:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
-    if allocation == "uniform":
-        return Decisions(job.recipe, scores=job.scores or {})
-    return Decisions(job.recipe, ranked(job, standardised_scores(job)))
+    if recipe.allocation == "uniform":
+        known = request.scores or {}
+        sites = {site: Decision(keep_count(request.model, recipe, site[1]), None, s) for site, s in known.items()}
+        return Decisions(recipe, sites)
+    scores = standardised_scores(request.model, recipe, _dense_cache(request), request.device)
+    return kept_units(request.model, recipe, ranked(request.model, recipe, scores))
 
 
-def at_size(job: "Job") -> "Job":
-    """The job with the least ratio that reaches its recipe's size, where one ratio says it all.
+def _dense_cache(request: Request) -> MomentSource:
+    if not request.recipe.needs_moments:
+        return NoMoments()
+    assert request.statistics is not None
+    return CachedMoments(request.statistics, request.model)
+
+
+def at_size(request: Request) -> Request:
+    """The request with the least ratio that reaches its recipe's size, where one ratio says it all.
 
     Raises:
         UserError: no ratio reaches it.
     """
-    recipe = job.recipe
-    if recipe.size is None or recipe.allocation == "least-error" or job.plan is not None:
-        return job
+    recipe, model = request.recipe, request.model
+    if recipe.size is None or recipe.allocation == "least-error" or request.plan is not None:
+        return request
     uniform = recipe.allocation == "uniform"
-    if not job.settled:
-        return job
-    limit, kind = recipe.size.of(job.before), recipe.size.kind
-    scores = {} if uniform else standardised_scores(job)
+    if not request.widths_known:
+        return request
+    limit, kind = recipe.size.of(cost_of(model)), recipe.size.kind
+    scores = {} if uniform else standardised_scores(model, recipe, _dense_cache(request), request.device)
 
     def widths(step: int) -> Widths:
         tried = recipe.with_ratio(step / _RATIO_STEPS)
-        trial = replace(job, recipe=tried)
-        return job.widths_of(Decisions(tried) if uniform else Decisions(tried, ranked(trial, scores)))
+        found = Decisions(tried) if uniform else kept_units(model, tried, ranked(model, tried, scores))
+        return found.widths(model)
 
     def cost(step: int) -> int:
-        return cost_in(kind, _cost(job, widths(step)))
+        return cost_in(kind, _cost(request, widths(step)))
 
-    most, budget = _largest_step(job), limit
+    most, budget = _largest_step(request), limit
     for _ in range(_ROUNDS):
         if cost(most) > budget:
-            raise UserError(_unreachable(job, cost(most)) if budget == limit else _taken_up(job))
+            raise UserError(_unreachable(request, cost(most)) if budget == limit else _taken_up(request))
         step = bisect_left(range(most), True, key=lambda tried: cost(tried) <= budget)
         # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
-        whole = cost_in(kind, job.cost_at(widths(step)))
+        whole = cost_in(kind, output_of(request, widths(step)).cost)
         if whole <= limit:
-            return replace(job, recipe=recipe.with_ratio(step / _RATIO_STEPS), asked=recipe)
+            return replace(request, recipe=recipe.with_ratio(step / _RATIO_STEPS), asked=recipe)
         budget = min(budget - 1, limit - (whole - cost(step)))
-    raise UserError(_taken_up(job))
+    raise UserError(_taken_up(request))
 
 
-def _largest_step(job: "Job") -> int:
+def _largest_step(request: Request) -> int:
     """The largest ratio that leaves a unit of every space."""
-    recipe = job.recipe
 
     def empties(step: int) -> bool:
-        sites = replace(job, recipe=recipe.with_ratio(step / _RATIO_STEPS)).unsettled
+        tried = request.recipe.with_ratio(step / _RATIO_STEPS)
         try:
-            return any(sites.keep_count(space) < 1 for space in recipe.spaces)
+            return any(keep_count(request.model, tried, space) < 1 for space in tried.spaces)
         except UserError:
             return True
 
     return bisect_left(range(_RATIO_STEPS), True, key=empties) - 1
 
 
-def _unreachable(job: "Job", least: float) -> str:
-    assert job.recipe.size is not None
-    kind = job.recipe.size.kind
+def _unreachable(request: Request, least: float) -> str:
+    assert request.recipe.size is not None
+    kind = request.recipe.size.kind
     return (
-        f"{job.recipe.size.words}: out of reach of recipe {job.recipe.name}, whose spaces leave {least:,.0f} at the "
-        f"least, of {cost_in(kind, job.before):,}"
+        f"{request.recipe.size.words}: out of reach of recipe {request.recipe.name}, whose spaces leave {least:,.0f} "
+        f"at the least, of {cost_in(kind, cost_of(request.model)):,}"
     )
 
 
-def _taken_up(job: "Job") -> str:
-    assert job.recipe.size is not None
-    return f"{job.recipe.size.words} cannot be met: the biases that the container needs take up what is saved"
+def _taken_up(request: Request) -> str:
+    assert request.recipe.size is not None
+    return f"{request.recipe.size.words} cannot be met: the biases that the container needs take up what is saved"
 
 
-def check_reachable(job: "Job") -> None:
+def check_reachable(request: Request) -> None:
     """Refuse a size that no widths reach, before anything is measured.
 
     Raises:
         UserError: with the least size there is.
     """
-    recipe = job.recipe
+    recipe, model = request.recipe, request.model
     if recipe.size is None or recipe.allocation != "least-error":
         return
-    units = {space: job.family.units(job.config, space) for space in recipe.spaces}
-    smallest = {space: min(count, recipe.spaces[space].multiple_of) for space, count in units.items()}
-    least = cost_in(recipe.size.kind, _cost(job, [smallest] * job.blocks))
-    if least > recipe.size.of(job.before):
-        raise UserError(_unreachable(job, least))
+    smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
+    least = cost_in(recipe.size.kind, _cost(request, [smallest] * model.blocks))
+    if least > recipe.size.of(cost_of(model)):
+        raise UserError(_unreachable(request, least))
 
 
-def dense_scores(job: "Job") -> dict[Site, Tensor]:
+def dense_scores(request: Request) -> dict[Site, Tensor]:
     """Scores of every site's units in the dense model, from its statistics; of q and k, (heads, dimensions)."""
-    assert job.statistics is not None
-    sites = job.unsettled.sites
+    assert request.statistics is not None
+    model, recipe = request.model, request.recipe
+    solvers = {space: solver_of(model, recipe, space, request.device) for space in recipe.spaces}
+    source = CachedMoments(request.statistics, model)
     found: dict[Site, Tensor] = {}
-    for block in track(range(job.blocks), "ranking", total=job.blocks):
-        names = {space: moments_name(job.family, block, space) for space in job.recipe.spaces}
-        moments = job.statistics.block(block, set(names.values()))
-        for space, name in names.items():
-            tensors = job.checkpoint.read([n for n in sites.tensors(block, space) if n in job.checkpoint.tensors])
-            found[block, space] = sites.scores(block, space, tensors, moments.get(name, ())).cpu()
+    for block in track(range(model.blocks), "ranking", total=model.blocks):
+        moments = source.moments(block, {}, list(solvers))
+        for space, solver in solvers.items():
+            found[block, space] = solver.scores(block, solver.read(block), moments.get(space, ())).cpu()
     return found
 
 
@@ -180,87 +186,92 @@ def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor
     return weighed.cummax(0).values
 
 
-def _least_error(job: "Job") -> Decisions:
-    recipe = job.recipe
-    if job.statistics is None:
+def _least_error(request: Request) -> Decisions:
+    recipe, model = request.recipe, request.model
+    if request.statistics is None:
         raise UserError(
             f"allocation {recipe.allocation} has no widths before the model is measured: `ckpt-prune plan --statistics "
             "STATS` tells them"
         )
-    check_reachable(job)
-    scores = dense_scores(job) if job.scores is None else job.scores
+    check_reachable(request)
+    scores = dense_scores(request) if request.scores is None else request.scores
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
-    curves = _curves(job, scores, job.statistics.index.effects, kind)
+    curves = _curves(request, scores, request.statistics.index.effects, kind)
     dense = sum(curve.units * curve.unit_cost for curve in curves.values())
-    whole = cost_in(kind, job.before)
-    limit = _limit(job)
+    whole = cost_in(kind, cost_of(model))
+    limit = _limit(request)
     budget = limit - (whole - dense)
     for _ in range(_ROUNDS):
         try:
-            counts = _solve(job, curves, budget)
+            counts = _solve(request, curves, budget)
         except BudgetError as error:
             if recipe.size is None:
                 raise
-            raise UserError(_taken_up(job)) from error
+            raise UserError(_taken_up(request)) from error
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
-        decisions = Decisions(recipe, counts=counts, scores={} if job.sequential else scores)
-        widths = job.widths_of(decisions)
-        found = cost_in(kind, job.cost_at(widths))
+        decisions = Decisions(
+            recipe,
+            {site: Decision(n, scores=None if request.sequential else scores[site]) for site, n in counts.items()},
+        )
+        widths = decisions.widths(model)
+        found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
             return decisions
-        budget = min(budget - 1, limit - (found - cost_in(kind, _cost(job, widths))) - (whole - dense))
-    raise UserError(_taken_up(job))
+        budget = min(budget - 1, limit - (found - cost_in(kind, _cost(request, widths))) - (whole - dense))
+    raise UserError(_taken_up(request))
 
 
 def _curves(
-    job: "Job", scores: Mapping[Site, Tensor], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
+    request: Request, scores: Mapping[Site, Tensor], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
 ) -> dict[Site, Curve]:
     """What every site loses with its units, weighed as the recipe says, and what a unit costs."""
-    unit_costs = _unit_costs(job, kind)
+    unit_costs = _unit_costs(request, kind)
     curves: dict[Site, Curve] = {}
     for (block, space), own in scores.items():
         curve = error_curve(own)
-        if job.recipe.weighed_by_effect:
-            curve = weighed_by_effect(curve, effects.get(moments_name(job.family, block, space), []))
+        if request.recipe.weighed_by_effect:
+            curve = weighed_by_effect(curve, effects.get(request.model.moments_name(block, space), []))
         else:
             curve = weighed_by_energy(curve)
-        curves[block, space] = Curve(curve, unit_costs[space], job.recipe.spaces[space].multiple_of)
+        curves[block, space] = Curve(curve, unit_costs[space], request.recipe.spaces[space].multiple_of)
     return curves
 
 
-def _solve(job: "Job", curves: Mapping[Site, Curve], budget: float) -> dict[Site, int]:
-    if job.recipe.widths == "per_layer":
+def _solve(request: Request, curves: Mapping[Site, Curve], budget: float) -> dict[Site, int]:
+    if request.recipe.widths == "per_layer":
         return least_error(curves, budget)
-    spaces = {space: merged([c for site, c in curves.items() if site[1] == space]) for space in job.recipe.spaces}
+    names = request.recipe.spaces
+    spaces = {space: merged([c for site, c in curves.items() if site[1] == space]) for space in names}
     kept = least_error(spaces, budget)
     return {site: kept[site[1]] for site in curves}
 
 
-def _limit(job: "Job") -> int:
+def _limit(request: Request) -> int:
     """The size to keep to: the recipe's, or what its ratio leaves in every block."""
-    if job.recipe.size is not None:
-        return job.recipe.size.of(job.before)
-    return cost_in("params", _cost(job, job.widths_of(Decisions(job.recipe))))
+    if request.recipe.size is not None:
+        return request.recipe.size.of(cost_of(request.model))
+    return cost_in("params", _cost(request, Decisions(request.recipe).widths(request.model)))
 
 
-def _unit_costs(job: "Job", kind: SizeKind) -> dict[SpaceName, float]:
+def _unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
     """What one unit of a space costs in one block: all sizes are linear in the widths of a block."""
-    units = {space: job.family.units(job.config, space) for space in job.recipe.spaces}
+    model = request.model
+    units = {space: model.units(space) for space in request.recipe.spaces}
     found: dict[SpaceName, float] = {}
     for space in units:
         if units[space] == 1:
             found[space] = 1.0  # it stays whatever it costs
             continue
-        widths = [dict(units) for _ in range(job.blocks)]
+        widths = [dict(units) for _ in range(model.blocks)]
         widths[0][space] -= 1
-        found[space] = float(cost_in(kind, job.before) - cost_in(kind, _cost(job, widths)))
+        found[space] = float(cost_in(kind, cost_of(model)) - cost_in(kind, _cost(request, widths)))
     return found
 
 
-def _cost(job: "Job", widths: Widths) -> Cost:
+def _cost(request: Request, widths: Widths) -> Cost:
     """Cost at some widths, before the container adds biases."""
-    return cost_of(job.family, job.config, pruned_shapes(job.checkpoint, job.family, widths))
+    return cost_of(request.model, request.model.shapes_at(widths))
 
 
 def check_effects(statistics: Statistics) -> None:

@@ -3,32 +3,29 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import ColumnSpace, Family, Modality, SpaceName
-from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.calibration import logits as logit_moments
-from ckpt_prune.calibration import moments as column_moments
+from ckpt_prune.architectures.family import Modality
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.measure import block_names, moments_name
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.progress import track
-from ckpt_prune.transform.engine import Decisions, Pruner
-from ckpt_prune.transform.sites import Sites
+from ckpt_prune.transform.decisions import Decision, Decisions
+from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.solvers import SOLVERS, solver_of
 
 POINTS = (0.25, 0.5, 0.75)
 """Shares of a site's units that are dropped while the others are whole."""
@@ -36,13 +33,10 @@ LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
 """Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
 READOUT_TOKENS = 2048
 """Tokens whose outputs are held together: the vocabulary is what makes these large."""
-STRENGTH, LOGIT_STRENGTH = 0.01, 0.001
-"""Relative λ of ridge and affine, and of logit: any sound compensation will do, and the same one for all."""
 
 
 def measure_effects(
-    checkpoint: Checkpoint,
-    family: Family,
+    model: Model,
     statistics: Statistics,
     samples: Samples,
     *,
@@ -64,8 +58,7 @@ def measure_effects(
     twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
 
     Args:
-        checkpoint: the dense model.
-        family: its description.
+        model: the dense model.
         statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
             spaces. That they are this model's is up to the caller.
         samples: the first `limit` are run.
@@ -77,26 +70,26 @@ def measure_effects(
         allocate: makes the tensors that hold hidden states.
 
     Returns:
-        Site by `calibration.measure.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
+        Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
         of q and k dimensions dropped in every head, ascending, and the mean over samples of `Readout.divergence` from
         the dense model. A site of one unit is left out.
 
     Raises:
         UserError: statistics lack moments, or the output is not finite.
     """
-    config = parse_config(checkpoint.config)
+    family, checkpoint = model.family, model.checkpoint
     chosen = [space for space in family.spaces if space in spaces]
-    _check(statistics, chosen)
-    counts = {space: dropped_counts(family.units(config, space), points) for space in chosen}
+    _check(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
+    counts = {space: dropped_counts(model.units(space), points) for space in chosen}
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
     few = _First(samples, LIMITS[family.modality] if limit is None else limit)
-    factory = BlockFactory(family, config, device=device, dtype=compute_dtype)
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
     rows = [own for _, own in stream.batches]
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
-    sites = _Variants(family, config, statistics, device, counts)
+    sites = _Variants(model, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
     pruned = [allocate(shape, dtype) for _ in variants]
     dense = allocate(shape, dtype)
@@ -110,10 +103,10 @@ def measure_effects(
                 out[each] = stream.run(module, block, given[each]).cpu()
 
     found: dict[str, list[tuple[int, float]]] = {}
-    blocks = family.dimension(config, "layers")
+    blocks = model.blocks
     passes = [(site, block) for site in range(blocks) for block in range(site, blocks)]
     for site, block in track(passes, "measuring effects", total=len(passes)):
-        tensors = checkpoint.read(block_names(checkpoint, family, block))
+        tensors = model.read_block(block)
         if block == site:
             for out, new in zip(pruned, sites.of(block, tensors), strict=True):
                 run(block, new, [(stream.states, out)])
@@ -125,7 +118,7 @@ def measure_effects(
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
             for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
-                name = moments_name(family, site, space)
+                name = model.moments_name(site, space)
                 if not math.isfinite(value):
                     raise UserError(
                         f"the output with {count} units of {name} dropped is not finite: the model overflows in "
@@ -140,15 +133,13 @@ def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
     return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
 
 
-def _check(statistics: Statistics, spaces: list[SpaceName]) -> None:
-    collect = statistics.index.collect
-    if "gram" not in collect and set(spaces) - {"qk"}:
-        raise UserError(f"effects need Grams, and {statistics.folder} has none: calibrate with --collect moments,gram")
-    if "logits" not in collect and "qk" in spaces:
-        raise UserError(
-            f"effects of q and k need their moments, and {statistics.folder} has none: "
-            "calibrate with --collect moments,gram,logits"
-        )
+_NEEDS = {"gram": ("effects need Grams", ""), "logits": ("effects of q and k need their moments", ",logits")}
+
+
+def _check(statistics: Statistics, kinds: set[str]) -> None:
+    for kind, (what, beside) in _NEEDS.items():
+        if kind in kinds and kind not in statistics.index.collect:
+            raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
 
 
 def _batches(samples: Samples, tokens: int) -> list[slice]:
@@ -204,8 +195,7 @@ class _Known(NoMoments):
 class _Variants:
     """A block with one of its sites pruned, for every site and count."""
 
-    family: Family
-    config: PreTrainedConfig
+    model: Model
     statistics: Statistics
     device: torch.device
     counts: Mapping[SpaceName, list[int]]
@@ -213,34 +203,21 @@ class _Variants:
     def of(self, block: int, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The block's tensors, space by space and count by count."""
         wanted = [space for space, counts in self.counts.items() if counts]
-        read = CachedMoments(self.statistics, self.family).moments(block, tensors, wanted)
-        moments = {space: self._whole(folds) for space, folds in read.items()}
+        read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
+        moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
         for space in wanted:
-            method = self._method(block, space, tensors)
-            recipe, site = _recipe(space, method), (block, space)
+            recipe = self._recipe(block, space, tensors)
             # Ranked once for all counts.
-            scores = Sites(self.family, self.config, recipe, self.device).scores(block, space, tensors, moments[space])
+            scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in self.counts[space]:
-                left = self.family.units(self.config, space) - count
-                decisions = Decisions(recipe, counts={site: left}, scores={site: scores})
-                pruner = Pruner(self.family, self.config, decisions, frozenset(), self.device)
+                decision = Decision(self.model.units(space) - count, scores=scores)
+                decisions = Decisions(recipe, {(block, space): decision})
+                pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 yield pruner.block(block, tensors, _Known(moments))[0]
 
-    def _whole(self, folds: SpaceMoments) -> SpaceMoments:
-        """All folds as one."""
-        if isinstance(folds[0], LogitMoments):
-            return (logit_moments.total(folds).to(self.device),)
-        return (column_moments.total(folds).to(self.device),)
-
-    def _method(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> str:
-        description = self.family.spaces[space]
-        if not isinstance(description, ColumnSpace):
-            return "logit"
-        return "affine" if self.family.tensor(block, description.consumer, "bias") in tensors else "ridge"
-
-
-def _recipe(space: SpaceName, method: str) -> Recipe:
-    """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
-    score, strength = ("logit-energy", LOGIT_STRENGTH) if method == "logit" else ("obs", STRENGTH)
-    own = {"score": score, "ratio": 0, "compensation": {"method": method, "lambda": strength}}
-    return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})
+    def _recipe(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> Recipe:
+        """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
+        description = self.model.family.spaces[space]
+        biased = self.model.tensor(block, description.measured, "bias") in tensors
+        own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
+        return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})

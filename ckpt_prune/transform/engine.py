@@ -1,59 +1,36 @@
-"""The engine: one block in, its pruned and compensated tensors out. It neither reads nor writes files."""
+"""The engine of recipes with spaces: one block in, its pruned and compensated tensors out. It touches no files."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import ColumnSpace, Family, SpaceName
-from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.architectures.cuts import found_among, touched
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.selection import Site, units_kept
-from ckpt_prune.transform.sites import Settled, Sites, rows_of_heads_left, unit_columns, unit_rows
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """What is settled before a block is reached.
-
-    Attributes:
-        recipe: scores, counts and compensation.
-        kept: site → units that stay, where a plan or a ranking over blocks has settled them; else they are selected
-            by score when the block is reached.
-        plans: site → its plan, where one has settled its compensation.
-        counts: site → how many units stay (of q and k, in every head), where a budget has settled it; else the
-            recipe's ratio does.
-        scores: site → scores of its units, where they are known.
-    """
-
-    recipe: Recipe
-    kept: Mapping[Site, Tensor] = field(default_factory=dict)
-    plans: Mapping[Site, SitePlan] = field(default_factory=dict)
-    counts: Mapping[Site, int] = field(default_factory=dict)
-    scores: Mapping[Site, Tensor] = field(default_factory=dict)
+from ckpt_prune.transform.decisions import Decisions
+from ckpt_prune.transform.solvers import solver_of
 
 
 @dataclass(frozen=True)
 class Pruner:
-    """Prunes sites and blocks of one model.
+    """Prunes the blocks of one model.
 
     Args:
-        family: the model's description.
-        config: the dense model's config.
+        model: the dense model.
         decisions: what is settled.
         biases: linear modules of a block that have a bias in the output container.
-        padded: spaces that the output container holds at their dense width, with zeros.
         device: where the closed forms are solved, in float64.
         diagnostics: also compute CORP's errors, spectra and held-out errors per site.
+        padded: spaces that the output container holds at their dense width, with zeros.
     """
 
-    family: Family
-    config: PreTrainedConfig
+    model: Model
     decisions: Decisions
     biases: frozenset[str]
     device: torch.device
@@ -61,36 +38,6 @@ class Pruner:
     padded: frozenset[SpaceName] = frozenset()
 
     record = SitePlan
-
-    @property
-    def sites(self) -> Sites:
-        """What solves single sites."""
-        return Sites(self.family, self.config, self.decisions.recipe, self.device, self.diagnostics)
-
-    def keep_count(self, space: SpaceName) -> int:
-        """Units of a space that stay under the recipe's ratio; of q and k, in every head."""
-        recipe, description = self.decisions.recipe, self.family.spaces[space]
-        own = recipe.spaces[space]
-        units = self.family.units(self.config, space)
-        return units_kept(units, recipe.ratio_of(space), own.rounding or description.rounding, own.multiple_of)
-
-    def count(self, block: int, space: SpaceName) -> int:
-        """Units of a site that stay; of q and k, in every head."""
-        settled = self.decisions.counts.get((block, space))
-        return self.keep_count(space) if settled is None else settled
-
-    def site(
-        self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: SpaceMoments | None
-    ) -> tuple[SitePlan, dict[str, Tensor] | None]:
-        """Select the units of one site and solve its compensation (`Sites.solve`)."""
-        site, known = (block, space), self.decisions
-        settled = Settled(
-            self.count(block, space),
-            known.kept.get(site),
-            known.scores.get(site),
-            known.plans.get(site),
-        )
-        return self.sites.solve(block, space, tensors, moments, settled)
 
     def block(
         self, block: int, tensors: Mapping[str, Tensor], source: MomentSource
@@ -110,70 +57,63 @@ class Pruner:
         """
         current = dict(tensors)
         plans: list[SitePlan] = []
+        kept: dict[SpaceName, Tensor] = {}
+        recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
-        spaces = [space for space in self.family.spaces if space in self.decisions.recipe.spaces]
+        spaces = [space for space in self.model.family.spaces if space in recipe.spaces]
         for stage in source.stages(spaces):
             moments = source.moments(block, current, stage)
             for space in stage:
-                plan, new = self.site(block, space, current, moments.get(space))
+                solver = solver_of(self.model, recipe, space, self.device, diagnostics=self.diagnostics)
+                decision = self.decisions.of(self.model, (block, space))
+                plan, new = solver.solve(block, current, moments.get(space), decision)
                 plans.append(plan)
                 if new is not None:
-                    self._apply(block, space, current, torch.tensor(plan.kept), plan.units, new)
-        fill_biases(self.family, block, self.biases, current)
+                    before = dict(kept)
+                    kept[space] = torch.tensor(plan.kept)
+                    self._cut(block, before, kept, current, new)
+        fill_biases(self.model.family, block, self.biases, current)
         check_overflow(tensors, current)
-        self._pad(block, plans, current)
+        self._pad(block, kept, current)
         return current, plans
 
-    def _apply(
+    def _cut(
         self,
         block: int,
-        space: SpaceName,
+        before: Mapping[SpaceName, Tensor],
+        kept: Mapping[SpaceName, Tensor],
         tensors: dict[str, Tensor],
-        kept: Tensor,
-        units: int,
         new: Mapping[str, Tensor],
     ) -> None:
-        description = self.family.spaces[space]
+        """Drop what goes beyond what had gone before, and enter what compensation has rewritten."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        if isinstance(description, ColumnSpace):
-            weight_name = self.family.tensor(block, description.consumer)
-            dtypes[self.family.tensor(block, description.consumer, "bias")] = tensors[weight_name].dtype
-            for module, stacked in description.producers.items():
-                for name in (self.family.tensor(block, module), self.family.tensor(block, module, "bias")):
-                    if name in tensors:
-                        tensors[name] = tensors[name][unit_rows(kept, units, tensors[name].shape[0], stacked)]
+        earlier = self.model.stays(before)
+        for module, kind, dim, lines in touched(self.model.stays(kept)):
+            name = self.model.tensor(block, module, kind)
+            if name in new or name not in tensors or len(lines) == tensors[name].shape[dim]:
+                continue
+            known = earlier.get((module, dim))
+            places = lines if known is None else found_among(lines, known[1])
+            tensors[name] = tensors[name].index_select(dim, places)
         for name, tensor in new.items():
-            tensors[name] = tensor.to(dtypes[name])
+            # A bias that is new has the type of its weight.
+            tensors[name] = tensor.to(dtypes.get(name, dtypes[f"{name.rpartition('.')[0]}.weight"]))
 
-    def _pad(self, block: int, plans: list[SitePlan], tensors: dict[str, Tensor]) -> None:
+    def _pad(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
         """Put what stayed back in its dense place, with zeros where the dropped units were: nothing they held acts."""
-        kept = {plan.space: torch.tensor(plan.kept) for plan in plans}
-        units = {plan.space: plan.units for plan in plans}
-        if {"qk", "heads"} <= kept.keys() and "heads" not in self.padded:
-            # Rows of q and k of the heads that are left, counted anew.
-            width = self.family.dimension(self.config, "head_dim")
-            kept["qk"] = rows_of_heads_left(kept["qk"], kept["heads"], width)
-            units["qk"] = len(kept["heads"]) * width
-        # From the last to the first: heads were dropped from rows that q and k had lost some of already.
-        for space in reversed(list(kept)):
-            if space in self.padded and len(kept[space]) < units[space]:
-                self._pad_space(block, space, kept[space], units[space], tensors)
-
-    def _pad_space(self, block: int, space: SpaceName, kept: Tensor, units: int, tensors: dict[str, Tensor]) -> None:
-        description = self.family.spaces[space]
-        for module, stacked in self.family.producers(space).items():
-            for name in (self.family.tensor(block, module), self.family.tensor(block, module, "bias")):
-                if name in tensors:
-                    rows = tensors[name].shape[0] // len(kept) * units
-                    full = tensors[name].new_zeros(rows, *tensors[name].shape[1:])
-                    full[unit_rows(kept, units, rows, stacked)] = tensors[name]
-                    tensors[name] = full
-        if isinstance(description, ColumnSpace):
-            name = self.family.tensor(block, description.consumer)
-            per_unit = tensors[name].shape[1] // len(kept)
-            full = tensors[name].new_zeros(tensors[name].shape[0], units * per_unit)
-            full[:, unit_columns(kept, per_unit)] = tensors[name]
-            tensors[name] = full
+        if not self.padded & kept.keys():
+            return
+        narrow = self.model.stays({space: units for space, units in kept.items() if space not in self.padded})
+        for module, kind, dim, lines in touched(self.model.stays(kept)):
+            name = self.model.tensor(block, module, kind)
+            if name not in tensors:
+                continue
+            known = narrow.get((module, dim))
+            held = self.model.line_numbers(module, dim) if known is None else known[1]
+            if len(held) > len(lines):
+                shape = list(tensors[name].shape)
+                shape[dim] = len(held)
+                tensors[name] = tensors[name].new_zeros(shape).index_copy_(dim, found_among(lines, held), tensors[name])
 
 
 def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ckpt_prune.architectures.family import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.planning.accounting import Cost
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.transform.budgets import dense_scores
-from ckpt_prune.transform.job import Job, make_plan
+from ckpt_prune.transform.planned import make_plan
+from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.settle import settle
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,24 @@ class Point:
     errors: dict[SpaceName, float | None]
 
 
-def sweep(job: Job, ratios: Sequence[float]) -> list[Point]:
-    """Plan a job at several ratios.
+def sweep(request: Request, ratios: Sequence[float]) -> list[Point]:
+    """Plan a request at several ratios.
 
     Args:
-        job: a checked job with dense statistics, where its recipe needs any; its own ratio or size is not used.
+        request: with dense statistics, where its recipe needs any; its own ratio or size is not used.
         ratios: shares of units to drop.
 
     Raises:
         UserError: a ratio leaves nothing of a space.
     """
-    if job.recipe.needs_moments and job.statistics is not None and not job.recipe.ranks_blocks:
-        job = replace(job, scores=dense_scores(job))
+    model, recipe = request.model, request.recipe
+    if recipe.needs_moments and request.statistics is not None and not recipe.ranks_blocks:
+        request = replace(request, scores=dense_scores(request))
     found: list[Point] = []
     for ratio in ratios:
-        plan = make_plan(replace(job, recipe=job.recipe.with_ratio(ratio)))
-        spaces = {space: [site for site in plan.sites if site.space == space] for space in job.recipe.spaces}
-        heads = {s: job.family.site_units(job.config, s) // job.family.units(job.config, s) for s in spaces}
-        kept = {space: [len(site.kept) // heads[space] for site in sites] for space, sites in spaces.items()}
+        plan = make_plan(settle(replace(request, recipe=recipe.with_ratio(ratio))))
+        spaces = {space: [site for site in plan.sites if site.space == space] for space in recipe.spaces}
+        kept = {space: [len(site.kept) // model.copies(space) for site in sites] for space, sites in spaces.items()}
         widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
         errors = {space: _mean_error(sites) for space, sites in spaces.items()}
         found.append(Point(ratio, plan.after, widths, errors))

@@ -1,0 +1,281 @@
+"""A model: a checkpoint with its family and config, and what follows from the three."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
+from ckpt_prune.checkpoint.reading import Checkpoint
+
+Shape = tuple[torch.dtype, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
+"""Name of a tensor on disk → dtype and shape."""
+Widths = Mapping[SpaceName, int]
+"""Units of each space that a block keeps; of q and k, in every head."""
+
+_INPUT = "/input"
+_MOST_TOKENS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A checkpoint with its family and config.
+
+    Attributes:
+        checkpoint: where its tensors are.
+        family: the description of its architecture, with the class that the checkpoint holds.
+        config: parsed by transformers.
+    """
+
+    checkpoint: Checkpoint
+    family: Family
+    config: PreTrainedConfig
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Model":
+        """The model that a checkpoint holds.
+
+        Raises:
+            UserError: its family is not known, or transformers refuses its config.
+        """
+        return cls(checkpoint, fitting_family(checkpoint), parse_config(checkpoint.config))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Model":
+        """The model in a folder, or of a Hub id."""
+        return cls.of(Checkpoint.open(path))
+
+    def with_config(self, config: PreTrainedConfig) -> "Model":
+        """The same tensors read under another config."""
+        return replace(self, config=config)
+
+    # ---- dimensions -------------------------------------------------------------------------------------------
+
+    def dimension(self, name: str) -> int:
+        """A dimension by the family's name for it."""
+        return self.family.dimension(self.config, name)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.dimension("layers")
+
+    def units(self, space: SpaceName) -> int:
+        """Units of a space that a width counts; of q and k, those of one head."""
+        return self.family.spaces[space].count(self.dimension)
+
+    def site_units(self, space: SpaceName) -> int:
+        """Units of a site: of q and k those of every head, elsewhere those of the space."""
+        return self.family.spaces[space].site_units(self.dimension)
+
+    def copies(self, space: SpaceName) -> int:
+        """How many times the counted units stand in a site."""
+        return self.family.spaces[space].copies(self.dimension)
+
+    def unit_columns(self, space: SpaceName) -> int:
+        """Columns of the consumer per unit; 1 for a space without a consumer."""
+        columns = self.family.columns.get(space)
+        return 1 if columns is None else columns.columns.per_unit(self.dimension)
+
+    def dense_widths(self) -> dict[SpaceName, int]:
+        """Units of every space."""
+        return {space: self.units(space) for space in self.family.spaces}
+
+    def config_values(self, widths: Widths) -> dict[str, int]:
+        """Config keys and values that say how many units of each space there are."""
+        return {
+            key: count * prod(map(self.dimension, factors))
+            for space, count in widths.items()
+            for key, factors in self.family.spaces[space].config.items()
+        }
+
+    def widths_of(self, block: int, tensors: Mapping[str, Tensor]) -> dict[SpaceName, int]:
+        """Units of each space that a block's tensors have, of any widths.
+
+        Args:
+            block: its index.
+            tensors: by on-disk name.
+        """
+        attention = tensors[self.tensor(block, self.family.attention.output)]
+        heads = attention.shape[1] // self.dimension("head_dim")
+        found: dict[SpaceName, int] = {}
+        for name, space in self.family.spaces.items():
+            axis, incidence = space.incidences[-1]
+            lines = tensors[self.tensor(block, incidence.module)].shape[incidence.dim(axis)]
+            units = lines // incidence.per_unit(self.dimension)
+            found[name] = units if space.per is None else units // heads
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
+        if self.family.modality == "image":
+            return self.image_tokens(_pair(self.config.image_size))
+        return min(_MOST_TOKENS, int(getattr(self.config, "max_position_embeddings", _MOST_TOKENS)))
+
+    def image_tokens(self, size: tuple[int, ...]) -> int:
+        """Tokens of an image of `size` (height, width): patches and special tokens."""
+        return image_tokens(self.family, self.config, size)
+
+    @property
+    def uses_sliding_window(self) -> bool:
+        """Whether this checkpoint's attention really is windowed."""
+        key = self.family.sliding_window
+        return key is not None and bool(getattr(self.config, key, None))
+
+    # ---- tensors ----------------------------------------------------------------------------------------------
+
+    def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
+        """On-disk name of a block's tensor."""
+        return self.family.tensor(block, module, kind)
+
+    def has(self, module: str, kind: Literal["weight", "bias"] = "weight") -> bool:
+        """Whether blocks have such a tensor."""
+        return self.tensor(0, module, kind) in self.checkpoint.tensors
+
+    def block_names(self, block: int) -> list[str]:
+        """On-disk names of a block's tensors."""
+        prefix = self.family.block.format(block=block)
+        return [name for name in self.checkpoint.tensors if name.startswith(prefix)]
+
+    def read_block(self, block: int) -> dict[str, Tensor]:
+        """A block's tensors."""
+        return self.checkpoint.read(self.block_names(block))
+
+    def outside(self) -> list[str]:
+        """On-disk names of what stands outside the blocks: embeddings, norms, heads."""
+        prefixes = tuple(self.family.block.format(block=block) for block in range(self.blocks))
+        return [name for name in self.checkpoint.tensors if not name.startswith(prefixes)]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Name → dtype and shape of every tensor."""
+        return {name: (info.dtype, info.shape) for name, info in self.checkpoint.tensors.items()}
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """The same without buffers that models compute themselves."""
+        return {name: shape for name, shape in self.shapes.items() if not is_stored_buffer(name)}
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that most bytes of the checkpoint are in."""
+        return self.checkpoint.dtype
+
+    @property
+    def reader_fingerprint(self) -> str | None:
+        """Fingerprint of what turns data into the model's input: the tokenizer, or the image processor."""
+        read = processor_fingerprint if self.family.modality == "image" else tokenizer_fingerprint
+        return read(self.checkpoint.path)
+
+    # ---- what stays -------------------------------------------------------------------------------------------
+
+    def stays(self, kept: Kept) -> Stays:
+        """What stays of a block's linear modules where these units do (`cuts.stays`)."""
+        sizes = {module: self.checkpoint.tensors[self.tensor(0, module)].shape for module in self.family.linears}
+        return stays(self.family, self.dimension, kept, sizes)
+
+    def shapes_at(self, widths: Sequence[Widths]) -> dict[str, Shape]:
+        """Name → dtype and shape of every tensor where blocks keep so many units, before any bias is added.
+
+        Args:
+            widths: of every block; a space that is left out stays whole.
+        """
+        shapes = self.shapes
+        known: dict[tuple[tuple[SpaceName, int], ...], Stays] = {}
+        for block, own in enumerate(widths):
+            key = tuple(own.items())
+            if key not in known:
+                known[key] = self.stays({s: self.family.spaces[s].first(n, self.dimension) for s, n in key})
+            for module, kind, dim, lines in touched(known[key]):
+                name = self.tensor(block, module, kind)
+                if name in shapes:
+                    dtype, shape = shapes[name]
+                    shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
+        return shapes
+
+    def line_numbers(self, module: str, dim: int) -> Tensor:
+        """All rows (dim 0) or columns of a linear module's dense weight."""
+        return torch.arange(self.checkpoint.tensors[self.tensor(0, module)].shape[dim])
+
+    def unit_weights(self, space: SpaceName) -> int:
+        """Weights, without biases, that go with one unit of a space."""
+        found = 0
+        for axis, incidence in self.family.spaces[space].incidences:
+            shape = self.checkpoint.tensors[self.tensor(0, incidence.module)].shape
+            found += incidence.per_unit(self.dimension) * shape[1 - incidence.dim(axis)]
+        return found
+
+    # ---- statistics -------------------------------------------------------------------------------------------
+
+    def moments_name(self, block: int, key: str) -> str:
+        """On-disk weight that statistics file moments under.
+
+        A space has the name of the module that `Space.measured` says, and so has a linear module that is a consumer.
+        Any other linear module has its own with a suffix: the moments of queries stand under the bare name.
+        """
+        consumers = {space.consumer for space in self.family.columns.values()}
+        for name, space in self.family.spaces.items():
+            if key == name or (key == space.measured and key in consumers):
+                return self.tensor(block, space.measured)
+        return self.tensor(block, key) + _INPUT
+
+    @property
+    def consumer_widths(self) -> dict[str, int]:
+        """Consumer's on-disk weight, with `{block}` for the block → its width, the same in every dense block."""
+        return {
+            f"{self.family.block}{space.consumer}.weight": self.units(name) * self.unit_columns(name)
+            for name, space in self.family.columns.items()
+        }
+
+    @property
+    def linear_widths(self) -> dict[str, int]:
+        """Linear modules that are no consumer, by `moments_name` with `{block}` → the width of their input.
+
+        Of those that read one input, the first.
+        """
+        hidden = self.dimension("hidden")
+        return {f"{self.family.block}{first}.weight{_INPUT}": hidden for first in self.family.producer_inputs}
+
+    @property
+    def query_heads(self) -> dict[str, tuple[int, int]]:
+        """Query's on-disk weight, with `{block}` for the block → heads and their width; where logits can be pruned."""
+        return {
+            f"{self.family.block}{space.measured}.weight": (space.copies(self.dimension), space.count(self.dimension))
+            for space in self.family.spaces.values()
+            if space.ends == "logits"
+        }
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    """Height and width of a config's image or patch size, one number or two."""
+    height, width = (value, value) if isinstance(value, int) else value
+    return int(height), int(width)
+
+
+def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
+    """Patches of an image of `size` (height, width); of the config's own size by default."""
+    height, width = size or _pair(config.image_size)
+    rows, columns = _pair(config.patch_size)
+    return (height // rows) * (width // columns)
+
+
+def image_tokens(family: Family, config: Any, size: tuple[int, ...]) -> int:
+    """Tokens of an image of `size` (height, width): patches and special tokens."""
+    return patches(config, size) + family.special_tokens

@@ -1,0 +1,106 @@
+"""The calibration samples that options ask for."""
+
+from collections.abc import Callable
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.calibration.text import (
+    calibration_windows,
+    frame_length,
+    framed,
+    load_tokenizer,
+    read_text,
+    token_stream,
+)
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import ImageOptions, SampleOptions
+
+DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
+"""Samples where none are asked for: windows, and at most so many of the images there are (CORP's number)."""
+
+
+def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
+    """Whether there is something to calibrate on.
+
+    Raises:
+        UserError: both text and images.
+    """
+    if calibration.text and images.images is not None:
+        raise UserError("give --text or --images, not both")
+    if images.images is None and images.labels is not None:
+        raise UserError("--labels goes with --images")
+    return bool(calibration.text) or images.images is not None
+
+
+def chosen_samples(
+    model: Model,
+    calibration: SampleOptions,
+    images: ImageOptions,
+    *,
+    trust: bool = False,
+    most: int | None = None,
+    say: Callable[[str], None],
+) -> Samples:
+    """The calibration samples that options ask for.
+
+    Args:
+        model: whose tokenizer or image processor reads them.
+        calibration: which windows, or how many images.
+        images: which images.
+        trust: run the image processor's own code.
+        most: samples where none are asked for: so many, or all there are if these are fewer. By default 128 windows,
+            and at most 4000 images.
+        say: told in a line what could not be read.
+
+    Raises:
+        UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
+    """
+    family, folder = model.family, model.checkpoint.path
+    if family.modality == "image":
+        if images.images is None:
+            raise UserError(f"{folder} reads images: give --images DIR")
+        if calibration.window is not None or calibration.bos != "auto":
+            raise UserError("--window and --bos are for text: they do not go with --images")
+        return _images(model, calibration, images, trust, most or MOST_IMAGES, say)
+    if images.images is not None:
+        raise UserError(f"{folder} reads text: give --text FILE")
+    window = calibration.window or model.tokens
+    limit = model.checkpoint.config.get("max_position_embeddings")
+    if limit is not None and window > limit:
+        raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
+    tokenizer = load_tokenizer(folder)
+    # A causal model reads one long text; an encoder reads each window between its own opening and closing tokens.
+    if not family.causal and calibration.bos != "auto":
+        raise UserError("--bos is for causal language models: an encoder reads each window between its own tokens")
+    frame = 0 if family.causal else frame_length(tokenizer)
+    stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
+    available = len(stream) // (window - frame) if window > frame else 0
+    windows = calibration_windows(
+        stream,
+        samples=calibration.samples or (DEFAULT_WINDOWS if most is None else max(1, min(most, available))),
+        window=window - frame,
+        seed=calibration.seed,
+        choose=calibration.choose,
+    )
+    return TokenWindows(framed(windows, tokenizer) if frame else windows)
+
+
+def _images(
+    model: Model,
+    calibration: SampleOptions,
+    options: ImageOptions,
+    trust: bool,
+    most: int,
+    say: Callable[[str], None],
+) -> Samples:
+    assert options.images is not None
+    processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
+    found = find_images(options.images, labels=options.labels, split="calib")
+    count = calibration.samples or min(len(found.paths), most)
+    chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
+    samples = ImageSamples(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
+    if samples.skipped:
+        named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
+        say(f"{len(samples.skipped)} of {count} images do not decode and are left out: {named}")
+    return samples

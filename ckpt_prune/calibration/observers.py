@@ -1,0 +1,101 @@
+"""Hooks that accumulate the moments of a space or of a linear module while its block runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ckpt_prune.architectures.spaces import Ends
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.logits import LogitMoments, smaller_form
+from ckpt_prune.calibration.moments import Moments
+
+
+class Inputs:
+    """Accumulates the input of one linear module.
+
+    Args:
+        linear: the module.
+        folds: moments to begin with, one for each fold.
+
+    Attributes:
+        fold: which one the tokens that come next belong to.
+    """
+
+    def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
+        self.fold, self._folds = 0, folds
+        self._handle = linear.register_forward_pre_hook(self._see)
+
+    @classmethod
+    def of_module(cls, factory: BlockFactory, block: nn.Module, index: int, module: str, grams: list[bool]) -> "Inputs":
+        """Watches a linear module that is named as it stands on disk; `grams` has an entry for each fold."""
+        linear: Any = block.get_submodule(factory.module_path(index, module))
+        width = int(linear.weight.shape[1])
+        return cls(linear, [Moments.zeros(width, gram=gram, device=factory.device) for gram in grams])
+
+    def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
+
+    def moments(self) -> tuple[Moments, ...]:
+        """What was seen, on CPU; stops looking."""
+        self._handle.remove()
+        return tuple(m.to("cpu") for m in self._folds)
+
+
+class Logits:
+    """Accumulates the outputs of the query and key projections, sample by sample.
+
+    Args:
+        query, key: the modules.
+        folds: moments to begin with, one for each fold.
+
+    Attributes:
+        fold: which one the samples that come next belong to.
+    """
+
+    def __init__(self, query: nn.Module, key: nn.Module, folds: list[LogitMoments]) -> None:
+        self.fold, self._folds = 0, folds
+        self._query: Tensor | None = None
+        self._key: Tensor | None = None
+        self._handles = [query.register_forward_hook(self._see_query), key.register_forward_hook(self._see_key)]
+
+    def _see_query(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self._query = output
+        self._pair()
+
+    def _see_key(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self._key = output
+        self._pair()
+
+    def _pair(self) -> None:
+        if self._query is None or self._key is None:
+            return
+        self._folds[self.fold] = self._folds[self.fold].accumulate(self._query, self._key)
+        self._query = self._key = None
+
+    def moments(self) -> tuple[LogitMoments, ...]:
+        """What was seen, on CPU; stops looking."""
+        for handle in self._handles:
+            handle.remove()
+        return tuple(m.to("cpu") for m in self._folds)
+
+
+def _of_columns(
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, gram: bool, samples: list[int]
+) -> Inputs:
+    return Inputs.of_module(factory, block, index, space.consumer, [gram] * len(samples))
+
+
+def _of_logits(
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, _gram: bool, samples: list[int]
+) -> Logits:
+    query, key = (block.get_submodule(factory.module_path(index, module)) for module in space.readers)
+    output: Any = block.get_submodule(factory.module_path(index, factory.family.attention.output))
+    heads = int(output.weight.shape[1]) // factory.model.dimension("head_dim")
+    head_dim = int(query.weight.shape[0]) // heads  # type: ignore[index]
+    forms = [smaller_form(count, head_dim) for count in samples]
+    return Logits(query, key, [LogitMoments.zeros(heads, head_dim, form=form, device=factory.device) for form in forms])
+
+
+OBSERVERS: dict[Ends, Callable[..., Inputs | Logits]] = {"columns": _of_columns, "logits": _of_logits}
+"""What watches a space: called with factory, block, its index, the space, whether with a Gram, samples of each fold."""

@@ -1,0 +1,192 @@
+"""From options to a request: what is given is read, and what cannot go together is refused before any work."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import chosen_samples, has_data
+from ckpt_prune.calibration.states import Allocate, StateMemory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.opening import open_model
+from ckpt_prune.devices import resolve_device
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import PruneOptions, SampleOptions
+from ckpt_prune.planning.plan import Plan, read_plan
+from ckpt_prune.planning.recipe import DEFAULT_RECIPE, Recipe, load_recipe
+from ckpt_prune.planning.sizes import asked_size
+from ckpt_prune.transform.checks import check_planned, check_spaces, check_trained
+from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
+from ckpt_prune.transform.run import check_output
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options whose files are read and that do not contradict each other.
+
+    Attributes:
+        options: as they were given.
+        model: the dense model.
+        recipe: with the changes that options make to it.
+        plan: where one is to be applied.
+        device: where the work is done.
+    """
+
+    options: PruneOptions
+    model: Model
+    recipe: Recipe
+    plan: Plan | None
+    device: torch.device
+
+
+def read_asked(options: PruneOptions) -> Asked:
+    """Read recipe, plan and model.
+
+    Raises:
+        UserError: options that do not go together, or what cannot be read.
+    """
+    data = has_data(options, options)
+    if options.recipe is not None and options.plan is not None:
+        raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
+    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    changed = options.ratio is not None or size or options.overrides or options.container
+    if options.plan is not None and changed:
+        raise UserError(
+            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
+        )
+    device = resolve_device(options.device)
+    plan = None if options.plan is None else read_plan(options.plan)
+    recipe = plan.recipe if plan is not None else _recipe(options, size)
+    recovers = recipe.recovery is not None
+    if data and not recovers and (options.statistics is not None or plan is not None):
+        given = "--text" if options.text else "--images"
+        raise UserError(
+            f"a plan has settled its statistics: {given} does not go with it"
+            if plan is not None
+            else f"give --statistics or {given}, not both"
+        )
+    if options.after is not None and not recovers:
+        raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
+    return Asked(options, open_model(options.model, trust=options.trust), recipe, plan, device)
+
+
+def _recipe(options: PruneOptions, size: Mapping[str, str] | None) -> Recipe:
+    name = DEFAULT_RECIPE if options.recipe is None else options.recipe
+    return load_recipe(name, with_container(options.overrides, options.container), options.ratio, size)
+
+
+def with_container(overrides: tuple[str, ...], container: str | None) -> tuple[str, ...]:
+    """`--container` as one more change of the recipe."""
+    return overrides if container is None else (*overrides, f"container={container}")
+
+
+def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
+    """The request to settle, its data read.
+
+    Args:
+        asked: what was read.
+        say: told in a line what of the data could not be read.
+
+    Raises:
+        UserError: the place for the output, the model, the statistics or the data will not do.
+    """
+    options, model, recipe, plan = asked.options, asked.model, asked.recipe, asked.plan
+    check_output(model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite)
+    statistics = _statistics(options.statistics, model, plan)
+    # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
+    check_source(model)
+    check_spaces(model.family, recipe)
+    allocate = StateMemory(int(options.state_memory * 2**30), options.output.absolute().parent)
+    live = training = None
+    data = has_data(options, options)
+    if data and recipe.needs_moments and statistics is None and plan is None:
+        live = _live(asked, allocate, say)
+    if data and recipe.recovery is not None:
+        training = _training(asked, live, allocate, say)
+    request = Request(
+        model,
+        recipe,
+        None if statistics is None else Statistics(statistics),
+        live,
+        asked.device,
+        plan,
+        options.diagnostics,
+        training,
+    )
+    made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
+    if made_from and request.statistics is not None and request.statistics.index.digest != made_from:
+        raise UserError(f"the plan was made from other statistics than {request.statistics.folder}: plan again")
+    check_trained(request)
+    return request
+
+
+def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | None:
+    """The folder of statistics: the one given, or the one that a plan was made from."""
+    if plan is not None:
+        check_planned(model, plan)
+    if plan is None or plan.statistics is None:
+        return given
+    statistics = given or Path(plan.statistics.path)
+    if not statistics.is_dir():
+        raise UserError(f"the plan's statistics are no longer at {statistics}: say where with --statistics")
+    return statistics
+
+
+def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveSamples:
+    """The samples and how they are to be measured on."""
+    options = asked.options
+    samples = chosen_samples(asked.model, options, options, trust=options.trust, say=say)
+    folds = options.folds or (min(4, len(samples)) if asked.recipe.needs_folds else 1)
+    if folds > len(samples):
+        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+    return LiveSamples(samples, folds, getattr(torch, options.compute_dtype), allocate, options.seed)
+
+
+def _training(
+    asked: Asked, live: LiveSamples | None, allocate: Allocate, say: Callable[[str], None]
+) -> RecoverySamples:
+    """What blocks are trained on: as many samples as the recipe says, else the calibration's."""
+    options, recovery = asked.options, asked.recipe.recovery
+    assert recovery is not None
+    after = asked_after(options.after, asked.model)
+    samples = live.samples if live is not None else None
+    if samples is None or recovery.samples is not None:
+        wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
+        samples = chosen_samples(asked.model, wanted, options, trust=options.trust, say=say)
+    return RecoverySamples(samples, training_dtype(options), allocate, after)
+
+
+def training_dtype(options: SampleOptions) -> torch.dtype:
+    """The type that blocks in training run in.
+
+    Raises:
+        UserError: float16, whose gradients underflow.
+    """
+    if options.compute_dtype == "float16":
+        raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
+    dtype: torch.dtype = getattr(torch, options.compute_dtype)
+    return dtype
+
+
+def asked_after(after: str | None, model: Model) -> frozenset[int]:
+    """Numbers of blocks that `--perplexity-after` names: with commas between, or all.
+
+    Raises:
+        UserError: not numbers, more than there are, or the model has no perplexity.
+    """
+    if after is None:
+        return frozenset()
+    blocks = model.blocks
+    if not model.family.causal:
+        raise UserError(f"--perplexity-after is for causal language models, which a {model.family.model_type} is not")
+    if after.strip() == "all":
+        return frozenset(range(blocks + 1))
+    parts = [part.strip() for part in after.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 9 and int(part) <= blocks for part in parts):
+        raise UserError(
+            f"--perplexity-after {after}: expected numbers of blocks from 0 to {blocks} with commas between, or all"
+        )
+    return frozenset(map(int, parts))

@@ -1,0 +1,86 @@
+"""What is settled of every site before the first block: how many units stay, and where it is known, which and how."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.planning.plan import Plan, SitePlan
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.selection import Site, units_kept
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is settled of one site.
+
+    Attributes:
+        keep: how many units stay; of q and k, in every head.
+        kept: which ones, where a plan or a ranking over blocks has settled them; else they are selected by score.
+        scores: of the units, where they are known.
+        plan: what a plan says of the site: its compensation is that one's.
+    """
+
+    keep: int
+    kept: Tensor | None = None
+    scores: Tensor | None = None
+    plan: SitePlan | None = None
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What is settled of a model.
+
+    Attributes:
+        recipe: scores, counts and compensation.
+        sites: what is settled of each; a site that is left out keeps what the recipe's ratio says.
+    """
+
+    recipe: Recipe
+    sites: Mapping[Site, Decision] = field(default_factory=dict)
+
+    def of(self, model: Model, site: Site) -> Decision:
+        """What is settled of one site."""
+        known = self.sites.get(site)
+        return Decision(keep_count(model, self.recipe, site[1])) if known is None else known
+
+    def widths(self, model: Model) -> list[dict[SpaceName, int]]:
+        """Units kept per block and space."""
+        return [
+            {space: self.of(model, (block, space)).keep for space in self.recipe.spaces}
+            for block in range(model.blocks)
+        ]
+
+    def with_recipe(self, recipe: Recipe) -> "Decisions":
+        """The same of a recipe that keeps the same units."""
+        return replace(self, recipe=recipe)
+
+
+def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
+    """Units of a space that stay under the recipe's ratio; of q and k, in every head.
+
+    Raises:
+        UserError: none would.
+    """
+    own = recipe.spaces[space]
+    rounding = own.rounding or model.family.spaces[space].rounding
+    return units_kept(model.units(space), recipe.ratio_of(space), rounding, own.multiple_of)
+
+
+def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:
+    """Decisions from the units that stay."""
+    sites = {site: Decision(len(units) // model.copies(site[1]), units) for site, units in kept.items()}
+    return Decisions(recipe, sites)
+
+
+def planned(model: Model, plan: Plan) -> Decisions:
+    """What a plan has settled."""
+    sites: dict[Site, Decision] = {}
+    for site in plan.sites:
+        scores = torch.tensor(site.scores, dtype=torch.float64)
+        keep = len(site.kept) // model.copies(site.space)
+        sites[site.block, site.space] = Decision(keep, torch.tensor(site.kept), scores, site)
+    return Decisions(plan.recipe, sites)

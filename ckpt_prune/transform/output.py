@@ -1,0 +1,80 @@
+"""What an output will be at some widths: container, files and cost, known before any tensor is made."""
+
+from dataclasses import dataclass, replace
+
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
+from ckpt_prune.containers.container import Container, Widths
+from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.planning.accounting import Cost, cost_of
+from ckpt_prune.rotations.learning import RotationSizes
+from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
+from ckpt_prune.transform.layout import Layout, plan_layout
+from ckpt_prune.transform.request import Request
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output that does not exist yet.
+
+    Attributes:
+        container: what it is stored as.
+        layout: its files, tensors, dtypes and shapes.
+        aside: the same of files beside the checkpoint: the rotations.
+        cost: its size.
+    """
+
+    container: Container
+    layout: Layout
+    aside: Layout
+    cost: Cost
+
+
+def unlearned(request: Request) -> RotatedCheckpoint | None:
+    """The source under rotations that nobody has learned yet, for names and shapes; None where there are none."""
+    if request.recipe.rotation is None:
+        return None
+    return RotatedCheckpoint(request.model, request.recipe.rotation.kind, not_learned, request.device)
+
+
+def output_of(request: Request, widths: Widths) -> Output:
+    """The output of a request at some widths.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    model, rotated = request.model, unlearned(request)
+    container = _container(request, widths, rotated)
+    layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None)
+    aside: Layout = {}
+    if request.recipe.rotation is not None:
+        aside = {ROTATIONS: RotationSizes.of(request.recipe.rotation.kind, model).layout}
+    shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
+    # The output's config: rotations may have untied the head.
+    cost = cost_of(model.with_config(parse_config(container.config)), shapes)
+    return Output(container, layout, aside, cost)
+
+
+def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | None) -> Container:
+    model, recipe = request.model, request.recipe
+    biases = {module for module in model.family.linears if model.has(module, "bias")}
+    for space, own in recipe.spaces.items():
+        pruned = any(width[space] < model.units(space) for width in widths)
+        if pruned and own.compensation.opens_bias:
+            biases |= set(model.family.spaces[space].rewritten(own.compensation.method))
+    turns = rotated is not None and bool(rotated.turns)
+    chosen = choose_container(
+        model,
+        widths,
+        biases | (rotated.added_biases if rotated is not None else frozenset()),
+        requested=REMOTE if turns else recipe.container,
+        per_layer=recipe.widths == "per_layer",
+    )
+    if rotated is None:
+        return chosen
+    note = chosen.note
+    if turns:
+        note = remote_note(chosen.model_type, "the residual stream turns between blocks")
+    elif rotated.kind == "shared" and rotated.tied:
+        note = "; ".join(filter(None, [note, "the head is no longer tied to the embedding: it reads another basis"]))
+    return replace(chosen, config=rotated.config_values(chosen.config), note=note)

@@ -1,0 +1,102 @@
+"""What is asked for: a model, a recipe, and where moments come from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.planning.plan import Plan
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.selection import Site
+
+
+@dataclass(frozen=True)
+class LiveSamples:
+    """Calibration samples to measure on while pruning.
+
+    Attributes:
+        samples: windows of text, or images.
+        folds: contiguous folds the moments are kept apart for.
+        compute_dtype: in which blocks run.
+        allocate: makes the tensor that holds hidden states.
+        seed: of the choice of samples, for the record.
+    """
+
+    samples: Samples
+    folds: int
+    compute_dtype: torch.dtype
+    allocate: Allocate = in_memory
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RecoverySamples:
+    """What the blocks of a recipe with recovery are trained on.
+
+    Attributes:
+        samples: windows of text, or images.
+        compute_dtype: in which blocks run.
+        allocate: makes the tensors that hold hidden states.
+        after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
+    """
+
+    samples: Samples
+    compute_dtype: torch.dtype
+    allocate: Allocate = in_memory
+    after: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One model, one recipe, one source of moments.
+
+    Attributes:
+        model: the dense model.
+        recipe: what to do.
+        statistics: the dense cache, or None.
+        live: samples for a sequential recipe, or to measure the dense model on first; or None.
+        device: where blocks run and closed forms are solved.
+        plan: decisions made earlier, or None.
+        diagnostics: also compute errors and spectra that no result depends on.
+        training: samples for a recipe with recovery, or None.
+        scores: site → scores of its units in the dense model, where they were worked out before.
+        asked: the recipe as it was given, where its size was turned into a ratio (`budgets.at_size`).
+    """
+
+    model: Model
+    recipe: Recipe
+    statistics: Statistics | None = None
+    live: LiveSamples | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    plan: Plan | None = None
+    diagnostics: bool = False
+    training: RecoverySamples | None = None
+    scores: Mapping[Site, Tensor] | None = None
+    asked: Recipe | None = None
+
+    @property
+    def sequential(self) -> bool:
+        """Whether moments are measured on the pruned prefix."""
+        mask = self.recipe.mask
+        needed = mask is None or mask.method != "magnitude"
+        return self.live is not None and self.recipe.target != "dense" and needed
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether the unpruned model is measured on the live samples before anything is pruned."""
+        if self.live is None or self.statistics is not None or not self.recipe.needs_moments:
+            return False
+        rotation = self.recipe.rotation
+        shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
+        return shared or self.recipe.allocation == "least-error" or not self.sequential
+
+    @property
+    def widths_known(self) -> bool:
+        """Whether widths can be told before anything is measured."""
+        known = self.statistics is not None or self.plan is not None or not self.recipe.needs_moments
+        return known or self.recipe.allocation == "uniform"

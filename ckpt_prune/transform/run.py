@@ -1,0 +1,235 @@
+"""Running what is settled: blocks through the steps into the writer, then config, report and model card."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.planning.plan import MaskedLinear, SitePlan
+from ckpt_prune.progress import meter
+from ckpt_prune.recovery.record import recovery_record
+from ckpt_prune.recovery.recoverer import Recoverer
+from ckpt_prune.recovery.training import Split
+from ckpt_prune.rotations.learning import Learner, WrittenRotations
+from ckpt_prune.transform.checks import check_trained
+from ckpt_prune.transform.measuring import measured
+from ckpt_prune.transform.publish import publish
+from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.steps import FollowStep, PruneStep, RecoverStep, Step
+from ckpt_prune.transform.walk import Sink, walk
+from ckpt_prune.versions import versions
+
+Records = Sequence[SitePlan | MaskedLinear]
+"""What was done: to spaces that lost units, or to linears that got zeros."""
+
+
+@dataclass(frozen=True)
+class StrengthSearch:
+    """Strength → calibration perplexity, and the strength chosen."""
+
+    chosen: float
+    perplexities: dict[float, float]
+
+
+def search_strength(settled: Settled) -> StrengthSearch:
+    """Choose the strength by the perplexity of the pruned model on the calibration text (RCPU 7.1).
+
+    The model is pruned once per value, block by block, nothing is written; ties go to the larger value, which stays
+    nearer to the kept weights.
+    """
+    grid = settled.recipe.perplexity_grid
+    assert grid is not None
+    found: dict[float, float] = {}
+    for strength in grid:
+        trial = settled.with_strength(strength)
+        trial = replace(trial, request=replace(trial.request, diagnostics=False))
+        source = trial.moments()
+        steps: list[Step] = [PruneStep(trial.engine(), source)]
+        if isinstance(source, SequentialMoments):
+            stream = source.stream
+        else:
+            stream = trial.live_stream(trial.dense)
+            steps.append(FollowStep(stream))
+        walk(trial.dense, steps, say=f"trying lambda {strength:g}")
+        nll = stream.nll()
+        found[strength] = math.exp(nll) if nll < 700 else math.inf
+    chosen = min(found, key=lambda value: (found[value], -value))
+    return StrengthSearch(chosen, found)
+
+
+def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse a place for the output before any work is done.
+
+    Raises:
+        UserError: it is, contains or is inside the source, or may not be written (`checkpoint.staging`).
+    """
+    refuse_overlap(source, out)
+    if not resume:
+        Staging(out, job="", layout="", resume=False, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run has made.
+
+    Attributes:
+        settled: with everything that was decided while it ran.
+        report: as in the output's ckpt_prune.json.
+    """
+
+    settled: Settled
+    report: dict[str, Any]
+
+
+def run(settled: Settled, out: Path, *, resume: bool = False, overwrite: bool = False) -> Done:
+    """Prune a checkpoint into a folder that stock transformers loads.
+
+    What the recipe needs measured is measured first. The output is written to `OUT.partial` and renamed at the end.
+
+    Args:
+        settled: what to do. A strength that is to be chosen by perplexity is searched here.
+        out: the folder to write.
+        resume: continue an interrupted run of the same request; the result is byte-identical to an uninterrupted one.
+        overwrite: replace an existing output, or start an interrupted one afresh.
+
+    Raises:
+        UserError: bad input; nothing is left behind.
+    """
+    check_trained(settled.request)
+    check_output(settled.model.checkpoint.path, out, resume=resume, overwrite=overwrite)
+    with measured(settled, out.absolute().parent) as ready:
+        return Done(ready, _run(ready, out, resume=resume, overwrite=overwrite))
+
+
+def _run(settled: Settled, out: Path, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+    output, checkpoint = settled.output, settled.model.checkpoint
+    writer = CheckpointWriter(
+        out,
+        output.layout | output.aside,
+        job=settled.digest,
+        sharded=checkpoint.sharded,
+        aside=output.aside.keys(),
+        resume=resume,
+        overwrite=overwrite,
+    )
+    if not writer.done:
+        checkpoint.check_finite()
+    with writer:
+        search = _searched(settled, writer)
+        ready = settled if search is None else settled.with_strength(search.chosen)
+        learned = None
+        if ready.recipe.rotation is not None:
+            learner = learner_of(ready)
+            learned = learner.run(writer, out.absolute().parent)
+            ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
+        report = _write(ready, Sink(writer, output.layout), search, learned)
+        return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside])
+
+
+def _searched(settled: Settled, writer: CheckpointWriter) -> StrengthSearch | None:
+    """The strength of least calibration perplexity, where it is to be searched; found once, also when resumed."""
+    if not settled.recipe.perplexity_grid or settled.request.plan is not None:
+        return None
+    note = writer.notes.get("search")
+    if note is not None:
+        return StrengthSearch(note["chosen"], dict(note["perplexities"]))
+    search = search_strength(settled)
+    writer.commit("search", note={"chosen": search.chosen, "perplexities": list(search.perplexities.items())})
+    return search
+
+
+def _write(
+    settled: Settled, sink: Sink, search: StrengthSearch | None, learned: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Write blocks and what stands outside them; returns the report."""
+    dense = settled.dense
+    pruned = PruneStep(settled.engine(), settled.moments())
+    recoverer = recoverer_of(settled) if settled.recipe.recovery is not None else None
+    recovery: dict[str, Any] = {}
+    with meter(recoverer.epochs, "recovering", unit="epoch") if recoverer else nullcontext() as epochs:
+        if recoverer is None or epochs is None:
+            walk(dense, [pruned], sink)
+        else:
+            recovered = RecoverStep(recoverer, epochs)
+            walk(dense, [pruned, recovered], sink)
+            recovery = recovery_record(recoverer, settled.model.checkpoint, recovered.layers, on_the_fly=True)
+    sink.write_rest(dense)
+    return _report(settled, pruned.records, search, learned) | recovery
+
+
+def recoverer_of(settled: Settled) -> Recoverer:
+    """What recovers each block after it is pruned, at the first block."""
+    training, recipe = settled.request.training, settled.recipe.recovery
+    assert training is not None
+    assert recipe is not None
+    split, model = Split.of(len(training.samples), recipe.held_out), settled.dense
+    dense = model.stream(training.samples, training.compute_dtype, allocate=training.allocate)
+    pruned = model.stream(
+        training.samples, training.compute_dtype, sizes=split.sizes(recipe), allocate=training.allocate
+    )
+    return Recoverer(dense, pruned, split, recipe, recipe.seed, training.after, training.allocate)
+
+
+def learner_of(settled: Settled) -> Learner:
+    """What learns the recipe's rotations, at the first block."""
+    recipe, request = settled.recipe, settled.request
+    assert recipe.rotation is not None
+
+    def source() -> MomentSource:
+        if not recipe.rotation_needs_moments:
+            return NoMoments()
+        if request.statistics is not None:
+            return CachedMoments(request.statistics, settled.model)
+        if learner.sizes.kind == "shared":
+            raise ValueError("one rotation of all blocks needs statistics: transform.measuring makes them")
+        return SequentialMoments(settled.live_stream(settled.source), learner.grams, true_sequential=False)
+
+    learner = Learner(settled.model, recipe.rotation, recipe.importance, source, request.device)
+    return learner
+
+
+def _report(
+    job: Settled, records: Records, search: StrengthSearch | None, learned: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    container, recipe, request = job.output.container, job.recipe, job.request
+    source, asked = job.model.checkpoint, request.asked
+    return {
+        "version": 1,
+        **versions(),
+        "source": {"name": source.path.resolve().name, "fingerprint": source.fingerprint},
+        "recipe": job.recipe.model_dump(mode="json", by_alias=True),
+        "recipe_digest": job.recipe.digest,
+        "asked": None if asked is None else {"size": asked.size and asked.size.model_dump(), "digest": asked.digest},
+        "calibration": job.provenance(),
+        "plan": request.plan.digest if request.plan else None,
+        "lambda_search": None
+        if search is None
+        else {"chosen": search.chosen, "perplexity": {f"{k:g}": v for k, v in search.perplexities.items()}},
+        "container": {
+            "model_type": container.model_type,
+            "remote_code": container.remote_class is not None,
+            "auto_class": job.model.family.auto_class,
+            "padded": sorted(container.padded),
+            "note": container.note,
+        },
+        "before": job.before.model_dump(),
+        "after": job.output.cost.model_dump(),
+        "mask": None
+        if recipe.mask is None
+        else {"method": recipe.mask.method, "pattern": recipe.mask.pattern, "ratio": recipe.ratio},
+        "rotation": None
+        if recipe.rotation is None or learned is None
+        else {
+            "kind": recipe.rotation.kind,
+            "importance": recipe.importance,
+            "turns": job.rotated is not None and bool(job.rotated.turns),
+            "learned": learned,
+        },
+        "sites": [r.model_dump(mode="json", exclude={"scores"}) for r in records if isinstance(r, SitePlan)],
+        "linears": [r.model_dump(mode="json") for r in records if isinstance(r, MaskedLinear)],
+    }

@@ -1,0 +1,237 @@
+"""Settling a request: everything checked and decided, nothing written."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_prune._version import __version__
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.sources import (
+    CachedMoments,
+    DriftMoments,
+    MomentSource,
+    NoMoments,
+    SequentialMoments,
+)
+from ckpt_prune.planning.accounting import Cost, cost_of
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.rotations.moments import RotatedMoments
+from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
+from ckpt_prune.transform.budgets import at_size, decide
+from ckpt_prune.transform.checks import check_enough_samples, check_request
+from ckpt_prune.transform.decisions import Decisions, planned
+from ckpt_prune.transform.dense import Dense
+from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.masking import Masker
+from ckpt_prune.transform.output import Output, output_of
+from ckpt_prune.transform.request import Request
+
+_JOURNAL = 3
+"""Form of the notes that a run leaves for the one that resumes it."""
+
+
+class WidthsUnknownError(ValueError):
+    """Asked of a request whose widths are known only after the model is measured."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A request that was checked, with all that is decided before the first block.
+
+    Attributes:
+        request: as it was given; where one ratio reaches its recipe's size, with that ratio.
+        known: decisions and output; None where widths are found once the model is measured.
+        rotations: of a block, once they are learned.
+    """
+
+    request: Request
+    known: tuple[Decisions, Output] | None
+    rotations: Rotations = not_learned
+
+    @property
+    def model(self) -> Model:
+        """The dense model."""
+        return self.request.model
+
+    @property
+    def recipe(self) -> Recipe:
+        """What to do."""
+        return self.request.recipe
+
+    @property
+    def decisions(self) -> Decisions:
+        """How many units of every site stay, and what else is settled of them."""
+        return self._known[0]
+
+    @property
+    def output(self) -> Output:
+        """Container, files and cost of the output."""
+        return self._known[1]
+
+    @property
+    def _known(self) -> tuple[Decisions, Output]:
+        if self.known is None:
+            raise WidthsUnknownError("the widths are found once the model is measured")
+        return self.known
+
+    @property
+    def before(self) -> Cost:
+        """Cost of the source."""
+        return cost_of(self.model)
+
+    @property
+    def widths(self) -> list[dict[Any, int]]:
+        """Units kept per block and space."""
+        return self.decisions.widths(self.model)
+
+    def with_strength(self, strength: float) -> "Settled":
+        """The same with this strength wherever it was to be chosen by perplexity: no width depends on it."""
+        recipe = self.recipe.with_strength(strength)
+        decisions, output = self._known
+        known = (decisions.with_recipe(recipe), output)
+        return replace(self, request=replace(self.request, recipe=recipe), known=known)
+
+    # ---- what acts on blocks --------------------------------------------------------------------------------
+
+    @property
+    def rotated(self) -> RotatedCheckpoint | None:
+        """The source under the recipe's rotations, or None where it has none."""
+        rotation = self.recipe.rotation
+        if rotation is None:
+            return None
+        return RotatedCheckpoint(self.model, rotation.kind, self.rotations, self.request.device)
+
+    @property
+    def dense(self) -> Dense:
+        """The model that is pruned: the source, rotated where the recipe rotates."""
+        rotated = self.rotated
+        container = None if rotated is None else self.output.container
+        return Dense(self.model, self.request.device, rotated, container)
+
+    @property
+    def source(self) -> Dense:
+        """The source as it is stored."""
+        return Dense(self.model, self.request.device)
+
+    def engine(self) -> Pruner | Masker:
+        """What prunes a block."""
+        request, container = self.request, self.output.container
+        if request.recipe.mask is not None:
+            return Masker(
+                self.model.family,
+                request.recipe.mask,
+                request.recipe.ratio,
+                container.biases,
+                request.device,
+                request.diagnostics,
+            )
+        return self.unit_engine()
+
+    def unit_engine(self) -> Pruner:
+        """What prunes the spaces of a block."""
+        request, container = self.request, self.output.container
+        return Pruner(
+            self.model,
+            self.decisions,
+            container.biases,
+            request.device,
+            diagnostics=request.diagnostics,
+            padded=container.padded,
+        )
+
+    def moments(self) -> MomentSource:
+        """A fresh moment source at the first block."""
+        request, recipe = self.request, self.recipe
+        masked_blindly = recipe.mask is not None and recipe.mask.method == "magnitude"
+        if masked_blindly or not recipe.needs_moments:
+            return NoMoments()
+        if request.sequential:
+            gram: dict[str, bool] = {space: recipe.needs_gram(space) for space in recipe.spaces}
+            if recipe.mask is not None:
+                # Wanda needs norms alone; the Gram is for the error that the report states.
+                wanted = request.diagnostics or recipe.mask.method == "sparsegpt"
+                gram = dict.fromkeys(self.model.family.inputs, wanted)
+            true, dense = recipe.true_sequential, self.dense
+            if recipe.target == "drift":
+                return DriftMoments(
+                    self.live_stream(dense), self.live_stream(self.source), dense.block, gram, true_sequential=true
+                )
+            return SequentialMoments(self.live_stream(dense), gram, true_sequential=true)
+        assert request.statistics is not None
+        cached, rotated = CachedMoments(request.statistics, self.model), self.rotated
+        return cached if rotated is None else RotatedMoments(cached, rotated)
+
+    def live_stream(self, dense: Dense) -> Any:
+        """Hidden states of the live samples at the first block of a model."""
+        live = self.request.live
+        assert live is not None
+        return dense.stream(live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate)
+
+    # ---- for the record --------------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all that the output depends on: what a resumed run must share with the one it continues."""
+        request = self.request
+        live = None
+        if request.live is not None:
+            live = [request.live.samples.fingerprint, request.live.folds, str(request.live.compute_dtype)]
+        parts: list[Any] = [
+            __version__,
+            _JOURNAL,
+            request.model.checkpoint.fingerprint,
+            request.recipe.digest,
+            request.statistics.index.digest if request.statistics else None,
+            live,
+            request.plan.digest if request.plan else None,
+            request.device.type,
+            request.diagnostics,
+        ]
+        if request.training is not None:
+            training = request.training
+            parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the moments came from, for the report."""
+        request = self.request
+        if request.statistics is not None and not request.sequential:
+            index = request.statistics.index
+            return {
+                "target": "dense",
+                "modality": index.modality,
+                "statistics": index.digest,
+                "samples": index.samples,
+                "window": index.window,
+                "tokens": index.tokens,
+                "folds": index.folds,
+            }
+        if request.live is not None:
+            samples = request.live.samples
+            return {
+                "target": request.recipe.target + ("" if request.recipe.true_sequential else ", once per block"),
+                "modality": request.model.family.modality,
+                "data": samples.fingerprint,
+                "samples": len(samples),
+                "window": samples.tokens,
+                "tokens": len(samples) * samples.tokens,
+                "folds": request.live.folds,
+            }
+        return {"target": "none"}
+
+
+def settle(request: Request) -> Settled:
+    """Check a request, and decide what can be decided before anything is measured or written.
+
+    Raises:
+        UserError: with the first thing that does not fit together.
+    """
+    check_request(request)
+    sized = at_size(request)
+    if sized is not request:
+        check_enough_samples(sized)  # what depends on the ratio
+    if not sized.widths_known:
+        return Settled(sized, None)
+    decisions = planned(sized.model, sized.plan) if sized.plan is not None else decide(sized)
+    return Settled(sized, (decisions, output_of(sized, decisions.widths(sized.model))))

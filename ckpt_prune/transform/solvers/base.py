@@ -1,0 +1,121 @@
+"""What every solver of sites does."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import KINDS
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.recipe import Recipe, SpaceRecipe
+from ckpt_prune.transform.decisions import Decision
+
+NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
+
+Solution = tuple[SitePlan, dict[str, Tensor] | None]
+"""A site's plan, and the new tensors of the modules that compensation rewrites: float64, a bias complete; None where
+nothing is dropped."""
+
+
+@dataclass(frozen=True)
+class Solver(ABC):
+    """Solves the sites of one space of one model.
+
+    Args:
+        model: the dense model.
+        recipe: scores and compensation.
+        space: which of its spaces.
+        device: where the closed forms are solved, in float64.
+        diagnostics: also compute CORP's errors, spectra and held-out errors.
+    """
+
+    model: Model
+    recipe: Recipe
+    space: SpaceName
+    device: torch.device
+    diagnostics: bool = False
+
+    collects: ClassVar[str]
+    """Kind of moments, beside vectors, that effects are measured with."""
+
+    @property
+    def own(self) -> SpaceRecipe:
+        """What the recipe says of the space."""
+        return self.recipe.spaces[self.space]
+
+    @property
+    def description(self) -> Any:
+        """The family's description of the space."""
+        return self.model.family.spaces[self.space]
+
+    def tensors(self, block: int) -> list[str]:
+        """On-disk names of what a site is solved from; a bias may be absent."""
+        return [self.model.tensor(block, module, kind) for module in self.description.solved_from for kind in KINDS]
+
+    def read(self, block: int) -> dict[str, Tensor]:
+        """The same tensors of the dense model."""
+        checkpoint = self.model.checkpoint
+        return checkpoint.read([name for name in self.tensors(block) if name in checkpoint.tensors])
+
+    @abstractmethod
+    def scores(self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
+        """What `solve` ranks the units of a site by.
+
+        Args:
+            block: index of the block.
+            tensors: at least those that `tensors` names and the block has.
+            folds: moments, one for each fold.
+        """
+
+    @abstractmethod
+    def select(self, scores: Tensor, keep: int) -> Tensor:
+        """Units of a site that stay, ascending, when so many do (of q and k, in every head)."""
+
+    @abstractmethod
+    def solve(
+        self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
+    ) -> Solution:
+        """Select and compensate.
+
+        Args:
+            block: index of the block.
+            tensors: at least those that `tensors` names and the block has.
+            moments: one for each fold, or None where the recipe needs none.
+            decision: what is settled already.
+
+        Raises:
+            UserError: a strength is to be chosen on folds and there is one only, or statistics lack what the method
+                needs.
+        """
+
+    @abstractmethod
+    def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
+        """Samples of so many tokens that determine a fit without strength, and the unknowns in words."""
+
+    @classmethod
+    @abstractmethod
+    def trial(cls, *, biased: bool) -> dict[str, Any]:
+        """Score and compensation by which effects of single sites are measured (`transform.effects`).
+
+        Any sound compensation will do, and the same one for all sites.
+
+        Args:
+            biased: whether the module whose moments are measured has a bias.
+        """
+
+    def _plan(self, block: int, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:
+        return SitePlan(
+            block=block,
+            space=self.space,
+            consumer=consumer,
+            units=scores.numel(),
+            kept=kept.tolist(),
+            scores=[float(f"{s:.6g}") for s in scores.tolist()],
+            method="none",
+        )

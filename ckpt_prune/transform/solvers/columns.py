@@ -1,0 +1,218 @@
+"""Sites that end in the columns of a consumer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.compensation.choice import choose
+from ckpt_prune.compensation.diagnostics import diagnose
+from ckpt_prune.compensation.fit import Blend, Fit, Fold, blend_from_moments, error
+from ckpt_prune.compensation.methods import METHODS, absolute_lambda
+from ckpt_prune.compensation.spectrum import spectrum
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.recipe import Compensation
+from ckpt_prune.planning.selection import select, unit_scores
+from ckpt_prune.scoring.scores import SCORES
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES
+from ckpt_prune.transform.decisions import Decision
+from ckpt_prune.transform.solvers.base import NO_FOLDS, Solution, Solver
+
+SPECTRUM_WIDTH = 4096
+"""Eigenvalues of wider Grams take minutes of a CPU for every site: they are left out."""
+_TRIAL_STRENGTH = 0.01
+
+
+class ColumnSolver(Solver):
+    """Solves sites whose units are columns of a consumer."""
+
+    collects = "gram"
+
+    def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
+        """Samples that give a Gram of full rank."""
+        inputs = kept * self.model.unit_columns(self.space)
+        return -(-inputs // tokens), f"{inputs} inputs of a projection"
+
+    @classmethod
+    def trial(cls, *, biased: bool) -> dict[str, Any]:
+        """Optimal brain surgeon; ridge, or affine where the consumer has a bias."""
+        method = "affine" if biased else "ridge"
+        return {"score": "obs", "compensation": {"method": method, "lambda": _TRIAL_STRENGTH}}
+
+    def column_scores(self, weight: Tensor, moments: Moments | None) -> Tensor:
+        """Score of every consumer column, (d_in,) float64."""
+        score = SCORES[self.own.score]
+        if score.needs_moments and moments is None:
+            raise ValueError(f"score {self.own.score} needs moments")
+        return score.function(weight, moments)  # type: ignore[arg-type]
+
+    def scores(self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
+        """Scores of the units, (units,) float64."""
+        weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
+        found = tuple(each.to(self.device) for each in _inputs(folds))
+        return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors))
+
+    def select(self, scores: Tensor, keep: int) -> Tensor:
+        """The units of highest score."""
+        return select(scores, keep)
+
+    def solve(
+        self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
+    ) -> Solution:
+        """Select columns and solve what stays of the consumer (METHODS section 1)."""
+        own = self.own.compensation
+        consumer = self.description.consumer
+        name = self.model.tensor(block, consumer)
+        bias = tensors.get(self.model.tensor(block, consumer, "bias"))
+        methods = self._methods(block, tensors)
+        per_unit = self.model.unit_columns(self.space)
+        weight = tensors[name].to(self.device)
+        folds = tuple(each.to(self.device) for each in _inputs(moments))
+        whole = total(folds) if folds else None
+        scores = decision.scores
+        if scores is None:
+            scores = self._unit_scores(weight, whole, methods)
+        kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
+        plan = self._plan(block, name, kept, scores)
+        if kept.numel() == scores.numel():
+            return plan, None
+        columns = unit_columns(kept, per_unit).to(self.device)
+        weight_kept = weight[:, columns].double()
+        plan.method = methods[0]
+        if whole is None:
+            return plan, {name: weight_kept.cpu()}
+        lacking = [m for m in methods if METHODS[m].needs_gram]
+        if lacking and whole.gram is None:
+            raise UserError(
+                f"compensation {lacking[0]} needs Grams, and these statistics have none: "
+                "calibrate with --collect moments,gram"
+            )
+        known = decision.plan
+        by_folds = own.by_folds and known is None
+        if by_folds and len(folds) < 2:
+            raise UserError(NO_FOLDS)
+        # The sum of folds only where something is chosen on them: diagnostics must not change a bit of the result.
+        summed = own.by_folds and len(folds) > 1
+        blends = _Blends(weight, folds, columns)
+        blend = reduce(add, blends) if summed else blend_from_moments(weight, whole, columns)
+        if by_folds:
+            self._choose(plan, own, methods, weight_kept, blends, blend)
+        elif known is not None:
+            plan.method, plan.strength, plan.share = known.method, known.strength, known.share
+            plan.error_held_out, plan.runner_up, plan.margin = known.error_held_out, known.runner_up, known.margin
+        else:
+            plan.strength = own.strength if METHODS[methods[0]].uses_lambda else None
+            plan.share = own.drift_shares[0]
+        if whole.drift is None:
+            plan.share = None
+        fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
+        fold = METHODS[plan.method].fit(weight_kept, fit, self._absolute(plan, own, fit))
+        if target.target_energy:
+            plan.error_uncompensated = error(Fold(weight_kept), target) / target.target_energy
+            plan.error_compensated = error(fold, target) / target.target_energy
+        if self.diagnostics and whole.gram is not None:
+            self._describe(plan, weight, whole, columns)
+            if len(folds) > 1 and plan.method == "none":
+                plan.error_held_out = plan.error_uncompensated
+            elif len(folds) > 1 and target.target_energy and plan.error_held_out is None:
+                plan.error_held_out = self._held_out(plan, own, weight_kept, blends, blend) / target.target_energy
+        new = {name: fold.weight.cpu()}
+        if fold.bias is not None:
+            bias_name = self.model.tensor(block, consumer, "bias")
+            new[bias_name] = fold.bias.cpu() if bias is None else fold.bias.cpu() + bias.double()
+        return plan, new
+
+    def _choose(
+        self,
+        plan: SitePlan,
+        own: Compensation,
+        methods: list[str],
+        weight_kept: Tensor,
+        folds: Sequence[Blend],
+        total: Blend,
+    ) -> None:
+        """Enter into the plan what is best on held-out folds."""
+        shares = own.drift_shares
+        chosen = choose(weight_kept, folds, methods, own.grid, shares, own.lambda_units, total=total)
+        plan.method, plan.strength, plan.share = chosen.best.method, chosen.best.strength, chosen.best.share
+        plan.error_held_out = chosen.best.error
+        plan.runner_up, plan.margin = chosen.runner_up, chosen.margin if chosen.runner_up else None
+
+    @staticmethod
+    def _describe(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:
+        """Enter CORP's errors and the spectrum of the inputs into the plan."""
+        if moments.drift is None:  # the errors are of W x alone
+            found = diagnose(weight, moments, kept)
+            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
+        plan.width = moments.width
+        if moments.width <= SPECTRUM_WIDTH:
+            spread = spectrum(moments)
+            plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
+
+    def _held_out(
+        self, plan: SitePlan, own: Compensation, weight_kept: Tensor, folds: Sequence[Blend], total: Blend
+    ) -> float:
+        """Σ ‖y − ŷ‖² over every fold of what the plan's compensation gives when fitted to the others."""
+        found = 0.0
+        for each in folds:
+            train = (total - each).at(plan.share or 0.0)
+            trained = METHODS[plan.method].fit(weight_kept, train, self._absolute(plan, own, train))
+            found += error(trained, each.at(1.0))
+        return found
+
+    @staticmethod
+    def _absolute(plan: SitePlan, own: Compensation, fit: Fit) -> float:
+        """The plan's λ on the scale of a fit's Gram; 0 where there is none."""
+        return 0.0 if plan.strength is None else absolute_lambda(plan.strength, own.lambda_units, fit)
+
+    def _methods(self, block: int, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Closed forms to choose from."""
+        biased = self.model.tensor(block, self.description.consumer, "bias") in tensors
+        return self.own.compensation.methods(biased=biased)
+
+    def _unit_scores(self, weight: Tensor, moments: Moments | None, methods: list[str]) -> Tensor:
+        """Score of every unit, (units,) float64, where one of `methods` makes up for what goes."""
+        name, per_unit = self.own.score, self.model.unit_columns(self.space)
+        if name not in UNIT_SCORES:
+            return unit_scores(self.column_scores(weight, moments), per_unit)
+        if moments is None:
+            raise ValueError(f"score {name} needs moments")
+        centred = any(METHODS[method].adds_bias for method in methods)
+        return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred)
+
+
+def _inputs(folds: SpaceMoments | None) -> tuple[Moments, ...]:
+    return tuple(each for each in folds or () if isinstance(each, Moments))
+
+
+@dataclass(frozen=True)
+class _Blends(Sequence[Blend]):
+    """Blends of the folds of a site, made when asked for: of a width of 11008 each takes a gigabyte."""
+
+    weight: Tensor
+    folds: tuple[Moments, ...]
+    kept: Tensor
+
+    def __len__(self) -> int:
+        return len(self.folds)
+
+    @overload
+    def __getitem__(self, index: int) -> Blend: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Blend]: ...
+    def __getitem__(self, index: int | slice) -> Blend | Sequence[Blend]:
+        if isinstance(index, slice):
+            return _Blends(self.weight, self.folds[index], self.kept)
+        return blend_from_moments(self.weight, self.folds[index], self.kept)
+
+
+def unit_columns(kept: Tensor, per_unit: int) -> Tensor:
+    """Columns of the kept units: unit u covers u * per_unit ... (u + 1) * per_unit - 1."""
+    return (kept[:, None] * per_unit + torch.arange(per_unit, device=kept.device)).flatten()

@@ -1,0 +1,117 @@
+"""The one walk over blocks: read, let every step act, write, go on. What stands outside the blocks follows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.progress import track
+from ckpt_prune.transform.dense import Dense
+from ckpt_prune.transform.layout import Layout
+from ckpt_prune.transform.steps import Step, Tensors
+
+_REST = "rest"
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Where finished blocks go, and where those of an interrupted run are found.
+
+    Args:
+        writer: of the output.
+        layout: of the output.
+    """
+
+    writer: CheckpointWriter
+    layout: Layout
+
+    def done(self, block: int) -> bool:
+        """Whether an interrupted run has written a block."""
+        return _unit(block) in self.writer.done
+
+    def read(self, block: int, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A finished block's tensors and the steps' notes."""
+        return self.writer.read(self._names(prefix)), self.writer.notes[_unit(block)]
+
+    def write(self, block: int, prefix: str, tensors: Tensors, notes: Mapping[str, Any]) -> None:
+        """Write a block and note that it is done."""
+        for name in self._names(prefix):
+            self.writer.write(name, tensors[name])
+        self.writer.commit(_unit(block), note=notes)
+
+    def write_rest(self, dense: Dense) -> None:
+        """Write what stands outside the blocks: embeddings, the final norm, heads.
+
+        Args:
+            dense: where it is read.
+        """
+        if _REST in self.writer.done:
+            return
+        blocks = tuple(dense.model.family.block.format(block=block) for block in range(dense.model.blocks))
+        for tensors in self.layout.values():
+            for name in tensors:
+                if not name.startswith(blocks):
+                    self.writer.write(name, dense.read([name])[name])
+        self.writer.commit(_REST)
+
+    def _names(self, prefix: str) -> list[str]:
+        return [name for tensors in self.layout.values() for name in tensors if name.startswith(prefix)]
+
+
+def walk(
+    dense: Dense,
+    steps: Sequence[Step],
+    sink: Sink | None = None,
+    *,
+    start: Callable[[int], Tensors] | None = None,
+    say: str | None = "pruning",
+) -> None:
+    """Take every block through the steps and write it, or pass it where an interrupted run has written it.
+
+    Args:
+        dense: the dense model, in the basis of the output.
+        steps: in order.
+        sink: where blocks go; nothing is written without one.
+        start: reads the block that the first step sees; the dense model's by default.
+        say: what the progress bar says; None where a step shows one.
+    """
+    blocks = range(dense.model.blocks)
+    for block in blocks if say is None else track(blocks, say, total=len(blocks)):
+        prefix = dense.model.family.block.format(block=block)
+        if sink is not None and sink.done(block):
+            written, notes = sink.read(block, prefix)
+            _pass(dense, steps, block, written, notes, start)
+            tensors: Tensors = written
+        else:
+            whole = dense.block(block)
+            tensors = whole if start is None else start(block)
+            notes = {}
+            for step in steps:
+                tensors, notes[step.name] = step.act(block, whole, tensors)
+            if sink is not None:
+                sink.write(block, prefix, tensors, notes)
+        for step in steps:
+            step.advance(block, tensors)
+
+
+def _pass(
+    dense: Dense,
+    steps: Sequence[Step],
+    block: int,
+    written: Tensors,
+    notes: Mapping[str, Any],
+    start: Callable[[int], Tensors] | None,
+) -> None:
+    """Let every step pass a block; it is read again where one of them replays."""
+    needed = any(step.replays for step in steps)
+    whole: Tensors = dense.block(block) if needed else {}
+    tensors = start(block) if needed and start is not None else whole
+    for index, step in enumerate(steps):
+        again = any(later.replays for later in steps[index + 1 :])
+        tensors = step.skip(block, whole, tensors, written, notes[step.name], again=again)
+
+
+def _unit(block: int) -> str:
+    return f"block {block}"
