@@ -39,7 +39,7 @@ from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
 from tests.stored import Sources, run_elsewhere
 
-from .test_remote import ELSEWHERE
+from tests.containers.test_remote import ELSEWHERE
 from .whole import (
     RULES,
     TARGETS,
