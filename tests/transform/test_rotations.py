@@ -34,12 +34,12 @@ from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.prune import prune
 from tests import encoders, families
+from tests.containers.test_remote import ELSEWHERE
 from tests.families import BLOCKS, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
 from tests.stored import Sources, run_elsewhere
 
-from tests.containers.test_remote import ELSEWHERE
 from .whole import (
     RULES,
     TARGETS,
