@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.calibration.measure import Collect, everything, measure
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.job import Job, LiveSamples
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.settle import Settled, settle
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 from tests.images import write_processor
 from tests.oracles import closed_forms, logits, scores
@@ -304,16 +305,14 @@ def samples(variant: str, count: int = 24, seed: int = 5) -> Samples:
 def calibrate(
     folder: Path, out: Path, data: Samples, *, folds: int = 1, collect: tuple[Collect, ...] | None = None
 ) -> Statistics:
-    checkpoint = Checkpoint.open(folder)
-    family = fitting_family(checkpoint)
+    model = Model.open(folder)
     return measure(
-        checkpoint,
-        family,
+        model,
         data,
         out,
         seed=0,
         folds=folds,
-        collect=everything(family) if collect is None else collect,
+        collect=everything(model) if collect is None else collect,
         device=torch.device("cpu"),
         compute_dtype=torch.float32,
     )
@@ -346,7 +345,7 @@ def recipe(ratios: Mapping[str, float], *, methods: Mapping[str, Any] | str | No
     return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces, **top})
 
 
-def job_on(
+def request_on(
     folder: Path,
     wanted: Recipe,
     statistics: Statistics | None = None,
@@ -354,17 +353,15 @@ def job_on(
     *,
     folds: int = 1,
     **more: Any,
-) -> Job:
-    """A checked job."""
-    job = Job(
-        Checkpoint.open(folder),
-        wanted,
-        statistics,
-        None if live is None else LiveSamples(live, folds, torch.float32),
-        **more,
-    )
-    job.check()
-    return job
+) -> Request:
+    """What is asked for."""
+    samples = None if live is None else LiveSamples(live, folds, torch.float32)
+    return Request(Model.open(folder), wanted, statistics, samples, **more)
+
+
+def job_on(folder: Path, wanted: Recipe, *given: Any, **more: Any) -> Settled:
+    """The same, settled."""
+    return settle(request_on(folder, wanted, *given, **more))
 
 
 def stock(folder: Path, variant: str, **options: Any) -> PreTrainedModel:

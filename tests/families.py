@@ -12,12 +12,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.architectures.family import Family, load_family
-from ckpt_prune.calibration.measure import Collect, measure
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.job import Job, LiveSamples
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import Settled, settle
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
 
 CONTEXT = 32
@@ -106,10 +109,8 @@ def calibrate(
     folds: int = 1,
     collect: tuple[Collect, ...] = ("moments", "gram"),
 ) -> Statistics:
-    checkpoint = Checkpoint.open(folder)
     return measure(
-        checkpoint,
-        load_family(checkpoint.config["model_type"]),
+        Model.open(folder),
         TokenWindows(windows() if ids is None else ids),
         out,
         seed=0,
@@ -136,7 +137,7 @@ def one_group(variant: str) -> float:
     return 1 / VARIANTS[variant].kv_heads
 
 
-def job_on(
+def request_on(
     folder: Path,
     wanted: Recipe,
     statistics: Statistics | None = None,
@@ -144,12 +145,20 @@ def job_on(
     *,
     folds: int = 1,
     **more: Any,
-) -> Job:
-    """A checked job; `live` are windows to measure on."""
+) -> Request:
+    """What is asked for; `live` are windows to measure on."""
     samples = None if live is None else LiveSamples(TokenWindows(live), folds, torch.float32)
-    job = Job(Checkpoint.open(folder), wanted, statistics, samples, **more)
-    job.check()
-    return job
+    return Request(Model.open(folder), wanted, statistics, samples, **more)
+
+
+def job_on(folder: Path, wanted: Recipe, *given: Any, **more: Any) -> Settled:
+    """The same, settled."""
+    return settle(request_on(folder, wanted, *given, **more))
+
+
+def prune(settled: Settled, out: Path, **options: Any) -> dict[str, Any]:
+    """Run what is settled; the report."""
+    return run(settled, out, **options).report
 
 
 def stock(folder: Path, **options: Any) -> PreTrainedModel:

@@ -7,8 +7,7 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.prune import prune
-from tests.families import job_on, logits, make, recipe, stock, windows
+from tests.families import job_on, logits, make, prune, recipe, stock, windows
 
 
 def test_a_stock_output_is_loaded_as_stock(tmp_path):

@@ -35,8 +35,8 @@ from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import load_recipe
 from ckpt_prune.transform.budgets import at_size
 from ckpt_prune.transform.effects import measure_effects
-from ckpt_prune.transform.job import Job, LiveSamples
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.request import Request, LiveSamples
+from tests.families import prune
 from ckpt_prune.transform.sites import unit_columns
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of

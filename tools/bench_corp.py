@@ -26,8 +26,8 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import Recipe, load_recipe
-from ckpt_prune.transform.job import Job, LiveSamples
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.request import Request, LiveSamples
+from tests.families import prune
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 TARGETS = {"MLP": ("mlp",), "Q/K": ("qk",), "joint": ("qk", "mlp")}
@@ -251,7 +251,7 @@ def speed(data: Path) -> None:
         for target, ratio in (("MLP", 0.5), ("Q/K", 0.5), ("joint", 0.3), ("joint", 0.5)):
             recipe = wanted(target, ratio, compensate=True)
             job = Job(Checkpoint.open(folder), recipe, statistics)
-            flops["dense"], flops[f"{target} {ratio:.0%}"] = job.before.flops, job.after.flops
+            flops["dense"], flops[f"{target} {ratio:.0%}"] = job.before.flops, job.output.cost.flops
             with pruned(folder, recipe, statistics) as out:
                 models[f"{target} {ratio:.0%}"] = load_model(out, device="cpu")
     print("| model | FLOP ratio | batch 1, ms (p50) | images/s | speed-up | batch 16, images/s | speed-up |")

@@ -24,9 +24,9 @@ from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.transform.job import Job, LiveSamples
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.request import Request, LiveSamples
+from ckpt_prune.transform.measuring import measured
+from tests.families import prune
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 PATTERNS = ("50 %", "2:4", "4:8")
@@ -105,7 +105,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     with (
                         mock.patch.object(rotations, "learn", Remembered(rotations.learn, one)),
                         mock.patch.object(rotations, "learn_shared", Remembered(rotations.learn_shared, all_)),
-                        measured(wanted, Path(scratch), seed=0) as job,
+                        measured(wanted, Path(scratch)) as job,
                     ):
                         report = prune(job, Path(scratch) / "out", overwrite=True)
                     note: dict[str, Any] = {"method": method, "pattern": pattern, "rotation": kind}

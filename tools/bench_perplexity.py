@@ -31,8 +31,8 @@ from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
-from ckpt_prune.transform.job import Job, LiveSamples
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.request import Request, LiveSamples
+from tests.families import prune
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -107,7 +107,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     if statistics is None:
                         statistics = measure(
                             checkpoint,
-                            job.family,
+                            job.model.family,
                             TokenWindows(calibration),
                             Path(scratch) / "statistics",
                             seed=0,
@@ -116,7 +116,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                             device=device,
                             compute_dtype=torch.float32,
                         )
-                    job = Job(checkpoint, job.recipe, statistics, job.live, device)
+                    job = Job(checkpoint, job.recipe, statistics, job.request.live, device)
                     if recipe.target == "sequential" and not recipe.perplexity_grid:
                         job = Job(checkpoint, recipe, statistics, None, device)
                 report = prune(job, out, overwrite=True)

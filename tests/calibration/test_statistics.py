@@ -14,8 +14,7 @@ from ckpt_prune.calibration.text import text_fingerprint
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.prune import prune
-from tests.families import BLOCKS, VARIANTS, calibrate, job_on, make, recipe, windows
+from tests.families import BLOCKS, VARIANTS, calibrate, job_on, make, prune, recipe, windows
 
 FIELDS = ("sum", "square", "absolute", "active", "gram")
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -8,8 +8,7 @@ import torch
 from ckpt_prune.architectures.family import load_family
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.prune import prune
-from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, recipe, stock, windows
+from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, prune, recipe, stock, windows
 
 RELABELLED = [
     ("llama", "mistral"),

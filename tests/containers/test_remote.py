@@ -8,8 +8,7 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.planning.recipe import load_recipe
-from ckpt_prune.transform.prune import prune
-from tests.families import BLOCKS, calibrate, job_on, logits, make, recipe, stock, windows
+from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
 from tests.stored import run_elsewhere
 from tests.transform.oracle import CONSUMERS, columns_of, per_unit

@@ -11,10 +11,8 @@ from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_confi
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import load_recipe
-from ckpt_prune.transform.job import Job
 from ckpt_prune.transform.layout import source_shapes
-from ckpt_prune.transform.prune import prune
-from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, one_group, recipe, stock
+from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, one_group, prune, recipe, stock
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -46,8 +44,8 @@ def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, column
     expected = llama_7b_parameters(heads, columns)
     assert f"{expected / 1e9:.3f}" == billions
     assert job.before.parameters == llama_7b_parameters(32, 11008)
-    assert job.after.parameters == expected
-    assert job.after.bytes == 2 * expected
+    assert job.output.cost.parameters == expected
+    assert job.output.cost.bytes == 2 * expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
     else:
         job = job_on(folder, recipe("none", "magnitude", heads=one_group(variant)))
     prune(job, tmp_path / "out")
-    for path, cost in ((folder, job.before), (tmp_path / "out", job.after)):
+    for path, cost in ((folder, job.before), (tmp_path / "out", job.output.cost)):
         model = stock(path, attn_implementation="eager")
         assert cost.parameters == model.num_parameters()
         assert cost.bytes == 2 * model.num_parameters()

@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
-from ckpt_prune.transform.prune import prune
 from tests.cli.running import ok
 from tests.encoders import CONTEXT, VARIANTS, calibrate, job_on, make, recipe, samples, stock
 from tests.evaluation.tiny import random_windows
+from tests.families import prune
 
 WHAT = {
     "qk": ({"qk": 0.5}, "any"),
@@ -58,14 +58,14 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(dense, variant, 
     report = prune(job, tmp_path / "out")
     check(job.before, stock(folder, variant), variant)
     out = tmp_path / "out"
-    check(job.after, ckpt_prune.load(out) if report["container"]["remote_code"] else stock(out, variant), variant)
-    for path, cost in ((folder, job.before), (out, job.after)):
+    check(job.output.cost, ckpt_prune.load(out) if report["container"]["remote_code"] else stock(out, variant), variant)
+    for path, cost in ((folder, job.before), (out, job.output.cost)):
         # A safetensors file begins with the length of its header in eight bytes.
         file = path / "model.safetensors"
         header = int.from_bytes(file.read_bytes()[:8], "little")
         assert cost.bytes == file.stat().st_size - 8 - header
     padded = container == "padded" and (what == "qk-padded" or VARIANTS[variant].model_type in ("opt", "bert"))
-    assert (job.after.flops == job.before.flops) == padded
+    assert (job.output.cost.flops == job.before.flops) == padded
 
 
 @pytest.mark.parametrize("variant", ["vit", "opt"])
@@ -77,8 +77,8 @@ def test_a_bias_that_is_added_counts(dense, variant, tmp_path):
     for method in ("ridge", "affine"):
         job = job_on(folder, recipe({"mlp": 0.3}, methods=method, container="remote"), statistics)
         prune(job, tmp_path / method)
-        check(job.after, ckpt_prune.load(tmp_path / method), variant)
-        counts.append(job.after.parameters)
+        check(job.output.cost, ckpt_prune.load(tmp_path / method), variant)
+        counts.append(job.output.cost.parameters)
     assert (counts[1] > counts[0]) == (variant == "opt-no-bias")
 
 

@@ -24,8 +24,8 @@ BIASED = {"bias", "affine"}
 
 
 def per_unit(model: PreTrainedModel, space: str) -> int:
-    family = load_family(model.config.model_type)
-    return family.unit_columns(model.config, space)
+    columns, config = load_family(model.config.model_type).columns[space].columns, model.config
+    return columns.per_unit(lambda name: load_family(config.model_type).dimension(config, name))
 
 
 def columns_of(units: list[int], per: int) -> list[int]:

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.transform.recover import RecoveryJob, recover
+from ckpt_prune.transform.recover import RecoveryRequest, SettledRecovery, recover, settle_recovery
 from tests import encoders, families
 
 from .whole import masked, stock, tensors_of
@@ -42,11 +42,16 @@ def training_data(variant: str) -> Samples:
     return TokenWindows(families.windows(SAMPLES, 24, seed=11))
 
 
-def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> RecoveryJob:
-    """`changes` are settings, or other arguments of the job."""
+def recovery_request(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> RecoveryRequest:
+    """`changes` are settings, or other arguments of the request."""
     settings = {k: changes.pop(k) for k in list(changes) if k in RecoverySettings.model_fields}
     chosen = RecoverySettings.model_validate(QUICK | settings)
-    return RecoveryJob(Checkpoint.open(pruned), Checkpoint.open(dense), chosen, samples, **changes)
+    return RecoveryRequest(Model.open(pruned), Model.open(dense), chosen, samples, **changes)
+
+
+def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) -> SettledRecovery:
+    """The same, settled."""
+    return settle_recovery(recovery_request(pruned, dense, samples, **changes))
 
 
 def pruned_by(folder: Path, out: Path, recipe: Recipe, data: Samples | None) -> Path:

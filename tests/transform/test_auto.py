@@ -18,11 +18,11 @@ from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform import sites
-from ckpt_prune.transform.job import Job, LiveSamples, make_plan
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.measuring import measured
+from ckpt_prune.transform.planned import make_plan
+from ckpt_prune.transform.request import LiveSamples
 from tests import encoders
-from tests.families import BLOCKS
+from tests.families import BLOCKS, prune
 from tests.oracles import choice, drift, effects, whole_best
 from tests.oracles.choice import Tokens
 from tests.transform.test_drift_source import samples_of, until
@@ -84,7 +84,7 @@ def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, varia
     for site in plan.sites:
         path = paths[site.space].format(site.block)
         W = model.model.get_submodule(path).weight.detach().double().numpy()
-        kept = columns_of(job.family, job.config, site.space, site.kept)
+        kept = columns_of(job.model.family, job.model.config, site.space, site.kept)
         assert 0 < len(kept) < W.shape[1]
         X = np.concatenate(in_folds(seen[path], folds))
         # A bias makes up for every mean: where it may be chosen, only what varies counts.
@@ -142,7 +142,7 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
     folder, data = dense.folder(variant), samples_of(variant)
     recipe = wanted(compensation, target="drift", **(BUDGET if "least error" in case else {}))
     job = live_job(folder, recipe, data, folds)
-    with measured(job, tmp_path, seed=0) as ready:
+    with measured(job, tmp_path) as ready:
         report = prune(ready, tmp_path / "out")
     remote = report["container"]["remote_code"]
     output = ckpt_prune.load(tmp_path / "out") if remote else stock(tmp_path / "out", variant)
@@ -155,7 +155,7 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         found = drift.target(model, mixed, block, drift.SITES[variant][space], data)
         if len(site["kept"]) == site["units"]:
             continue
-        kept = columns_of(job.family, job.config, space, site["kept"])
+        kept = columns_of(job.model.family, job.model.config, space, site["kept"])
         # Units are ranked on the pruned prefix, also where their number was settled on the dense model.
         X, per_unit = np.concatenate(in_folds(found.inputs, folds)), len(kept) // len(site["kept"])
         centred = variant != "llama" and compensation["method"] == "auto"
@@ -241,8 +241,8 @@ def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, 
     plan = make_plan(job)
     assert tried == [methods] * (2 * BLOCKS)
     assert {site.method for site in plan.sites} <= set(methods)
-    consumers = {job.family.columns[space].consumer for space in RATIOS}
-    assert consumers <= job.container.biases if "bias" in methods else not job.container.biases
+    consumers = {job.model.family.columns[space].consumer for space in RATIOS}
+    assert consumers <= job.output.container.biases if "bias" in methods else not job.output.container.biases
 
 
 def test_a_bias_that_is_asked_for_gets_a_slot(dense, tmp_path):

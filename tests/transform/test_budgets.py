@@ -26,10 +26,9 @@ from ckpt_prune.transform.budgets import (
     weighed_by_energy,
 )
 from ckpt_prune.transform.effects import dropped_counts
-from ckpt_prune.transform.job import Job, make_plan
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.planned import make_plan
 from tests.encoders import job_on
-from tests.families import BLOCKS, calibrate, contents
+from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
 from tests.stored import Sources
 
@@ -93,7 +92,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
             for (block, space), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
                 own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
-                effects[moments_name(job.family, block, space)] = own
+                effects[moments_name(job.model.family, block, space)] = own
             made[variant] = with_effects(statistics, effects)
         return made[variant]
 
@@ -108,7 +107,9 @@ def groups_of(job: Job, variant: str, kind: str) -> list[list[whole_best.Site]]:
         if recipe.weigh_by == "energy":
             errors = whole_best.as_shares(curve)
         else:
-            errors = whole_best.as_effects(curve, job.statistics.index.effects[moments_name(job.family, block, space)])
+            errors = whole_best.as_effects(
+                curve, job.request.statistics.index.effects[moments_name(job.model.family, block, space)]
+            )
         cost = unit_cost(variant, space, kind)
         sites[block, space] = whole_best.Site(errors, cost, recipe.spaces[space].multiple_of)
     if recipe.widths == "uniform":
@@ -124,7 +125,7 @@ def widths_of(job: Job) -> list[list[int]]:
 
 
 def cost(job: Job, kind: str, *, before: bool = False) -> int:
-    found = job.before if before else job.after
+    found = job.before if before else job.output.cost
     return {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind]
 
 
@@ -191,13 +192,13 @@ def test_without_a_size_the_ratio_is_the_budget(dense, weighed):
     uniform = job_on(dense.folder("llama"), load_recipe("magnitude", ratio=0.4))
     recipe = wanted("llama", widths="per_layer", weigh_by="energy", ratio=0.4)
     job = job_on(dense.folder("llama"), recipe, weighed("llama"))
-    assert 0 <= uniform.after.parameters - job.after.parameters < 48
+    assert 0 <= uniform.after.parameters - job.output.cost.parameters < 48
 
 
 def test_nothing_goes_where_everything_fits(dense, weighed):
     for size in ({"params": "100%"}, {"flops": "1T"}):
         job = job_on(dense.folder("opt"), wanted("opt", widths="per_layer", size=size), weighed("opt"))
-        assert job.after == job.before
+        assert job.output.cost == job.before
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_what_is_written_is_within_the_size(dense, weighed, variant, size, tmp_p
     numbers, taken = whole_best.sizes(tmp_path / "out")
     assert (report["after"]["parameters"], report["after"]["bytes"]) == (numbers, taken)
     shapes = {n: (torch.float32, tuple(v.shape)) for n, v in whole_best.read(tmp_path / "out").items()}
-    flops = cost_of(job.family, parse_config(job.checkpoint.config), shapes).flops
+    flops = cost_of(job.model.family, parse_config(job.model.checkpoint.config), shapes).flops
     assert report["after"]["flops"] == flops
     limits = {
         "4_500": 4500,
@@ -251,9 +252,9 @@ def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
     _, spent = whole_best.total(groups, widths_of(job))
     whole = BLOCKS * (4 * 256 + 22 * 48)
     rows = [dict.fromkeys("qkv", 4 * w["heads"]) | dict.fromkeys(("gate", "up"), w["mlp"]) for w in job.widths]
-    opened = [module.split(".")[1].removesuffix("_proj") for module in job.container.biases]
+    opened = [module.split(".")[1].removesuffix("_proj") for module in job.output.container.biases]
     biases = sum(block.get(name, 16) for block in rows for name in opened)
-    assert job.after.parameters == job.before.parameters - whole + spent + biases
+    assert job.output.cost.parameters == job.before.parameters - whole + spent + biases
     # What a head of every block, or of one, takes with its biases is more than what may be left over.
     left = cost(job, kind, before=True) * share // 100 - cost(job, kind)
     assert 0 <= left < 268 * (BLOCKS if widths == "uniform" else 1) * (4 if kind == "bytes" else 1)
@@ -264,7 +265,7 @@ def test_biases_leave_room_for_widths(dense, widths, share):
     """Much less than this can be had."""
     recipe = wanted("llama", weigh_by="energy", widths=widths, compensation=AFFINE, size={"params": f"{share}%"})
     job = job_on(dense.folder("llama"), recipe, dense.statistics("llama", 2))
-    assert job.after.parameters <= job.before.parameters * share // 100
+    assert job.output.cost.parameters <= job.before.parameters * share // 100
 
 
 def test_a_head_alone_in_its_block_stays(tmp_path):
@@ -274,7 +275,7 @@ def test_a_head_alone_in_its_block_stays(tmp_path):
     recipe = wanted("llama", weigh_by="energy", widths="per_layer", size={"params": "70%"})
     job = job_on(folder, recipe, statistics)
     assert {width["heads"] for width in job.widths} == {1}
-    assert 0 <= job.before.parameters * 7 // 10 - job.after.parameters < 48
+    assert 0 <= job.before.parameters * 7 // 10 - job.output.cost.parameters < 48
 
 
 @pytest.mark.parametrize("widths", ["uniform", "per_layer"])
@@ -365,7 +366,7 @@ def test_the_least_ratio_that_is_within_the_size(dense, name, kind):
         step = round(job.recipe.ratio * 10_000)
         assert job.recipe.ratio == step / 10_000
         assert job.recipe.size is None
-        assert job.asked == load_recipe(name, size={kind: share})
+        assert job.request.asked == load_recipe(name, size={kind: share})
         assert {job.recipe.ratio_of(space) for space in job.recipe.spaces} == {job.recipe.ratio}
         assert cost(job, kind) <= limit
         assert cost(at_ratio(folder, name, statistics, step / 10_000), kind) == cost(job, kind)
@@ -378,13 +379,13 @@ def test_the_least_ratio_that_is_within_the_size(dense, name, kind):
 def test_a_ratio_that_leaves_room_for_biases_is_found(dense, name, share):
     statistics = dense.statistics("llama")
     job = sized(dense.folder("llama"), name, statistics, {"params": f"{share}%"})
-    assert job.after.parameters <= job.before.parameters * share // 100
+    assert job.output.cost.parameters <= job.before.parameters * share // 100
 
 
 def test_a_recipe_without_statistics_has_a_ratio_too(dense):
     job = sized(dense.folder("llama"), "magnitude", None, {"params": "6000"})
     assert (
-        job.after.parameters
+        job.output.cost.parameters
         <= 6000
         < at_ratio(dense.folder("llama"), "magnitude", None, job.recipe.ratio - 1e-4).after.parameters
     )
@@ -392,12 +393,12 @@ def test_a_recipe_without_statistics_has_a_ratio_too(dense):
 
 def test_nothing_goes_where_the_dense_model_fits(dense):
     job = sized(dense.folder("llama"), "wanda-sp", dense.statistics("llama"), {"params": "7632"})
-    assert (job.recipe.ratio, job.after) == (0.0, job.before)
+    assert (job.recipe.ratio, job.output.cost) == (0.0, job.before)
 
 
 def test_nothing_goes_where_the_dense_model_fits_though_dropping_adds_biases(dense):
     job = sized(dense.folder("llama"), "flap", dense.statistics("llama"), {"params": "100%"})
-    assert (job.recipe.ratio, job.after) == (0.0, job.before)
+    assert (job.recipe.ratio, job.output.cost) == (0.0, job.before)
 
 
 def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):

@@ -16,10 +16,10 @@ from ckpt_prune.calibration.sources import DriftMoments
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.job import Job, LiveSamples
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.request import LiveSamples
 from tests import encoders, families
 from tests.encoders import BLOCKS, Pixels
+from tests.families import prune
 from tests.interrupting import interrupt_at
 from tests.oracles import drift
 from tests.oracles.masked_model import Model
@@ -123,7 +123,7 @@ def test_blocks_may_be_passed_over(dense):
     """What is measured at the last block does not depend on whether anything was at those before."""
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
     asked, resumed = source_of(job), source_of(job)
-    pruner = job.pruner()
+    pruner = job.engine()
     for block in range(BLOCKS - 1):
         tensors, _ = pruner.block(block, job.read_block(block), asked)
         asked.advance(block, tensors)

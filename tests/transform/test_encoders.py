@@ -21,7 +21,6 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import load_recipe
-from ckpt_prune.transform.prune import prune
 from tests import families
 from tests.encoders import (
     BLOCKS,
@@ -44,6 +43,7 @@ from tests.encoders import (
     watch,
 )
 from tests.evaluation.tiny import random_windows
+from tests.families import prune
 from tests.oracles import perplexity
 from tests.stored import Sources, run_elsewhere
 

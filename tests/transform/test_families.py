@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_prune
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform.prune import prune
 from tests.families import (
     BLOCKS,
     VARIANTS,
@@ -18,6 +17,7 @@ from tests.families import (
     logits,
     make,
     one_group,
+    prune,
     recipe,
     stock,
     windows,

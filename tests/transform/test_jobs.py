@@ -13,10 +13,10 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import read_plan
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.job import make_plan
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune, search_strength
-from tests.families import BLOCKS, calibrate, contents, job_on, make, recipe, stock, windows
+from ckpt_prune.transform.measuring import measured
+from ckpt_prune.transform.planned import make_plan
+from ckpt_prune.transform.run import search_strength
+from tests.families import BLOCKS, calibrate, contents, job_on, make, prune, recipe, stock, windows
 from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
@@ -178,7 +178,7 @@ def test_the_strength_of_least_perplexity_is_chosen(sources, tmp_path, target):
     search = recipe("ridge", heads=0.5, mlp=0.5, target=target, search=BY_PERPLEXITY)
 
     def run(wanted, out):
-        with measured(job_on(folder, wanted, live=ids), tmp_path, seed=0) as job:
+        with measured(job_on(folder, wanted, live=ids), tmp_path) as job:
             return prune(job, out)
 
     report = run(search, tmp_path / "searched")

@@ -10,9 +10,9 @@ from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.measuring import measured
 from tests import encoders, families
+from tests.families import prune
 from tests.oracles import masked_model
 from tests.oracles.masked_model import Target
 
@@ -107,7 +107,7 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
     """‖(W − Ŵ) X‖² / ‖W X‖² on what hooks see."""
     folder, data = dense.folder("opt"), data_of("opt")
     job = encoders.job_on(folder, wanted("sparsegpt"), None, data, diagnostics=True)
-    with measured(job, tmp_path, seed=0) as ready:
+    with measured(job, tmp_path) as ready:
         report = prune(ready, tmp_path / "out")
     model = whole(stock(folder, "opt"), "opt")
     seen = model.tokens(data, [(b, at) for b in range(encoders.BLOCKS) for at in range(len(model.inputs))])

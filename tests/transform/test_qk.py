@@ -12,9 +12,8 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe import load_recipe
 from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.job import make_plan
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.measuring import measured
+from ckpt_prune.transform.planned import make_plan
 from tests.encoders import (
     BLOCKS,
     HEAD_DIM,
@@ -36,6 +35,7 @@ from tests.encoders import (
     stock,
     watch,
 )
+from tests.families import prune
 from tests.oracles import logits, perplexity
 from tests.stored import Sources
 
@@ -411,7 +411,7 @@ def test_measured_while_pruning_is_measured_before(dense, tmp_path):
     wanted = recipe({"qk": 0.5, "mlp": 0.3})
     run(dense, "vit", tmp_path / "statistics", wanted)
     job = job_on(dense.folder("vit"), wanted, live=samples("vit"))
-    with measured(job, tmp_path, seed=0) as ready:
+    with measured(job, tmp_path) as ready:
         prune(ready, tmp_path / "live")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("statistics", "live")]
     assert files[0] == files[1]
@@ -442,7 +442,7 @@ def test_a_plan_gives_the_same_output(dense, tmp_path):
     job = job_on(dense.folder("bert-mlm"), wanted, dense.statistics("bert-mlm"), diagnostics=True)
     plan = make_plan(job)
     assert plan.container == "remote"
-    assert plan.after == job.after
+    assert plan.after == job.output.cost
     run(dense, "bert-mlm", tmp_path / "plan", wanted, plan=plan)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("recipe", "plan")]
     assert files[0] == files[1]

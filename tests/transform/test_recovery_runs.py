@@ -20,12 +20,11 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.recovery import recoverer
-from ckpt_prune.transform.job import RecoverySamples
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.recover import RecoveryJob, recover
+from ckpt_prune.transform.request import RecoverySamples
 from tests import encoders, families
-from tests.families import BLOCKS, contents, windows
+from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
 from tests.oracles import masked_model
 
@@ -63,7 +62,7 @@ def on_the_fly(
     samples = RecoverySamples(training_data(variant), torch.float32, **(training or {}))
     live = data_of(variant)
     job = encoders.job_on(folder, with_recovery(recipe, **changes), None, live, training=samples)
-    with measured(job, out.parent, seed=0) as ready:
+    with measured(job, out.parent) as ready:
         return prune(ready, out, resume=resume)
 
 
@@ -349,7 +348,7 @@ def test_another_recipe_does_not_resume_on_the_fly(dense, tmp_path, monkeypatch)
 def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
     """Before a recipe could recover, a note was the list of a block's records, and the digest knew of no form."""
     job = encoders.job_on(dense.folder("llama"), wanted("magnitude"))
-    parts = [__version__, job.checkpoint.fingerprint, job.recipe.digest, None, None, None, "cpu", job.diagnostics]
+    parts = [__version__, job.model.checkpoint.fingerprint, job.recipe.digest, None, None, None, "cpu", job.diagnostics]
     former = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     with monkeypatch.context() as patch:
         original = CheckpointWriter.commit

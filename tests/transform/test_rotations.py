@@ -32,14 +32,13 @@ from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
-from ckpt_prune.transform.prune import prune
 from tests import encoders, families
-from tests.families import BLOCKS, windows
+from tests.containers.test_remote import ELSEWHERE
+from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
 from tests.stored import Sources, run_elsewhere
 
-from tests.containers.test_remote import ELSEWHERE
 from .whole import (
     RULES,
     TARGETS,
@@ -496,9 +495,9 @@ def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, v
     model = whole(loaded(turned(variant, kind), kind), variant)
     sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
     seen = model.tokens(data_of(variant), sites)
-    source = job.source()
+    source = job.moments()
     for block in range(BLOCKS):
-        found = source.moments(block, {}, list(job.family.inputs))
+        found = source.moments(block, {}, list(job.model.family.inputs))
         assert list(found) == [group[0].disk for group in model.inputs]
         for at, folds in enumerate(found.values()):
             assert len(folds) == 2

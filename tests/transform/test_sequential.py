@@ -16,8 +16,7 @@ from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.sources import SequentialMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.transform.prune import prune
-from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, recipe, stock, windows
+from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of
 

@@ -9,7 +9,7 @@ import pytest
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.transform.budgets import dense_scores
-from ckpt_prune.transform.job import Job, make_plan
+from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.sweep import Point, sweep
 from tests.encoders import calibrate, job_on
 

@@ -13,9 +13,9 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.prepare import measured
-from ckpt_prune.transform.prune import prune
+from ckpt_prune.transform.measuring import measured
 from tests import encoders, families
+from tests.families import prune
 from tests.oracles import masked_model
 from tests.oracles.masked_model import INPUTS, Model, Rule, Target
 from tests.stored import Sources
@@ -98,7 +98,7 @@ def wanted(rule: str, target: Target = "dense", **more: Any) -> Recipe:
 
 def masked(folder: Path, out: Path, recipe: Recipe, data: Samples) -> dict[str, Any]:
     job = encoders.job_on(folder, recipe, None, data)
-    with measured(job, out.parent, seed=0) as ready:
+    with measured(job, out.parent) as ready:
         return prune(ready, out)
 
 
