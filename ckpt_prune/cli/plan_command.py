@@ -80,7 +80,7 @@ def command(
     from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
     from ckpt_prune.planning.sizes import asked_size
     from ckpt_prune.transform.asked import with_container
-    from ckpt_prune.transform.checks import check_plannable
+    from ckpt_prune.transform.checks import check_plannable, check_request
     from ckpt_prune.transform.planned import make_plan
     from ckpt_prune.transform.request import Request
     from ckpt_prune.transform.settle import settle
@@ -114,14 +114,15 @@ def command(
         device=target,
         diagnostics=ratios is None,
     )
-    settled = settle(request)
-    checkpoint = settled.model.checkpoint
-    if out is not None:
-        refuse_overlap(checkpoint.path, out)
-    checkpoint.check_finite()
     if ratios is not None:
-        _print_sweep(settled, ratios, as_json=as_json)
+        check_request(request)
+        request.model.checkpoint.check_finite()
+        _print_sweep(request, ratios, as_json=as_json)
         return
+    settled = settle(request)
+    if out is not None:
+        refuse_overlap(settled.model.checkpoint.path, out)
+    settled.model.checkpoint.check_finite()
     plan = make_plan(settled)
     if out is not None:
         write_whole(out, plan.to_json())
@@ -181,15 +182,16 @@ def _ratios(text: str) -> list[float]:
     return [float(start + index * step) for index in range(count + 1)]
 
 
-def _print_sweep(settled: Any, ratios: list[float], *, as_json: bool) -> None:
+def _print_sweep(request: Any, ratios: list[float], *, as_json: bool) -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
+    from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.sweep import sweep
 
-    points = sweep(settled.request, ratios)
-    spaces = list(settled.recipe.spaces)
+    points, before = sweep(request, ratios), cost_of(request.model)
+    spaces = list(request.recipe.spaces)
     if as_json:
         rows_json = [{"ratio": p.ratio, **p.after.model_dump(), "widths": p.widths, "errors": p.errors} for p in points]
-        echo_json({"recipe": settled.recipe.name, "before": settled.before.model_dump(), "points": rows_json})
+        echo_json({"recipe": request.recipe.name, "before": before.model_dump(), "points": rows_json})
         return
     rows = []
     for point in points:
@@ -199,7 +201,7 @@ def _print_sweep(settled: Any, ratios: list[float], *, as_json: bool) -> None:
             [
                 f"{point.ratio:g}",
                 human_count(point.after.parameters),
-                f"{point.after.parameters / settled.before.parameters:.1%}",
+                f"{point.after.parameters / before.parameters:.1%}",
                 human_bytes(point.after.bytes),
                 human_count(point.after.flops),
                 *kept,

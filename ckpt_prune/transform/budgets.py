@@ -188,12 +188,7 @@ def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor
 
 def _least_error(request: Request) -> Decisions:
     recipe, model = request.recipe, request.model
-    if request.statistics is None:
-        raise UserError(
-            f"allocation {recipe.allocation} has no widths before the model is measured: `ckpt-prune plan --statistics "
-            "STATS` tells them"
-        )
-    check_reachable(request)
+    assert request.statistics is not None
     scores = dense_scores(request) if request.scores is None else request.scores
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
     curves = _curves(request, scores, request.statistics.index.effects, kind)

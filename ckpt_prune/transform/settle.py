@@ -14,6 +14,7 @@ from ckpt_prune.calibration.sources import (
     NoMoments,
     SequentialMoments,
 )
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.moments import RotatedMoments
@@ -29,10 +30,6 @@ from ckpt_prune.transform.request import Request
 
 _JOURNAL = 3
 """Form of the notes that a run leaves for the one that resumes it."""
-
-
-class WidthsUnknownError(ValueError):
-    """Asked of a request whose widths are known only after the model is measured."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,21 @@ class Settled:
     @property
     def _known(self) -> tuple[Decisions, Output]:
         if self.known is None:
-            raise WidthsUnknownError("the widths are found once the model is measured")
+            raise UserError(
+                f"allocation {self.recipe.allocation} has no widths before the model is measured: `ckpt-prune plan "
+                "--statistics STATS` tells them"
+            )
         return self.known
 
     @property
     def before(self) -> Cost:
         """Cost of the source."""
         return cost_of(self.model)
+
+    @property
+    def after(self) -> Cost:
+        """Cost of the output."""
+        return self.output.cost
 
     @property
     def widths(self) -> list[dict[Any, int]]:

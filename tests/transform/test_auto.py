@@ -10,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 import ckpt_prune
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform import sites
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.request import LiveSamples
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.transform.solvers import columns as sites
 from tests import encoders
 from tests.families import BLOCKS, prune
 from tests.oracles import choice, drift, effects, whole_best
@@ -45,15 +45,13 @@ def wanted(compensation: dict[str, Any], **top: Any) -> Recipe:
     return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces} | top)
 
 
-def live_job(folder: Path, recipe: Recipe, data: Samples, folds: int) -> Job:
+def live_job(folder: Path, recipe: Recipe, data: Samples, folds: int) -> Settled:
     """Measured in float64, so that whole models can be held against it."""
-    job = Job(Checkpoint.open(folder), recipe, None, LiveSamples(data, folds, torch.float64))
-    job.check()
-    return job
+    return settle(Request(Model.open(folder), recipe, None, LiveSamples(data, folds, torch.float64)))
 
 
-def columns_of(family: Family, config: Any, space: str, kept: list[int]) -> list[int]:
-    return encoders.columns_of(kept, family.unit_columns(config, space))
+def columns_of(model: Model, space: str, kept: list[int]) -> list[int]:
+    return encoders.columns_of(kept, model.unit_columns(space))
 
 
 def in_folds(tokens: Array, folds: int) -> list[Array]:
@@ -84,7 +82,7 @@ def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, varia
     for site in plan.sites:
         path = paths[site.space].format(site.block)
         W = model.model.get_submodule(path).weight.detach().double().numpy()
-        kept = columns_of(job.model.family, job.model.config, site.space, site.kept)
+        kept = columns_of(job.model, site.space, site.kept)
         assert 0 < len(kept) < W.shape[1]
         X = np.concatenate(in_folds(seen[path], folds))
         # A bias makes up for every mean: where it may be chosen, only what varies counts.
@@ -155,7 +153,7 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         found = drift.target(model, mixed, block, drift.SITES[variant][space], data)
         if len(site["kept"]) == site["units"]:
             continue
-        kept = columns_of(job.model.family, job.model.config, space, site["kept"])
+        kept = columns_of(job.model, space, site["kept"])
         # Units are ranked on the pruned prefix, also where their number was settled on the dense model.
         X, per_unit = np.concatenate(in_folds(found.inputs, folds)), len(kept) // len(site["kept"])
         centred = variant != "llama" and compensation["method"] == "auto"

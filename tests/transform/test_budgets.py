@@ -12,14 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.transform.budgets import (
     at_size,
+    decide,
     dense_scores,
     error_curve,
     weighed_by_effect,
@@ -27,7 +26,8 @@ from ckpt_prune.transform.budgets import (
 )
 from ckpt_prune.transform.effects import dropped_counts
 from ckpt_prune.transform.planned import make_plan
-from tests.encoders import job_on
+from ckpt_prune.transform.settle import Settled
+from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
 from tests.stored import Sources
@@ -67,10 +67,10 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
     return Recipe.model_validate(values | top)
 
 
-def curves_of(job: Job) -> dict[tuple[int, str], np.ndarray]:
+def curves_of(job: Settled) -> dict[tuple[int, str], np.ndarray]:
     """Σ of what goes, the cheapest first."""
     found = {}
-    for site, scores in dense_scores(job).items():
+    for site, scores in dense_scores(job.request).items():
         if site[1] == "qk":
             ranked = scores.sort(1).values.numpy()
             found[site] = np.array([ranked[:, :k].sum() for k in range(ranked.shape[1] + 1)])
@@ -92,14 +92,14 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
             for (block, space), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
                 own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
-                effects[moments_name(job.model.family, block, space)] = own
+                effects[job.model.moments_name(block, space)] = own
             made[variant] = with_effects(statistics, effects)
         return made[variant]
 
     return of
 
 
-def groups_of(job: Job, variant: str, kind: str) -> list[list[whole_best.Site]]:
+def groups_of(job: Settled, variant: str, kind: str) -> list[list[whole_best.Site]]:
     """The sites whose widths go together, space by space and block by block."""
     curves, recipe = curves_of(job), job.recipe
     sites = {}
@@ -108,7 +108,7 @@ def groups_of(job: Job, variant: str, kind: str) -> list[list[whole_best.Site]]:
             errors = whole_best.as_shares(curve)
         else:
             errors = whole_best.as_effects(
-                curve, job.request.statistics.index.effects[moments_name(job.model.family, block, space)]
+                curve, job.request.statistics.index.effects[job.model.moments_name(block, space)]
             )
         cost = unit_cost(variant, space, kind)
         sites[block, space] = whole_best.Site(errors, cost, recipe.spaces[space].multiple_of)
@@ -117,14 +117,14 @@ def groups_of(job: Job, variant: str, kind: str) -> list[list[whole_best.Site]]:
     return [[sites[block, space]] for space in recipe.spaces for block in range(BLOCKS)]
 
 
-def widths_of(job: Job) -> list[list[int]]:
+def widths_of(job: Settled) -> list[list[int]]:
     """In the order of `groups_of`."""
     if job.recipe.widths == "uniform":
         return [[job.widths[block][space] for block in range(BLOCKS)] for space in job.recipe.spaces]
     return [[job.widths[block][space]] for space in job.recipe.spaces for block in range(BLOCKS)]
 
 
-def cost(job: Job, kind: str, *, before: bool = False) -> int:
+def cost(job: Settled, kind: str, *, before: bool = False) -> int:
     found = job.before if before else job.output.cost
     return {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind]
 
@@ -218,7 +218,7 @@ def test_what_is_written_is_within_the_size(dense, weighed, variant, size, tmp_p
     numbers, taken = whole_best.sizes(tmp_path / "out")
     assert (report["after"]["parameters"], report["after"]["bytes"]) == (numbers, taken)
     shapes = {n: (torch.float32, tuple(v.shape)) for n, v in whole_best.read(tmp_path / "out").items()}
-    flops = cost_of(job.model.family, parse_config(job.model.checkpoint.config), shapes).flops
+    flops = cost_of(job.model, shapes).flops
     assert report["after"]["flops"] == flops
     limits = {
         "4_500": 4500,
@@ -280,7 +280,7 @@ def test_a_head_alone_in_its_block_stays(tmp_path):
 
 @pytest.mark.parametrize("widths", ["uniform", "per_layer"])
 def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
-    def job(text: str) -> Job:
+    def job(text: str) -> Settled:
         recipe = wanted("llama", widths=widths, size={"params": text})
         return job_on(dense.folder("llama"), recipe, weighed("llama"))
 
@@ -345,12 +345,12 @@ def test_a_plan_prunes_as_its_recipe_does(dense, weighed, tmp_path):
 # ---- one ratio for a size ----------------------------------------------------------------------------------------
 
 
-def sized(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Job:
+def sized(folder: Path, name: str, statistics: Statistics | None, size: dict[str, str], *changes: str) -> Settled:
     recipe = load_recipe(name, changes, size=size)
-    return at_size(job_on(folder, recipe, statistics))
+    return job_on(folder, recipe, statistics)
 
 
-def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: float, *changes: str) -> Job:
+def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: float, *changes: str) -> Settled:
     return job_on(folder, load_recipe(name, changes, ratio), statistics)
 
 
@@ -403,9 +403,10 @@ def test_nothing_goes_where_the_dense_model_fits_though_dropping_adds_biases(den
 
 def test_a_job_without_a_size_or_with_widths_of_its_own_stays(dense, weighed):
     for recipe in (load_recipe("wanda-sp"), wanted("llama", size={"params": "70%"})):
-        job = job_on(dense.folder("llama"), recipe, weighed("llama"))
-        assert at_size(job) is job
-    ranked = job_on(dense.folder("llama"), load_recipe("flap-global", size={"params": "70%"}), None, data_of("llama"))
+        request = request_on(dense.folder("llama"), recipe, weighed("llama"))
+        assert at_size(request) is request
+    ranked_recipe = load_recipe("flap-global", size={"params": "70%"})
+    ranked = request_on(dense.folder("llama"), ranked_recipe, None, data_of("llama"))
     assert at_size(ranked) is ranked
 
 
@@ -439,9 +440,9 @@ def test_a_forced_container_only_has_to_hold_the_end(dense):
 
 
 def test_a_size_is_settled_before_anything_else(dense):
-    job = job_on(dense.folder("llama"), load_recipe("magnitude", size={"params": "70%"}))
+    request = request_on(dense.folder("llama"), load_recipe("magnitude", size={"params": "70%"}))
     with pytest.raises(ValueError, match="a size is turned into a ratio by at_size before anything else"):
-        _ = job.widths
+        decide(request)
 
 
 # ---- curves ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import ckpt_prune
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import DriftMoments
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.request import LiveSamples
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.settle import Settled, settle
 from tests import encoders, families
 from tests.encoders import BLOCKS, Pixels
 from tests.families import prune
@@ -41,15 +41,14 @@ def samples_of(variant: str) -> Samples:
     return Pixels(found.values.double(), found.tokens) if isinstance(found, Pixels) else found
 
 
-def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Job:
+def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Settled:
     target = {"target": "sequential", "true_sequential": true_sequential}
     if variant in encoders.VARIANTS:
         wanted: Recipe = encoders.recipe(ratios, **target)
     else:
         wanted = families.recipe("ridge", heads=ratios["heads"], mlp=ratios["mlp"], lam=0.1, **target)
-    job = Job(Checkpoint.open(folder), wanted, None, LiveSamples(samples_of(variant), FOLDS, torch.float64))
-    job.check()
-    return job
+    live = LiveSamples(samples_of(variant), FOLDS, torch.float64)
+    return settle(Request(families.Model.open(folder), wanted, None, live))
 
 
 class Recording(DriftMoments):
@@ -65,10 +64,12 @@ class Recording(DriftMoments):
         return found
 
 
-def source_of(job: Job) -> Recording:
+def source_of(job: Settled) -> Recording:
     gram = {space: job.recipe.needs_gram(space) for space in job.recipe.spaces}
     true_sequential = job.recipe.true_sequential
-    return Recording(job.stream(), job.dense_stream(), job.read_block, gram, true_sequential=true_sequential)
+    return Recording(
+        job.live_stream(job.dense), job.live_stream(job.source), job.dense.block, gram, true_sequential=true_sequential
+    )
 
 
 def until(pruned: Model, dense: Model, block: int, space: str, *, true_sequential: bool) -> Model:
@@ -93,7 +94,7 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
     variant, (sites, ratios) = case.partition(" ")[0], CASES[case]
     job = job_on(dense.folder(variant), variant, ratios, true_sequential=true_sequential)
     source = source_of(job)
-    monkeypatch.setattr(Job, "source", lambda self: source)
+    monkeypatch.setattr(Settled, "moments", lambda self: source)
     report = prune(job, tmp_path / "out")
     assert source.seen.keys() == {(block, space) for block in range(BLOCKS) for space in ratios}
     output: PreTrainedModel = (
@@ -125,10 +126,10 @@ def test_blocks_may_be_passed_over(dense):
     asked, resumed = source_of(job), source_of(job)
     pruner = job.engine()
     for block in range(BLOCKS - 1):
-        tensors, _ = pruner.block(block, job.read_block(block), asked)
+        tensors, _ = pruner.block(block, job.dense.block(block), asked)
         asked.advance(block, tensors)
         resumed.advance(block, tensors)
-    last = job.read_block(BLOCKS - 1)
+    last = job.dense.block(BLOCKS - 1)
     found = [source.moments(BLOCKS - 1, last, ["heads", "mlp"]) for source in (asked, resumed)]
     for space in ("heads", "mlp"):
         for a, b in zip(found[0][space], found[1][space], strict=True):
@@ -139,7 +140,7 @@ def test_blocks_may_be_passed_over(dense):
 
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
-    monkeypatch.setattr(Job, "source", source_of)
+    monkeypatch.setattr(Settled, "moments", source_of)
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):
@@ -164,7 +165,7 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
 
     monkeypatch.setattr(BlockFactory, "block", counting)
     for block in range(BLOCKS):
-        tensors = job.read_block(block)
+        tensors = job.dense.block(block)
         source.moments(block, tensors, ["heads", "mlp"])
         source.advance(block, tensors)
     assert most == 2

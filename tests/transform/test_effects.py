@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
-from ckpt_prune.calibration.measure import block_names, moments_name
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics, with_effects
@@ -37,12 +36,15 @@ VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "vit", "bert-pretraining", 
 
 
 def measured(sources: Sources, variant: str, **options) -> Effects:
-    checkpoint = Checkpoint.open(sources.folder(variant))
-    family = fitting_family(checkpoint)
-    given = {"spaces": list(family.spaces), "points": POINTS, "limit": LIMIT, "statistics": sources.statistics(variant)}
+    source = Model.open(sources.folder(variant))
+    given = {
+        "spaces": list(source.family.spaces),
+        "points": POINTS,
+        "limit": LIMIT,
+        "statistics": sources.statistics(variant),
+    }
     return measure_effects(
-        checkpoint,
-        family,
+        source,
         samples=data_of(variant),
         device=CPU,
         **{"compute_dtype": torch.float32, **given, **options},
@@ -57,8 +59,12 @@ class ByHand:
     """A whole dense model, and what reaches its modules."""
 
     model: PreTrainedModel
-    family: Family
+    source: Model
     data: Samples
+
+    @property
+    def family(self) -> Family:
+        return self.source.family
 
     def path(self, block: int, disk: str) -> str:
         """Of a module of the stock model."""
@@ -79,7 +85,7 @@ class ByHand:
 
     def columns(self, block: int, space: str, counts: list[int]) -> list[tuple[int, float]]:
         path = self.path(block, self.family.columns[space].consumer)
-        per = self.family.unit_columns(self.model.config, space)
+        per = self.source.unit_columns(space)
         seen = encoders.watch(self.model, self.data, inputs=[path])[path]
         X = seen.reshape(-1, seen.shape[2])
         W = self.model.get_submodule(path).weight.detach().double().numpy()
@@ -103,10 +109,10 @@ class ByHand:
 
     def dimensions(self, block: int, counts: list[int]) -> list[tuple[int, float]]:
         """All of I + M goes into the queries: what it is split into does not show in the logits."""
-        space = self.family.logits
-        paths = [self.path(block, module) for module in (space.query, space.key)]
+        (space,) = self.family.logits.values()
+        paths = [self.path(block, module) for module in space.readers]
         seen = encoders.watch(self.model, self.data, results=paths)
-        width = self.family.units(self.model.config, "qk")
+        width = self.source.units("qk")
         found = []
         for count in counts:
             pruned = copy.deepcopy(self.model)
@@ -133,13 +139,13 @@ def expected(sources_folder, variant: str) -> Effects:
     samples = data_of(variant)
     if variant in encoders.IMAGES:
         samples = encoders.Pixels(samples.values.double(), samples.tokens)
-    family = fitting_family(Checkpoint.open(sources_folder))
-    by_hand = ByHand(model, family, samples)
+    source = Model.open(sources_folder)
+    by_hand = ByHand(model, source, samples)
     found: Effects = {}
     for block in range(BLOCKS):
-        for space in family.spaces:
-            counts = dropped_counts(family.units(model.config, space), POINTS)
-            name = moments_name(family, block, space)
+        for space in source.family.spaces:
+            counts = dropped_counts(source.units(space), POINTS)
+            name = source.moments_name(block, space)
             found[name] = by_hand.dimensions(block, counts) if space == "qk" else by_hand.columns(block, space, counts)
     return found
 
@@ -204,9 +210,8 @@ def test_counts_to_drop(units, points, counts):
 def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatch):
     """Not once for each space and count; statistics once for each block."""
     variant = "opt"
-    checkpoint, statistics = Checkpoint.open(dense.folder(variant)), dense.statistics(variant)
-    family = fitting_family(checkpoint)
-    block_of = {name: block for block in range(BLOCKS) for name in block_names(checkpoint, family, block)}
+    source, statistics = Model.open(dense.folder(variant)), dense.statistics(variant)
+    block_of = {name: block for block in range(BLOCKS) for name in source.block_names(block)}
     read, measured_blocks = [], []
     original, own = Checkpoint.read, Statistics.block
 
@@ -286,15 +291,13 @@ def test_an_output_that_overflows_is_named(dense, monkeypatch):
 def test_a_site_of_one_unit_has_no_effect(tmp_path, monkeypatch):
     folder = families.make(tmp_path / "model", "llama-gqa-tied")
     statistics = families.calibrate(folder, tmp_path / "statistics")
-    checkpoint = Checkpoint.open(folder)
-    family = fitting_family(checkpoint)
-    original = Family.units
-    monkeypatch.setattr(Family, "units", lambda self, config, s: 1 if s == "heads" else original(self, config, s))
+    source, original = Model.open(folder), Model.units
+    monkeypatch.setattr(Model, "units", lambda self, space: 1 if space == "heads" else original(self, space))
     options = {"device": CPU, "compute_dtype": torch.float32, "limit": 2, "points": (0.5,)}
     samples = data_of("llama-gqa-tied")
-    found = measure_effects(checkpoint, family, statistics, samples, spaces=["heads", "mlp"], **options)
+    found = measure_effects(source, statistics, samples, spaces=["heads", "mlp"], **options)
     assert list(found) == [f"model.layers.{block}.mlp.down_proj.weight" for block in range(BLOCKS)]
-    assert measure_effects(checkpoint, family, statistics, samples, spaces=["heads"], **options) == {}
+    assert measure_effects(source, statistics, samples, spaces=["heads"], **options) == {}
 
 
 def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):

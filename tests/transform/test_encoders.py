@@ -11,12 +11,10 @@ import torch
 from transformers import DynamicCache
 
 import ckpt_prune
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration import streams
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
@@ -69,11 +67,10 @@ def loaded(folder: Path, variant: str, report: dict, **options):
 # ---- streams -------------------------------------------------------------------------------------------------------
 
 
-def stream_on(folder: Path, data, folds: int = 1) -> tuple[HiddenStream, Checkpoint]:
-    checkpoint = Checkpoint.open(folder)
-    family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
-    factory = BlockFactory(family, config, device=torch.device("cpu"), dtype=torch.float32)
-    return HiddenStream(factory, checkpoint.tensors, checkpoint.read, data, folds=folds), checkpoint
+def stream_on(folder: Path, data, folds: int = 1) -> tuple[HiddenStream, Model]:
+    model = Model.open(folder)
+    factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32)
+    return HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, data, folds=folds), model
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -81,7 +78,7 @@ def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch)
     """Input of every block and output of the last; two samples a batch, one in the last of a fold."""
     data, chosen = samples(variant, 5), VARIANTS[variant]
     monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 2 * data.tokens)
-    stream, checkpoint = stream_on(dense.folder(variant), data)
+    stream, source = stream_on(dense.folder(variant), data)
     paths = [f"{chosen.layers}.{block}" for block in range(BLOCKS)]
     model = stock(dense.folder(variant), variant)
     inputs = watch(model, data, inputs=paths)
@@ -92,8 +89,7 @@ def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch)
         assert states.shape == (5, chosen.tokens, HIDDEN)
         np.testing.assert_allclose(states, expected[block], rtol=1e-5, atol=1e-5 * np.abs(expected[block]).max())
         if block < BLOCKS:
-            names = block_names(checkpoint, stream.factory.family, block)
-            stream.advance(block, checkpoint.read(names))
+            stream.advance(block, source.read_block(block))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -150,9 +146,8 @@ def test_a_stream_sees_only_what_it_is_given(dense):
     """Other images, other moments: nothing is kept of an earlier stream."""
     found = []
     for seed in (1, 2, 1):
-        stream, checkpoint = stream_on(dense.folder("vit"), samples("vit", 4, seed))
-        tensors = checkpoint.read(block_names(checkpoint, stream.factory.family, 0))
-        found.append(stream.observe(0, tensors, {"qk": True})["qk"][0])
+        stream, source = stream_on(dense.folder("vit"), samples("vit", 4, seed))
+        found.append(stream.observe(0, source.read_block(0), {"qk": True})["qk"][0])
     assert all(isinstance(moments, LogitMoments) for moments in found)
     assert torch.equal(found[0].queries, found[2].queries)
     assert not torch.allclose(found[0].queries, found[1].queries)
@@ -169,9 +164,9 @@ def test_data_that_the_model_refuses(dense):
 def test_nll_is_that_of_the_whole_model(dense, variant):
     """Final norm or none, a projection out of the hidden size, a head that is the embedding."""
     data = samples(variant, 2, seed=3)
-    stream, checkpoint = stream_on(dense.folder(variant), data)
+    stream, source = stream_on(dense.folder(variant), data)
     for block in range(BLOCKS):
-        stream.advance(block, checkpoint.read(block_names(checkpoint, stream.factory.family, block)))
+        stream.advance(block, source.read_block(block))
     expected = perplexity.perplexity(stock(dense.folder(variant), variant), data.windows)
     assert math.exp(stream.nll()) == pytest.approx(expected, rel=1e-5)
 

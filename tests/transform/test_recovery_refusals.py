@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples, TokenWindows
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT, ROTATIONS
 from ckpt_prune.transform.recover import check_same_reader, recover
@@ -33,9 +32,8 @@ from .whole import make_wide, wanted
 def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None, **changes: Any) -> str:
     """The message, one line; nothing is left on disk."""
     before = sorted(out.parent.iterdir())
-    job = recovery_job(pruned, dense, training_data("llama") if samples is None else samples, **changes)
     with pytest.raises(UserError) as error:
-        recover(job, out)
+        recover(recovery_job(pruned, dense, training_data("llama") if samples is None else samples, **changes), out)
     assert sorted(out.parent.iterdir()) == before
     text = str(error.value)
     assert "\n" not in text
@@ -168,9 +166,9 @@ def test_weights_that_are_not_finite(dense, masked_llama, tmp_path, which):
 
 
 def reader_refusal(pruned: Path, dense: Path, text: str = "a word or two") -> str | None:
-    ours, theirs = Checkpoint.open(pruned), Checkpoint.open(dense)
+    ours, theirs = Model.open(pruned), Model.open(dense)
     try:
-        check_same_reader(ours, theirs, fitting_family(theirs), text)
+        check_same_reader(ours, theirs, text)
     except UserError as error:
         return str(error)
     return None

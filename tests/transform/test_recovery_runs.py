@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ckpt_prune._version import __version__
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
@@ -21,7 +21,7 @@ from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.recovery import recoverer
 from ckpt_prune.transform.measuring import measured
-from ckpt_prune.transform.recover import RecoveryJob, recover
+from ckpt_prune.transform.recover import SettledRecovery, recover
 from ckpt_prune.transform.request import RecoverySamples
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
@@ -302,22 +302,27 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def changed(job: RecoveryJob, key: str) -> RecoveryJob:
-    if key in type(job.settings).model_fields:
-        return replace(job, settings=job.settings.model_copy(update={key: CHANGED[key]}))
-    return replace(job, **{key: CHANGED[key]})
+def changed(job: SettledRecovery, key: str) -> SettledRecovery:
+    request = job.request
+    if key in type(request.settings).model_fields:
+        return given(job, settings=request.settings.model_copy(update={key: CHANGED[key]}))
+    return given(job, **{key: CHANGED[key]})
+
+
+def given(job: SettledRecovery, **changes: Any) -> SettledRecovery:
+    return replace(job, request=replace(job.request, **changes))
 
 
 def test_a_job_is_known_by_everything_its_output_depends_on(dense, masked_llama, tmp_path):
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
-    assert set(type(job.settings).model_fields) <= CHANGED.keys()
+    assert set(type(job.request.settings).model_fields) <= CHANGED.keys()
     others = [changed(job, key) for key in CHANGED]
     other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", wanted("magnitude", ratio=0.4), None)
-    others.append(replace(job, pruned=Checkpoint.open(other_pruned)))
-    others.append(replace(job, dense=Checkpoint.open(other_pruned)))
+    others.append(given(job, pruned=Model.open(other_pruned)))
+    others.append(given(job, dense=Model.open(other_pruned)))
     assert len({each.digest for each in [job, *others]}) == 1 + len(others)
     # Where states are kept makes no difference.
-    assert replace(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
+    assert given(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
 
 
 @pytest.mark.parametrize("key", ["lr", "seed", "samples"])
@@ -348,7 +353,7 @@ def test_another_recipe_does_not_resume_on_the_fly(dense, tmp_path, monkeypatch)
 def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
     """Before a recipe could recover, a note was the list of a block's records, and the digest knew of no form."""
     job = encoders.job_on(dense.folder("llama"), wanted("magnitude"))
-    parts = [__version__, job.model.checkpoint.fingerprint, job.recipe.digest, None, None, None, "cpu", job.diagnostics]
+    parts = [__version__, job.model.checkpoint.fingerprint, job.recipe.digest, None, None, None, "cpu", False]
     former = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     with monkeypatch.context() as patch:
         original = CheckpointWriter.commit
@@ -364,7 +369,7 @@ def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
     path = tmp_path / "out.partial" / JOURNAL
     journal = json.loads(path.read_text())
     journal["job"] = former
-    journal["notes"] = {unit: note["records"] for unit, note in journal["notes"].items()}
+    journal["notes"] = {unit: note["pruned"] for unit, note in journal["notes"].items()}
     assert len(journal["notes"]) == 2
     path.write_text(json.dumps(journal))
     left = contents(tmp_path / "out.partial")
@@ -400,7 +405,7 @@ def test_states_on_disk_change_no_byte(dense, masked_llama, tmp_path, limit):
     memory = StateMemory(limit, tmp_path)
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
     recover(job, tmp_path / "plain")
-    recover(replace(job, allocate=memory), tmp_path / "mapped")
+    recover(given(job, allocate=memory), tmp_path / "mapped")
     assert contents(tmp_path / "mapped") == contents(tmp_path / "plain")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "plain"]
 

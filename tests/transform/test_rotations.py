@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 import ckpt_prune
 from ckpt_prune.architectures.family import load_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.samples import TokenWindows
@@ -423,11 +424,12 @@ def test_a_stream_that_is_not_plain_pre_norm(dense, variant, kind, reason):
     ],
 )
 def test_an_opt_with_another_stream(changes, reason):
-    config = parse_config({"model_type": "opt"} | encoders.SIZES["opt"] | changes)
+    values = {"model_type": "opt"} | encoders.SIZES["opt"] | changes
+    model = Model(None, load_family("opt"), parse_config(values))
     for kind in ("shared", "per-layer"):
         with pytest.raises(UserError, match=f"opt cannot be rotated: this one {reason}"):
-            check_rotatable(load_family("opt"), config, kind)
-    check_rotatable(load_family("opt"), config, "values")
+            check_rotatable(model, kind)
+    check_rotatable(model, "values")
 
 
 def test_turning_between_blocks_needs_remote_code(dense):

@@ -7,15 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, MistralForCausalLM, PreTrainedModel
 
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration import streams
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.sources import SequentialMoments
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.reading import Checkpoint
 from tests.families import BLOCKS, SIZES, VARIANTS, calibrate, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of
@@ -83,18 +81,14 @@ class Stream(HiddenStream):
     """A stream that can read its own checkpoint's blocks."""
 
     def block_tensors(self, block: int) -> dict[str, torch.Tensor]:
-        return self._read(block_names(self.checkpoint, self.factory.family, block))
+        return self.factory.model.read_block(block)
 
 
 def stream_on(folder, *, folds: int = 1, ids=None) -> Stream:
-    checkpoint = Checkpoint.open(folder)
-    config = parse_config(checkpoint.config)
-    family = next(v.family for v in VARIANTS.values() if v.model_type == config.model_type)
-    factory = BlockFactory(family, config, device=torch.device("cpu"), dtype=torch.float32)
+    model = Model.open(folder)
+    factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32)
     samples = TokenWindows(windows() if ids is None else ids)
-    stream = Stream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds)
-    stream.checkpoint = checkpoint
-    return stream
+    return Stream(factory, model.checkpoint.tensors, model.checkpoint.read, samples, folds=folds)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe, load_recipe
 from ckpt_prune.transform.budgets import dense_scores
 from ckpt_prune.transform.planned import make_plan
+from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.settle import settle
 from ckpt_prune.transform.sweep import Point, sweep
-from tests.encoders import calibrate, job_on
+from tests.encoders import calibrate, request_on
 
 from .whole import data_of
 
@@ -34,12 +37,12 @@ CASES: dict[str, tuple[str, Recipe]] = {
 }
 
 
-def expected(job: Job, ratio: float) -> Point:
+def expected(request: Request, ratio: float) -> Point:
     """From a plan of its own."""
-    own = replace(job, recipe=job.recipe.with_ratio(ratio))
+    own = settle(replace(request, recipe=request.recipe.with_ratio(ratio)))
     plan = make_plan(own)
     widths, errors = {}, {}
-    for space in job.recipe.spaces:
+    for space in request.recipe.spaces:
         counts = [width[space] for width in own.widths]
         widths[space] = (min(counts), max(counts))
         found = []
@@ -57,38 +60,40 @@ def expected(job: Job, ratio: float) -> Point:
 @pytest.mark.parametrize("case", CASES)
 def test_points_are_plans(dense, case):
     variant, recipe = CASES[case]
-    job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
-    points = sweep(job, RATIOS)
+    request = request_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
+    points = sweep(request, RATIOS)
     for point, ratio in zip(points, RATIOS, strict=True):
-        alone = expected(job, ratio)
+        alone = expected(request, ratio)
         assert (point.ratio, point.after, point.widths) == (alone.ratio, alone.after, alone.widths)
         assert point.errors == pytest.approx(alone.errors)
-    assert points[0].after == job.before
+    assert points[0].after == cost_of(request.model)
     assert set(points[0].errors.values()) == {0.0}
     assert points[0].after.parameters > points[1].after.parameters
     assert all(0 < error < 1 for error in points[1].errors.values())
 
 
 def test_units_are_ranked_once(dense, monkeypatch):
-    job = job_on(dense.folder("llama"), least_error(), dense.statistics("llama", 2))
+    request = request_on(dense.folder("llama"), least_error(), dense.statistics("llama", 2))
     calls = []
-    monkeypatch.setattr("ckpt_prune.transform.sweep.dense_scores", lambda job: calls.append(job) or dense_scores(job))
-    monkeypatch.setattr("ckpt_prune.transform.budgets.dense_scores", lambda job: pytest.fail("ranked again"))
-    sweep(job, RATIOS)
-    assert calls == [job]
+    monkeypatch.setattr(
+        "ckpt_prune.transform.sweep.dense_scores", lambda given: calls.append(given) or dense_scores(given)
+    )
+    monkeypatch.setattr("ckpt_prune.transform.budgets.dense_scores", lambda _: pytest.fail("ranked again"))
+    sweep(request, RATIOS)
+    assert calls == [request]
 
 
 def test_widths_of_dimensions_are_those_of_one_head(dense):
-    job = job_on(dense.folder("vit"), CASES["q and k"][1], dense.statistics("vit", 2))
-    assert sweep(job, [0.0])[0].widths == {"qk": (4, 4), "mlp": (22, 22)}
+    request = request_on(dense.folder("vit"), CASES["q and k"][1], dense.statistics("vit", 2))
+    assert sweep(request, [0.0])[0].widths == {"qk": (4, 4), "mlp": (22, 22)}
 
 
 def test_without_grams_no_error_is_known(dense, tmp_path):
     folder = dense.folder("llama")
     statistics = calibrate(folder, tmp_path / "vectors", data_of("llama"), collect=("moments",))
-    points = sweep(job_on(folder, load_recipe("flap"), statistics), [0.0, 0.5])
+    points = sweep(request_on(folder, load_recipe("flap"), statistics), [0.0, 0.5])
     assert [point.errors for point in points] == [{"heads": 0.0, "mlp": 0.0}, {"heads": None, "mlp": None}]
-    assert sweep(job_on(folder, load_recipe("magnitude")), [0.5])[0].errors == {"heads": None, "mlp": None}
+    assert sweep(request_on(folder, load_recipe("magnitude")), [0.5])[0].errors == {"heads": None, "mlp": None}
 
 
 def test_a_score_without_moments_needs_none(dense, tmp_path):
@@ -96,13 +101,13 @@ def test_a_score_without_moments_needs_none(dense, tmp_path):
     statistics = calibrate(folder, tmp_path / "columns", data_of("vit"), collect=("moments", "gram"))
     spaces = {"qk": {"score": "magnitude"}, "mlp": {"score": "wanda-sp"}}
     recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
-    job = job_on(folder, recipe, statistics)
-    assert make_plan(job).sites
-    assert sweep(job, [0.5])[0].errors["qk"] is None
+    request = request_on(folder, recipe, statistics)
+    assert make_plan(settle(request)).sites
+    assert sweep(request, [0.5])[0].errors["qk"] is None
 
 
 def test_a_ratio_that_leaves_nothing_is_refused(dense):
-    job = job_on(dense.folder("llama"), load_recipe("magnitude"))
+    request = request_on(dense.folder("llama"), load_recipe("magnitude"))
     with pytest.raises(UserError) as caught:
-        sweep(job, [0.5, 0.99])
+        sweep(request, [0.5, 0.99])
     assert str(caught.value) == "ratio 0.99 would drop all 22 units of a space: at least one must stay"
