@@ -94,7 +94,7 @@ def test_another_job_does_not_resume(sources, tmp_path, monkeypatch):
         kill_at(patch, 1)
         with pytest.raises(KeyboardInterrupt):
             prune(JOBS["statistics"](sources), tmp_path / "out")
-    gentler = replace(JOBS["statistics"](sources), recipe=recipe("affine", lam=0.2))
+    gentler = settle(replace(JOBS["statistics"](sources).request, recipe=recipe("affine", lam=0.2)))
     with pytest.raises(UserError, match="was begun by a different job"):
         prune(gentler, tmp_path / "out", resume=True)
 
