@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckpt_prune.transform.sites import unit_columns
 
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.calibration.images import ImageFiles, choose_images, find_images
@@ -32,12 +33,11 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.compensation.fit import Fold, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import at_size
 from ckpt_prune.transform.effects import measure_effects
-from ckpt_prune.transform.request import Request, LiveSamples
+from ckpt_prune.transform.request import LiveSamples
 from tests.families import prune
-from ckpt_prune.transform.sites import unit_columns
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 

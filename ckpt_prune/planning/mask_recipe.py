@@ -1,21 +1,19 @@
 """The parts of a recipe that zero single weights: the mask, and the rotations learned before it."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from ckpt_prune.planning.fields import Strict, one_of
+from ckpt_prune.planning.fields import OneOf, Strict
 from ckpt_prune.rotations.importance import Backbone
 from ckpt_prune.rotations.orthogonal import METHODS as RETRACTIONS
+from ckpt_prune.rotations.orthogonal import MethodName
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.masks import Compare
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern
 
 RotationKind = Literal["per-layer", "shared", "values"]
-if TYPE_CHECKING:
-    from ckpt_prune.rotations.orthogonal import MethodName as RetractionName
-else:
-    RetractionName = one_of("retraction", RETRACTIONS)
+RetractionName = Annotated[MethodName, OneOf("retraction", RETRACTIONS)]
 
 
 class MaskRecipe(Strict):

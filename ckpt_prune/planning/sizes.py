@@ -3,8 +3,9 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import floor
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
@@ -111,24 +112,16 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _size_text(kind: SizeKind) -> Any:
-    """The text of a size of this kind, checked and otherwise as it was written."""
-
-    def check(text: str) -> str:
-        parse_size(kind, text)
-        return text.strip()
-
-    return Annotated[
-        str, BeforeValidator(_as_text), AfterValidator(check), WithJsonSchema({"type": ["string", "number"]})
-    ]
+def _checked(kind: SizeKind, text: str) -> str:
+    """The text of a size of this kind, as it was written."""
+    parse_size(kind, text)
+    return text.strip()
 
 
-if TYPE_CHECKING:
-    ParamsText = str
-    BytesText = str
-    FlopsText = str
-else:
-    ParamsText, BytesText, FlopsText = _size_text("params"), _size_text("bytes"), _size_text("flops")
+_Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "number"]})]
+ParamsText = Annotated[_Text, AfterValidator(partial(_checked, "params"))]
+BytesText = Annotated[_Text, AfterValidator(partial(_checked, "bytes"))]
+FlopsText = Annotated[_Text, AfterValidator(partial(_checked, "flops"))]
 
 
 class TargetSize(Strict):

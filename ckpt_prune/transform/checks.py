@@ -7,8 +7,9 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
-from ckpt_prune.planning.recipe import Recipe, methods_of
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects, check_reachable
 from ckpt_prune.transform.decisions import keep_count
@@ -151,7 +152,7 @@ def check_enough_samples(request: Request) -> None:
     for space, own in request.recipe.spaces.items():
         method = own.compensation.method
         bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
-        if not bare or not methods_of(space)[method].uses_lambda:
+        if not bare or not kind_of(space).methods[method].uses_lambda:
             continue
         # A ranking over blocks may leave a block whole.
         uniform = request.recipe.allocation == "uniform"

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe, json_schema, load_recipe, shipped_recipes
+from ckpt_prune.planning.recipe import Recipe, json_schema
+from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe, RecoverySettings
 
 SHIPPED = {
@@ -341,6 +342,38 @@ def test_overrides_of_every_kind():
 )
 def test_bad_overrides(tmp_path, override, message):
     assert refusal(write(tmp_path, GOOD), (override,)) == message
+
+
+ALIASED = """\
+version: 1
+name: mine
+spaces:
+  heads: &both
+    score: rcpu
+    ratio: 0.4
+    compensation: {method: ridge, lambda: 0.1}
+  mlp: *both
+"""
+
+
+def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
+    changes = ("spaces.mlp.ratio=0.7", "spaces.mlp.compensation.lambda=2", "spaces.mlp.multiple_of=4")
+    found = load_recipe(str(write(tmp_path, ALIASED)), changes).spaces
+    assert [(own.ratio, own.compensation.strength, own.multiple_of) for own in found.values()] == [
+        (0.4, 0.1, 1),
+        (0.7, 2, 4),
+    ]
+    merged = ALIASED.replace("mlp: *both", "mlp: {<<: *both, score: wanda-sp}")
+    found = load_recipe(str(write(tmp_path, merged)), changes).spaces
+    assert [own.compensation.strength for own in found.values()] == [0.1, 2]
+
+
+def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
+    path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
+    assert refusal(path) == (
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, heads, mlp; "
+        f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
+    )
 
 
 def test_an_override_with_an_unknown_key_is_refused():

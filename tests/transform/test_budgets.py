@@ -17,7 +17,8 @@ from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import (
     at_size,
     dense_scores,

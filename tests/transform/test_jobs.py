@@ -11,7 +11,8 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import read_plan
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.planned import make_plan

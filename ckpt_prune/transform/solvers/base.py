@@ -13,7 +13,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.recipe import Recipe, SpaceRecipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.space_recipe import SpaceRecipe
 from ckpt_prune.transform.decisions import Decision
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"

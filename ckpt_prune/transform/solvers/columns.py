@@ -18,8 +18,8 @@ from ckpt_prune.compensation.methods import METHODS, absolute_lambda
 from ckpt_prune.compensation.spectrum import spectrum
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.recipe import Compensation
 from ckpt_prune.planning.selection import select, unit_scores
+from ckpt_prune.planning.space_recipe import Compensation
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.decisions import Decision
