@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost
@@ -31,8 +32,9 @@ class SitePlan(_Record):
     """One space of one block.
 
     Attributes:
-        block, space, consumer: where; the consumer by its on-disk weight, None for q and k, which end in logits.
-        units: before; of q and k, all rows.
+        block, space, expert: the site. `expert` is None where the block has none, and then left out of JSON.
+        consumer: on-disk name of the consumer's weight; None for a space that ends in logits.
+        units: units of the dense site. A site of q and k has all rows as units.
         kept: units that stay, ascending.
         scores: of all units, six significant digits.
         method: of compensation; none where nothing is dropped.
@@ -55,6 +57,7 @@ class SitePlan(_Record):
 
     block: int
     space: SpaceName
+    expert: int | None = None
     consumer: str | None
     units: int
     kept: list[int]
@@ -76,6 +79,17 @@ class SitePlan(_Record):
     k95: int | None = None
     active: float | None = None
     heads: list[HeadErrors] | None = None
+
+    @property
+    def site(self) -> Site:
+        """The site that this is the plan of."""
+        return Site(self.block, self.space, self.expert)
+
+    @model_serializer(mode="wrap")
+    def _without_expert(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files of models without experts do not change."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "expert" or value is not None}
 
 
 class MaskedLinear(_Record):

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Decimal
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import Rounding, SpaceName
 from ckpt_prune.errors import UserError
 
-Rounding = Literal["floor", "ceil", "nearest"]
 _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_UP}
 
 
@@ -70,10 +69,6 @@ def standardise(columns: Tensor, per_unit: int) -> Tensor:
     return z.view(-1, per_unit).mean(1)
 
 
-Site = tuple[int, SpaceName]
-"""(block, space)."""
-
-
 def select_ranked(
     scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float
 ) -> dict[Site, Tensor]:
@@ -90,7 +85,7 @@ def select_ranked(
     """
     sites = list(scores)
     flat = torch.cat([scores[site].double().cpu() for site in sites])
-    costs = torch.cat([torch.full((scores[site].numel(),), cost[site[1]], dtype=torch.float64) for site in sites])
+    costs = torch.cat([torch.full((scores[site].numel(),), cost[site.space], dtype=torch.float64) for site in sites])
     order = torch.sort(flat, descending=True, stable=True).indices
     spent = torch.cat([torch.zeros(1, dtype=torch.float64), costs[order].cumsum(0)])
     chosen = torch.zeros(flat.numel(), dtype=torch.bool)

@@ -1,7 +1,10 @@
 """What has to fit together before a request writes its first byte."""
 
+from collections import Counter
+
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import ENDS
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
@@ -167,8 +170,8 @@ def check_enough_samples(request: Request) -> None:
 
 def _plan(request: Request, plan: Plan) -> None:
     """Every pruned space of every block once, its kept units ascending and among those there are."""
-    expected = [(block, space) for block in range(request.model.blocks) for space in request.recipe.spaces]
-    if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
+    expected = [Site(block, space) for block in range(request.model.blocks) for space in request.recipe.spaces]
+    if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
         units, copies = request.model.site_units(site.space), request.model.copies(site.space)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.measure import moments_name
 from ckpt_prune.calibration.statistics import Statistics, with_effects
@@ -68,11 +69,11 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
     return Recipe.model_validate(values | top)
 
 
-def curves_of(job: Job) -> dict[tuple[int, str], np.ndarray]:
+def curves_of(job: Job) -> dict[Site, np.ndarray]:
     """Σ of what goes, the cheapest first."""
     found = {}
     for site, scores in dense_scores(job).items():
-        if site[1] == "qk":
+        if site.space == "qk":
             ranked = scores.sort(1).values.numpy()
             found[site] = np.array([ranked[:, :k].sum() for k in range(ranked.shape[1] + 1)])
         else:
@@ -90,7 +91,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
             statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
             job = job_on(folder, wanted(variant, weigh_by="energy"), statistics)
             effects = {}
-            for (block, space), curve in curves_of(job).items():
+            for (block, space, _), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
                 own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
                 effects[moments_name(job.model.family, block, space)] = own
@@ -104,7 +105,7 @@ def groups_of(job: Job, variant: str, kind: str) -> list[list[whole_best.Site]]:
     """The sites whose widths go together, space by space and block by block."""
     curves, recipe = curves_of(job), job.recipe
     sites = {}
-    for (block, space), curve in curves.items():
+    for (block, space, _), curve in curves.items():
         if recipe.weigh_by == "energy":
             errors = whole_best.as_shares(curve)
         else:
@@ -535,11 +536,11 @@ def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
         recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
         scores = dense_scores(job)
-        assert list(scores) == [(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
+        assert list(scores) == [Site(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
         known = replace(job, scores=scores)
         assert make_plan(known).sites == make_plan(job).sites
         for site in make_plan(replace(job, recipe=uniform_of(recipe))).sites:
-            own = scores[site.block, site.space].flatten().tolist()
+            own = scores[site.site].flatten().tolist()
             assert site.scores == [float(f"{s:.6g}") for s in own]
 
 
