@@ -53,7 +53,7 @@ class Compensation(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Compensation":
-        uses = TRAITS[self.method].uses_lambda
+        uses = TRAITS[self.method].uses_strength
         given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
         if given and not uses:
             raise ValueError(f"method {self.method} has no lambda")

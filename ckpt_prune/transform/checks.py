@@ -155,7 +155,7 @@ def check_enough_samples(request: Request) -> None:
     for space, own in request.recipe.spaces.items():
         method = own.compensation.method
         bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
-        if not bare or not kind_of(space).methods[method].uses_lambda:
+        if not bare or not kind_of(space).methods[method].uses_strength:
             continue
         # A ranking over blocks may leave a block whole.
         uniform = request.recipe.allocation == "uniform"

@@ -74,7 +74,7 @@ class LogitSolver(Solver):
             rows = kept.to(self.device)
             new = [query[rows].double(), key[rows].double(), *(v if v is None else v[rows].double() for v in values)]
         else:
-            new = list(logit.fold_projections(query, key, values[0], values[1], dimensions, M))
+            new = list(logit.absorb_mixing(query, key, values[0], values[1], dimensions, M))
         found = zip([*names, *biases], new, strict=True)
         return plan, {name: tensor.cpu() for name, tensor in found if tensor is not None}
 
