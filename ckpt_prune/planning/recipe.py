@@ -21,7 +21,7 @@ from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
 
 class Recipe(Strict):
-    """A recipe: what to score with, how much to drop, how to compensate, and into which container."""
+    """A recipe: which units or weights go, what makes up for them, and which container the output has."""
 
     version: Literal[1] = Field(description="Version of the recipe format.")
     name: str = Field(min_length=1, description="Name in tables and in the output's ckpt_prune.json.")

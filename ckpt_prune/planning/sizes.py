@@ -1,4 +1,4 @@
-"""The size a model should come to, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, or a share of the dense."""
+"""The size that a model is to have, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, 50% of the dense."""
 
 import re
 from dataclasses import dataclass
@@ -42,7 +42,13 @@ class Size:
 
 @dataclass(frozen=True)
 class _Unit:
-    """How sizes of one kind are written: suffixes in lower case → what they multiply by; "" is a plain number."""
+    """How sizes of one kind are written.
+
+    Attributes:
+        what: the kind in messages.
+        scales: suffix in lower case → what it multiplies by; "" for a plain number.
+        allowed: examples for messages.
+    """
 
     what: str
     scales: dict[str, int]
@@ -76,11 +82,11 @@ def parse_size(kind: SizeKind, text: str) -> Size:
     """Read a size.
 
     Case does not matter, and a space may stand before the unit. KB to PB are decimal, KiB to PiB binary. `_`, `,` and
-    spaces may separate thousands of a number without a suffix; with one, 9,5GiB could be 95 or 9.5. What is no whole
-    number after its suffix is rounded down.
+    spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
+    A size that is no whole number is rounded down.
 
     Raises:
-        ValueError: anything else; the message says what is allowed.
+        ValueError: the text is not a size of this kind; the message says what is allowed.
     """
     unit = _UNITS[kind]
     match = _SIZE.fullmatch(text.strip())
@@ -106,7 +112,7 @@ def parse_size(kind: SizeKind, text: str) -> Size:
 
 
 def _as_text(value: Any) -> Any:
-    """YAML reads 5e9 and 5000000000 as numbers."""
+    """The text of a number, which is what YAML makes of 5e9 and 5000000000. Other values stay as they are."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value

@@ -15,9 +15,9 @@ CandidateName = Annotated[str, OneOf("candidate", METHODS)]
 
 
 class Compensation(Strict):
-    """How what stays is rewritten after units are dropped (METHODS sections 1 and 3)."""
+    """How the weights that stay are rewritten to make up for dropped units (METHODS sections 1 and 3)."""
 
-    method: MethodName = Field("none", description="Closed form folded into the consumer; logit: into q and k.")
+    method: MethodName = Field("none", description="Closed form that the consumer absorbs; logit: that q and k absorb.")
     lam: float | None = Field(
         None, alias="lambda", ge=0, description="Ridge strength, for ridge, affine, grail and logit. Default 0.01."
     )
