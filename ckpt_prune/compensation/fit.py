@@ -165,7 +165,7 @@ class Solution:
     Attributes:
         weight: Ŵ, (d_out, k) float64.
         bias: (d_out,) float64, to ADD to the projection's own bias; None where the method leaves the bias alone.
-        details: figures worth a line in a report, such as "scale" or "lambda" (absolute, on the scale of Gram sums).
+        details: figures worth a line in a report, such as "scale" or "strength" (absolute, on the scale of Gram sums).
     """
 
     weight: Tensor

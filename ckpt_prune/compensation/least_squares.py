@@ -80,7 +80,7 @@ def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
     Raises:
         ValueError: `fit` has no second moments.
     """
-    return Solution(shrunk(weight_kept, fit, strength), details={"lambda": strength})
+    return Solution(shrunk(weight_kept, fit, strength), details={"strength": strength})
 
 
 def affine(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
@@ -92,7 +92,7 @@ def affine(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
         ValueError: `fit` has no second moments.
     """
     weight = shrunk(weight_kept, fit.centred(), strength)
-    return Solution(weight, fit.target_mean - weight @ fit.mean, {"lambda": strength})
+    return Solution(weight, fit.target_mean - weight @ fit.mean, {"strength": strength})
 
 
 def grail(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
@@ -101,4 +101,4 @@ def grail(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
     Raises:
         ValueError: `fit` has no second moments.
     """
-    return Solution(shrunk(torch.zeros_like(weight_kept), fit, strength), details={"lambda": strength})
+    return Solution(shrunk(torch.zeros_like(weight_kept), fit, strength), details={"strength": strength})

@@ -19,7 +19,7 @@ TaskName = Literal[
 AskedTask = Literal["auto", TaskName]
 
 OPSETS = range(18, 24)
-"""ONNX opsets that torch's exporter (2.13) writes. It writes 18 for lower ones, and has no operators for higher ones."""
+"""ONNX opsets that torch's exporter (2.13) writes. Below them it writes 18, and above them it has no operators."""
 
 
 class GraphSettings(Strict):

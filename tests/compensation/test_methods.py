@@ -162,7 +162,7 @@ def test_affine_matches_the_mean_output():
 
 def test_details():
     site = make_site(*WIDE)
-    assert METHODS["ridge"].fit(site.weight_kept, site.fit, LAMBDA).details == {"lambda": LAMBDA}
+    assert METHODS["ridge"].fit(site.weight_kept, site.fit, LAMBDA).details == {"strength": LAMBDA}
     scaled, plain = (METHODS[n].fit(site.weight_kept, site.fit, 0.0) for n in ("rotation-scale", "rotation"))
     torch.testing.assert_close(scaled.weight, plain.weight * scaled.details["scale"])
     assert not plain.details
