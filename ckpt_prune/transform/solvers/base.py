@@ -19,7 +19,7 @@ from ckpt_prune.transform.decisions import Decision
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 
-Solution = tuple[SitePlan, dict[str, Tensor] | None]
+SolvedSite = tuple[SitePlan, dict[str, Tensor] | None]
 """A site's plan, and the new tensors of the modules that compensation rewrites: float64, a bias complete; None where
 nothing is dropped."""
 
@@ -81,7 +81,7 @@ class Solver(ABC):
     @abstractmethod
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> Solution:
+    ) -> SolvedSite:
         """Select and compensate.
 
         Args:

@@ -23,7 +23,7 @@ from ckpt_prune.planning.space_recipe import Compensation
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.decisions import Decision
-from ckpt_prune.transform.solvers.base import NO_FOLDS, Solution, Solver
+from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 SPECTRUM_WIDTH = 4096
 """Eigenvalues of wider Grams take minutes of a CPU for every site: they are left out."""
@@ -65,7 +65,7 @@ class ColumnSolver(Solver):
 
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> Solution:
+    ) -> SolvedSite:
         """Select columns and solve what stays of the consumer (METHODS section 1)."""
         own = self.own.compensation
         consumer = self.description.consumer
