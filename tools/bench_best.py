@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckpt_prune.transform.sites import unit_columns
 
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.calibration.images import ImageFiles, choose_images, find_images
@@ -29,15 +30,14 @@ from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.compensation.fit import Fold, error, from_moments
+from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import at_size
 from ckpt_prune.transform.effects import measure_effects
-from ckpt_prune.transform.request import Request, LiveSamples
+from ckpt_prune.transform.request import LiveSamples
 from tests.families import prune
-from ckpt_prune.transform.sites import unit_columns
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
@@ -290,7 +290,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
                     per_unit = moments.width // site["units"]
                     fit = from_moments(dense, moments, unit_columns(torch.tensor(site["kept"]), per_unit))
                     assert fit.target_energy is not None
-                    found = error(Fold(new, shift), fit) / fit.target_energy
+                    found = error(Solution(new, shift), fit) / fit.target_energy
                     pairs.append((site["error_held_out"], site["error_compensated"], found))
             said, fitted, found_ = (torch.tensor(column).log() for column in zip(*pairs, strict=True))
             correlation = torch.corrcoef(torch.stack([said, found_]))[0, 1].item()

@@ -25,8 +25,9 @@ from ckpt_prune.calibration.text import calibration_windows, evaluation_windows,
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe import Recipe, load_recipe
-from ckpt_prune.transform.request import Request, LiveSamples
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform.request import LiveSamples
 from tests.families import prune
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

@@ -24,8 +24,8 @@ from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.transform.request import Request, LiveSamples
 from ckpt_prune.transform.measuring import measured
+from ckpt_prune.transform.request import LiveSamples
 from tests.families import prune
 
 METHODS = ("magnitude", "wanda", "sparsegpt")

@@ -30,8 +30,8 @@ from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
-from ckpt_prune.transform.request import Request, LiveSamples
+from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+from ckpt_prune.transform.request import LiveSamples
 from tests.families import prune
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

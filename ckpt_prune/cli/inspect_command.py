@@ -85,7 +85,7 @@ def _parse_ratios(text: str | None) -> list[float]:
 
 def _recipe(name: str, ratio: float) -> Any:
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe import load_recipe
+    from ckpt_prune.planning.recipe_file import load_recipe
 
     if load_recipe(name).mask is not None:
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")

@@ -77,7 +77,7 @@ def command(
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe import DEFAULT_RECIPE, load_recipe
+    from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
     from ckpt_prune.planning.sizes import asked_size
     from ckpt_prune.transform.asked import with_container
     from ckpt_prune.transform.checks import check_plannable, check_request

@@ -1,7 +1,8 @@
-"""Which closed form, λ and share of the drift a projection gets: the best on held-out folds (this project).
+"""Which closed form, strength and share of the drift a projection gets: the best on held-out folds (this project).
 
-No method is best everywhere: with few tokens a rotation beats a refit, with many it does not, and correcting the drift
-can do harm. The error of each on tokens it was not fitted to follows from the moments of a few folds alone.
+No method is best everywhere. With few tokens a compensation rotation beats a refit, with many it does not, and
+correcting the drift can do harm. The moments of a few folds give the error of every method on tokens that it was not
+fitted to.
 """
 
 from collections import defaultdict
@@ -13,24 +14,24 @@ from operator import add
 
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Blend, Fit, Fold, error
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, error
 from ckpt_prune.compensation.held_out import HeldOut
-from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_lambda
+from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_strength
 
 RESOLUTION = 1e-12
-"""Relative errors nearer to each other than this differ by rounding alone, and count as equal."""
+"""Relative errors that differ by less than this count as equal: the difference is rounding."""
 SMALLEST_SCALE = 1e-6
-"""A rotation is told from its scaled version by dividing by the scale, unless it is smaller than this."""
+"""The scaled rotation is divided by its scale to get the plain one, unless the scale is smaller than this."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to fit a projection, and how it does on tokens it was not fitted to.
+    """One way to fit a projection, and its error on tokens that it was not fitted to.
 
     Attributes:
         method: a name of `METHODS`.
-        strength: λ in the units of the grid; None for methods without.
-        share: α of the target the weights are fitted to, W x + α δ.
+        strength: in the units of the grid; None for methods without one.
+        share: α of the target W x + α δ that the weights are fitted to.
         error: Σ held-out error / Σ energy of the held-out target, both at α = 1; 0 where that energy is 0.
     """
 
@@ -42,14 +43,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The trial with the least held-out error, and by how much.
+    """The trial with the least held-out error, and how clear the choice is.
 
     Attributes:
-        best: the one chosen.
-        margin: by how much the best trial of any other method is worse, relative to the error of `best`. 0 where no
-            other method was tried, or where the two differ by less than `RESOLUTION`; an error of `best` below that
-            counts as that much, so that the margin is finite.
-        runner_up: that other method; None where no other was tried.
+        best: the trial that is chosen.
+        margin: by how much `runner_up` is worse, relative to the error of `best`. 0 where no other method was tried,
+            or where the two errors differ by less than `RESOLUTION`. An error of `best` below `RESOLUTION` counts as
+            `RESOLUTION`, so that the margin is finite.
+        runner_up: the best other method; None where no other was tried.
         trials: the best of each method, in the order of `METHODS`.
     """
 
@@ -69,28 +70,30 @@ def choose(
     *,
     total: Blend | None = None,
 ) -> Chosen:
-    """The method, λ and share of the drift with the least error on each fold when fitted to all the others.
+    """The method, strength and share of the drift with the least held-out error, summed over folds.
 
-    Whatever the share α of a fit, it is scored by the target at α = 1: the dense model's own residual stream. α only
-    says how much of the drift of the training tokens to believe. Without drift there is one target, and α is 0.
+    The error on a fold is that of a fit to all other folds. Every fit is scored by the target at α = 1, the dense
+    model's own residual stream. Its share α only says how much of the training tokens' drift to believe. Without drift
+    there is one target, and α is 0.
 
-    Of equal errors the one that changes less wins: the method that stands first in `METHODS`, then the larger λ, then
-    the smaller share.
+    Of equal errors the one that changes the weights less wins: the method that stands first in `METHODS`, then the
+    larger strength, then the smaller share.
 
     Args:
         weight_kept: W_K, (d_out, k) float64.
-        folds: blends of disjoint tokens, with second moments, all with a drift or all without. Those without a token
+        folds: blends of disjoint tokens, with second moments, all with a drift or all without. Folds without a token
             are left out.
         methods: names of `METHODS` to choose among.
-        grid: λ to try with the methods that have one, none negative; may be empty if none has.
+        grid: strengths to try, none negative. It may be empty if no method has a strength.
         shares: α to try, each in [0, 1].
-        units: of the grid; a relative λ is relative to the training folds' Gram.
-        total: their sum, where the caller has it. Each fold is asked for three times at most and never kept, so that
-            a sequence that makes them on demand holds one at a time.
+        units: of the grid; relative strengths are relative to the training folds' Gram.
+        total: the sum of `folds`, where the caller has it. Each fold is asked for three times at most and never kept,
+            so that a sequence that makes folds on demand holds one at a time.
 
     Raises:
         ValueError: no method or an unknown one, fewer than two folds with tokens, an empty grid that a method needs, a
-            negative λ, no share or one outside [0, 1], drift in some folds only, or a fold without second moments.
+            negative strength, no share or one outside [0, 1], drift in some folds only, or a fold without second
+            moments.
     """
     strange = [name for name in methods if name not in METHODS]
     if strange:
@@ -102,7 +105,7 @@ def choose(
     used = [index for index, (count, _) in enumerate(facts) if count > 0]
     if len(used) < 2:
         raise ValueError(f"choosing on held-out tokens needs at least 2 folds with tokens, not {len(used)}")
-    if not grid and any(method.uses_lambda for method in chosen):
+    if not grid and any(method.uses_strength for method in chosen):
         raise ValueError("choosing lambda needs at least one value to try")
     if not shares or not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"shares of the drift must be one or more numbers from 0 to 1, not {list(shares)}")
@@ -124,7 +127,7 @@ def choose(
 
 
 def _least(trials: Sequence[Trial]) -> Trial:
-    """The trial with the least error, of those that equal it the one that changes the weights least."""
+    """The trial with the least error. Of several equal ones it is the one that changes the weights least."""
     least = min(trial.error for trial in trials)
     order = list(METHODS)
     return min(
@@ -142,23 +145,23 @@ def _trials(
     shares: Sequence[float],
     units: Units,
 ) -> list[Trial]:
-    """Every trial, each λ and share once."""
+    """Every trial, each strength and share once."""
     grid, shares = sorted(set(grid)), sorted(set(shares))
-    fixed = [method.name for method in methods if not method.uses_lambda]
+    fixed = [method.name for method in methods if not method.uses_strength]
     fitted = [name for name in fixed if name != "none"]
     sums: dict[tuple[str, float | None, float], float] = defaultdict(float)
     energy = 0.0
     for each in folds:
         train, fold = total - each, each.at(1.0)
         energy += fold.second_moments()[2]
-        strengths = [absolute_lambda(value, units, train.fit) for value in grid]
+        strengths = [absolute_strength(value, units, train.fit) for value in grid]
         for centred in (False, True):
-            shrinking = [method for method in methods if method.uses_lambda and method.adds_bias == centred]
+            shrinking = [method for method in methods if method.uses_strength and method.adds_bias == centred]
             for method, errors in _shrunk(shrinking, weight_kept, train, fold, strengths, shares):
                 for (value, share), found in zip(product(grid, shares), errors, strict=True):
                     sums[method.name, value, share] += found
         if "none" in fixed:
-            sums["none", None, shares[0]] += error(Fold(weight_kept), fold)
+            sums["none", None, shares[0]] += error(Solution(weight_kept), fold)
         for share in shares if fitted else []:
             for name, result in _fits(fitted, weight_kept, train.at(share)):
                 sums[name, None, share] += error(result, fold)
@@ -173,9 +176,9 @@ def _shrunk(
     strengths: Sequence[float],
     shares: Sequence[float],
 ) -> Iterator[tuple[Method, list[float]]]:
-    """Held-out errors of methods with λ, all centred or none: of each λ in turn, every share.
+    """Held-out errors of methods with a strength, all of them centred or none: strength by strength, every share.
 
-    The decomposition they share is let go before the next is made: at width 11008 it holds gigabytes.
+    These methods share one decomposition, which is let go at the end: at width 11008 it holds gigabytes.
     """
     if not methods:
         return
@@ -185,14 +188,14 @@ def _shrunk(
         yield method, held_out.errors(base, strengths, shares).flatten().tolist()
 
 
-def _fits(names: Sequence[str], weight_kept: Tensor, fit: Fit) -> Iterator[tuple[str, Fold]]:
-    """What each of the methods without λ gives."""
-    known: dict[str, Fold] = {}
+def _fits(names: Sequence[str], weight_kept: Tensor, fit: Fit) -> Iterator[tuple[str, Solution]]:
+    """The solution of each of the methods without a strength."""
+    known: dict[str, Solution] = {}
     if {"rotation", "rotation-scale"} <= set(names):
         # Nearly all of the work is the polar factor, which both share.
         scaled = METHODS["rotation-scale"].fit(weight_kept, fit, 0.0)
         known["rotation-scale"], scale = scaled, scaled.details["scale"]
         if scale > SMALLEST_SCALE:
-            known["rotation"] = Fold(scaled.weight / scale)
+            known["rotation"] = Solution(scaled.weight / scale)
     for name in names:
         yield name, known.pop(name) if name in known else METHODS[name].fit(weight_kept, fit, 0.0)

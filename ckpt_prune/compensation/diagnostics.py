@@ -1,4 +1,4 @@
-"""How much dropping some inputs of a projection costs, and how much of it the kept ones can make up (CORP C.1)."""
+"""What dropping some inputs of a projection costs, and how much of that the kept inputs can make up (CORP C.1)."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ class SiteDiagnostics:
 
     Attributes:
         uncompensated: J0 = tr(W_D Σ_DD W_Dᵀ) + ‖W_D μ_D‖², the error of dropping and doing nothing.
-        floor: J* = tr(W_D Σ_{D|K} W_Dᵀ), the least any weights and bias on the kept inputs can reach.
-        rho2: 1 − J* / tr(W_D Σ_DD W_Dᵀ), the share of the dropped output's variance the kept inputs predict; in [0, 1].
+        floor: J* = tr(W_D Σ_{D|K} W_Dᵀ), the least error that any weights and bias on the kept inputs can reach.
+        rho2: 1 − J* / tr(W_D Σ_DD W_Dᵀ), in [0, 1]: the share of the dropped output's variance that the kept inputs
+            predict.
     """
 
     uncompensated: float
@@ -33,7 +34,7 @@ def diagnose(weight: Tensor, moments: Moments, kept: Tensor) -> SiteDiagnostics:
         kept: kept input indices, (k,) int64.
 
     Returns:
-        Zero errors and rho2 1 where nothing is dropped, or where what is dropped never varies.
+        The diagnostics. rho2 is 1 and the floor 0 where nothing is dropped, or where what is dropped never varies.
 
     Raises:
         ValueError: `moments` has no Gram.
@@ -58,7 +59,7 @@ def diagnose(weight: Tensor, moments: Moments, kept: Tensor) -> SiteDiagnostics:
         return SiteDiagnostics(uncompensated, 0.0, 1.0)
     covariance = moments.gram[kept][:, kept].double().div_(moments.count).sub_(mean[kept].outer(mean[kept]))
     shared = covariance_with(kept)
-    # W_D Σ_DK Σ_KK⁺ Σ_KD W_Dᵀ is what the kept inputs predict; a singular Σ_KK is met by its pseudo-inverse.
+    # The kept inputs predict W_D Σ_DK Σ_KK⁺ Σ_KD W_Dᵀ. The pseudo-inverse serves where Σ_KK is singular.
     predicted = float((solve(covariance, shared) * shared).sum()) if kept.numel() else 0.0
     floor = min(max(spread - predicted, 0.0), spread)
     return SiteDiagnostics(uncompensated, floor, 1.0 - floor / spread)

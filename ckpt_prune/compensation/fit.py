@@ -1,4 +1,4 @@
-"""What a closed form sees of one output projection, what it returns, and the error of it (METHODS section 1)."""
+"""What a closed form is given of one output projection, what it returns, and the error of that (METHODS section 1)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,8 @@ CHUNK = 1024
 class Fit:
     """Sums over N tokens of the inputs a pruned projection keeps, x (k,), and the outputs it should give, y (d_out,).
 
-    The target y excludes the projection's existing bias, which stays as it is. All tensors are float64. Sums add, so
-    a fit without one fold of its tokens is `total - fold`.
+    The target y excludes the projection's existing bias, which stays as it is. All tensors are float64. Sums add:
+    `total - fold` is the fit of all tokens but those of one fold.
 
     Attributes:
         count: N, tokens seen.
@@ -36,7 +36,7 @@ class Fit:
     target_energy: float | None = None
 
     def __add__(self, other: "Fit") -> "Fit":
-        """The fit of the tokens of both; second moments only where both have them."""
+        """The fit of all tokens of both. It has second moments where both have them."""
         return self._combine(other, 1)
 
     def __sub__(self, other: "Fit") -> "Fit":
@@ -59,16 +59,16 @@ class Fit:
 
     @property
     def mean(self) -> Tensor:
-        """μ of the kept inputs, (k,)."""
+        """Mean μ of the kept inputs, (k,)."""
         return self.sum / self.count
 
     @property
     def target_mean(self) -> Tensor:
-        """μ of the target, (d_out,)."""
+        """Mean μ_y of the target, (d_out,)."""
         return self.target_sum / self.count
 
     def second_moments(self) -> tuple[Tensor, Tensor, float]:
-        """`gram`, `cross` and `target_energy`, all known.
+        """`gram`, `cross` and `target_energy`, none of them None.
 
         Raises:
             ValueError: this fit was made from vectors alone.
@@ -105,11 +105,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Blend:
-    """Fits of the same tokens to every target between W x and W x + δ, the drift-correcting one (METHODS section 1).
+    """Fits of the same tokens to every target from W x to the drift-correcting W x + δ (METHODS section 1).
 
     Attributes:
-        fit: to W x.
-        cross: Σ δ x_Kᵀ, (d_out, k) float64; None without drift, where every target is W x.
+        fit: the fit to W x.
+        cross: Σ δ x_Kᵀ, (d_out, k) float64. None without drift: then every target is W x.
         sum: Σ δ, (d_out,) float64, or None.
         energy: Σ ‖δ‖².
         along: Σ δ · W x.
@@ -122,11 +122,11 @@ class Blend:
     along: float = 0.0
 
     def __add__(self, other: "Blend") -> "Blend":
-        """Of the tokens of both."""
+        """The blend of all tokens of both."""
         return self._combine(other, 1)
 
     def __sub__(self, other: "Blend") -> "Blend":
-        """Of these tokens without those of `other`, which must be among them."""
+        """The blend of these tokens without those of `other`, which must be among them."""
         return self._combine(other, -1)
 
     def _combine(self, other: "Blend", sign: int) -> "Blend":
@@ -159,13 +159,13 @@ class Blend:
 
 
 @dataclass(frozen=True)
-class Fold:
+class Solution:
     """What replaces a pruned projection.
 
     Attributes:
         weight: Ŵ, (d_out, k) float64.
         bias: (d_out,) float64, to ADD to the projection's own bias; None where the method leaves the bias alone.
-        details: figures worth a line in a report, such as "scale" or "lambda" (absolute, on the scale of Gram sums).
+        details: figures worth a line in a report, such as "scale" or "strength" (absolute, on the scale of Gram sums).
     """
 
     weight: Tensor
@@ -194,8 +194,8 @@ def from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
     energy = 0.0
     is_dropped = torch.ones(width, dtype=torch.bool, device=wide.device)
     is_dropped[kept] = False
-    # tr(W G Wᵀ) needs W G for every column and C only for the kept ones: one pass over the rows of the symmetric G
-    # serves both, and no float64 copy of the whole of it is ever made.
+    # tr(W G Wᵀ) needs W G for every column, and C for the kept ones alone. One pass over the rows of the symmetric G
+    # gives both, and never makes a float64 copy of all of G.
     for part, rows in _chunks(kept):
         block = moments.gram[rows].double()
         gram[part] = block[:, kept]
@@ -208,11 +208,13 @@ def from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Fit:
 
 
 def blend_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
-    """`from_moments` for every target between W x and the drift-correcting one; W x alone without `moments.drift`.
+    """The blend of every target from W x to the drift-correcting one, of the kept inputs.
+
+    Without `moments.drift` the only target is W x, and the blend is `from_moments` alone.
 
     Args:
         weight: W, (d_out, d), any floating dtype.
-        moments: of the full input x (d,), on the same device as `weight`; with a Gram where they have a drift.
+        moments: of the full input x (d,), on the same device as `weight`. With a drift they must have a Gram.
         kept: kept input indices, (k,) int64.
     """
     fit = from_moments(weight, moments, kept)
@@ -233,15 +235,15 @@ def _chunks(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield part, indices[part]
 
 
-def error(fold: Fold, fit: Fit) -> float:
+def error(solution: Solution, fit: Fit) -> float:
     """Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative.
 
     Raises:
         ValueError: `fit` has no second moments.
     """
     gram, cross, energy = fit.second_moments()
-    weight = fold.weight
+    weight = solution.weight
     value = energy + float(((weight @ gram - 2 * cross) * weight).sum())
-    if fold.bias is not None:
-        value += float(fold.bias @ (2 * (weight @ fit.sum - fit.target_sum) + fit.count * fold.bias))
+    if solution.bias is not None:
+        value += float(solution.bias @ (2 * (weight @ fit.sum - fit.target_sum) + fit.count * solution.bias))
     return max(value, 0.0)

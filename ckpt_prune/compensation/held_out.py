@@ -12,24 +12,25 @@ from ckpt_prune.compensation.least_squares import reciprocals
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One fold of tokens and the others, in the eigenbasis of the Gram of the others: what every λ can be scored by.
+    """What scores every strength and share on one fold: sums in the eigenbasis of the training tokens' Gram.
 
-    Decomposing that Gram is nearly all of the work, and depends neither on λ, nor on the share α of the drift, nor on
-    where the weights shrink to. All tensors are float64; k inputs are kept. Inputs and targets are measured from the
-    means of the other tokens where a bias is fitted, so that the bias drops out.
+    The training tokens are those of all other folds. Decomposing their Gram is nearly all of the work. It depends
+    neither on λ, nor on the share α of the drift, nor on where the weights shrink to. All tensors are float64, and k
+    inputs are kept. Where a bias is fitted, inputs and targets are measured from the means of the training tokens, so
+    that the bias drops out.
 
     Attributes:
         values: eigenvalues v of the training Gram, (k,).
         vectors: its eigenvectors V as columns, (k, k).
         crosses: C V of the training target at α = 0 and, with drift, Σ δ xᵀ V: each (d_out, k).
         gram: Vᵀ G V of the fold, (k, k).
-        cross: C V of the fold to the target it is scored by, (d_out, k).
-        energy: Σ ‖y‖² of that target.
+        cross: C V of the fold, whose target is at α = 1, (d_out, k).
+        energy: Σ ‖y‖² of the fold's target.
         sum: Vᵀ Σ x of the fold, (k,).
         target_sum: Σ y of the fold, (d_out,).
         count: tokens of the fold.
-        drift_mean: mean of δ over the training tokens, (d_out,): how far the mean that is restored at α = 0 is from the
-            one at α = 1. Zero without drift or without a bias.
+        drift_mean: mean of δ over the training tokens, (d_out,). The mean restored at α = 1 is that much more than the
+            one restored at α = 0. Zero without drift or without a bias.
     """
 
     values: Tensor
@@ -45,11 +46,11 @@ class HeldOut:
 
     @classmethod
     def of(cls, train: Blend, fold: Fit, *, centred: bool) -> "HeldOut":
-        """Of what is trained on `train` and scored on `fold`.
+        """Prepare to score fits to `train` on `fold`.
 
         Args:
-            train: of the tokens trained on, with second moments.
-            fold: of other tokens, to the target at α = 1 where `train` has drift.
+            train: blend of the training tokens, with second moments.
+            fold: fit of other tokens. Its target is at α = 1 where `train` has drift.
             centred: whether a bias is fitted, by matching the training means.
 
         Raises:
@@ -82,18 +83,20 @@ class HeldOut:
         )
 
     def errors(self, base: Tensor | None, strengths: Sequence[float], shares: Sequence[float]) -> Tensor:
-        """Σ ‖y − Ŵ x − b‖² over the fold, of the Ŵ(λ, α) that `least_squares.shrunk` gives and the bias that fits it.
+        """Σ ‖y − Ŵ x − b‖² over the fold, for every strength and share.
+
+        Ŵ(λ, α) is what `least_squares.shrunk` gives for the training tokens, and b is the bias that fits it.
 
         Args:
             base: where the weights shrink to as λ grows, (d_out, k) float64; None for zero.
-            strengths: absolute λ, each zero or more.
+            strengths: absolute, each zero or more.
             shares: α, the share of the drift in the training target; of no effect without drift.
 
         Returns:
-            (len(strengths), len(shares)) float64, never negative. Time O(d_out k²), and O(k²) more for each λ.
+            (len(strengths), len(shares)) float64, never negative. Time O(d_out k²), and O(k²) more for each strength.
         """
-        # In the eigenbasis Ŵ − base is Σ_i α^i pull_i with column j divided by v_j + λ. The error is quadratic in Ŵ:
-        # for each λ a form in (1, α), whose coefficients are forms in those reciprocals.
+        # In the eigenbasis Ŵ − base is Σ_i α^i pull_i with column j divided by v_j + λ. The error is quadratic in Ŵ.
+        # So for each λ it is a quadratic form in (1, α), and its coefficients are quadratic forms in the 1 / (v_j + λ).
         first, residual, start = self.crosses[0], self.cross, self.energy
         reached = torch.zeros_like(self.target_sum)
         if base is not None:
@@ -105,7 +108,7 @@ class HeldOut:
         scales = torch.stack([reciprocals(self.values + strength) for strength in strengths], 1)
         share = torch.tensor(list(shares), dtype=torch.float64, device=scales.device)
         total = torch.full((scales.shape[1], share.numel()), start, dtype=torch.float64, device=scales.device)
-        # A bias restores the training mean of the target at α, which lacks (1 − α) `gap` of the one at α = 1.
+        # The bias restores the training mean of the target at α. That mean is short of the one at α = 1 by (1 − α) gap.
         gap, lack = self.drift_mean, 1 - share
         total += 2 * lack * (gap @ (self.target_sum - reached)) + self.count * lack.square() * (gap @ gap)
         for i, pull in enumerate(pulls):

@@ -1,19 +1,21 @@
 """Closed forms that solve a linear system: least squares on the output, ridge, affine, GRAIL (METHODS section 1).
 
-λ is absolute here: it is added to Gram *sums*. `methods.absolute_lambda` converts a relative one.
+Strengths are absolute here: λ is added to Gram *sums*. `methods.absolute_strength` converts a relative one.
 """
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Fit, Fold
+from ckpt_prune.compensation.fit import Fit, Solution
 
 RELATIVE_CUTOFF = 1e-12
 """Eigenvalues below this share of the largest carry no information in float64 and are treated as zero."""
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """`right` times the inverse of a symmetric positive semi-definite `matrix`; its pseudo-inverse where singular.
+    """`right` times the inverse of a symmetric positive semi-definite `matrix`, or times the pseudo-inverse of it.
+
+    The pseudo-inverse is taken where `matrix` is singular.
 
     Args:
         matrix: (n, n) float64; only one triangle need be exact.
@@ -34,12 +36,15 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def reciprocals(values: Tensor) -> Tensor:
-    """1 / `values` (n,) of a positive semi-definite matrix, and 0 for those below the cut-off: its pseudo-inverse."""
+    """Eigenvalues of the pseudo-inverse of a positive semi-definite matrix, (n,), from its own.
+
+    They are 1 / `values`, and 0 where a value is below `RELATIVE_CUTOFF` of the largest.
+    """
     used = values > RELATIVE_CUTOFF * values.abs().amax()
     return torch.where(used, 1 / torch.where(used, values, 1.0), 0.0)
 
 
-def least_squares(weight_kept: Tensor, fit: Fit) -> Fold:
+def least_squares(weight_kept: Tensor, fit: Fit) -> Solution:
     """T W_K with T = C W_Kᵀ (W_K G W_Kᵀ)^†, the linear map of the pruned output nearest the target (RCPU v1 eq. 3-4).
 
     Args:
@@ -51,14 +56,14 @@ def least_squares(weight_kept: Tensor, fit: Fit) -> Fold:
     """
     gram, cross, _ = fit.second_moments()
     output_gram = weight_kept @ gram @ weight_kept.T
-    return Fold(solve(output_gram, cross @ weight_kept.T) @ weight_kept)
+    return Solution(solve(output_gram, cross @ weight_kept.T) @ weight_kept)
 
 
 def shrunk(base: Tensor, fit: Fit, strength: float) -> Tensor:
     """Argmin over Ŵ of Σ ‖y − Ŵ x‖² + λ ‖Ŵ − base‖², as base + (C − base G)(G + λ I)⁻¹; (d_out, k).
 
-    Written as a correction to `base` rather than as (C + λ base)(G + λ I)⁻¹: the two are equal, but this one leaves
-    `base` alone wherever the tokens say nothing (λ = 0 and G singular included), and loses no digits at a large λ.
+    This equals (C + λ base)(G + λ I)⁻¹. Written as a correction it leaves `base` alone wherever the tokens say nothing,
+    also at λ = 0 with a singular G, and it loses no digits at a large λ.
 
     Raises:
         ValueError: `fit` has no second moments.
@@ -69,31 +74,31 @@ def shrunk(base: Tensor, fit: Fit, strength: float) -> Tensor:
     return base + solve(penalised, cross - base @ gram)
 
 
-def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
+def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
     """(C + λ W_K)(G + λ I)⁻¹, which tends to W_K as λ grows (RCPU eq. 4).
 
     Raises:
         ValueError: `fit` has no second moments.
     """
-    return Fold(shrunk(weight_kept, fit, strength), details={"lambda": strength})
+    return Solution(shrunk(weight_kept, fit, strength), details={"strength": strength})
 
 
-def affine(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
+def affine(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
     """Ridge on centred moments and the bias that matches the means, μ_y − Ŵ μ_K (CORP eq. 7-9).
 
-    CORP writes Ŵ = W_K + W_D Σ_DK (Σ_KK + λ I)⁻¹: algebraically the same, with λ there per token.
+    CORP writes Ŵ = W_K + W_D Σ_DK (Σ_KK + λ I)⁻¹, which is algebraically the same. Its λ is per token.
 
     Raises:
         ValueError: `fit` has no second moments.
     """
     weight = shrunk(weight_kept, fit.centred(), strength)
-    return Fold(weight, fit.target_mean - weight @ fit.mean, {"lambda": strength})
+    return Solution(weight, fit.target_mean - weight @ fit.mean, {"strength": strength})
 
 
-def grail(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
+def grail(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
     """C (G + λ I)⁻¹, which tends to zero as λ grows (GRAIL).
 
     Raises:
         ValueError: `fit` has no second moments.
     """
-    return Fold(shrunk(torch.zeros_like(weight_kept), fit, strength), details={"lambda": strength})
+    return Solution(shrunk(torch.zeros_like(weight_kept), fit, strength), details={"strength": strength})

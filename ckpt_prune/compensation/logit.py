@@ -1,14 +1,14 @@
-"""Q/K-logit compensation: kept dimensions of queries and keys make up for the dropped ones (METHODS section 3).
+"""Logit compensation: kept dimensions of queries and keys make up for the dropped ones (METHODS section 3).
 
-With S the kept and P the dropped dimensions of a head, its logits are Q_S K_Sᵀ + Q_P K_Pᵀ. The M that brings
+Let S be the kept and P the dropped dimensions of a head. Its logits are Q_S K_Sᵀ + Q_P K_Pᵀ. The M that brings
 Q_S M K_Sᵀ nearest to the lost Q_P K_Pᵀ over all samples b solves
 
     Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S],
 
-with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b (CORP eq. 14-16), and I + M is split between the two projections (eq. 17).
+with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b (CORP eq. 14-16). The two projections absorb I + M (eq. 17).
 
-CORP solves the d'² equations densely, which is d'⁶ work; here by conjugate gradients. λ is absolute in `solve_logit`:
-it is added to sums over samples. `absolute_strength` converts a relative one.
+CORP solves the d'² equations densely, which is d'⁶ work. This module solves them by conjugate gradients. Strengths are
+absolute in `solve_logit`: λ is added to sums over samples. `absolute_strength` converts a relative one.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,27 +24,27 @@ from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
 from ckpt_prune.compensation.methods import Units
 
 Operator = Callable[[Tensor], Tensor]
-"""M (g, d', d') to Σ_b A_b[S,S] M B_b[S,S], for one head and g matrices at once."""
+"""M (g, d', d') → Σ_b A_b[S,S] M B_b[S,S], (g, d', d'): for one head, and g matrices at once."""
 
 DENSE_LIMIT = 64
-"""Above this d' the operator is not written out as a (d'², d'²) matrix unless the moments come summed anyway."""
+"""Largest d' at which the operator is written out as a (d'², d'²) matrix, where the moments are per sample."""
 DENSE_FROM = 4
 """Samples per kept dimension from which a product with that matrix is cheaper than one with every sample's Grams."""
 CHOICE_TOLERANCE = 1e-8
-"""Of solves that only rank strengths or give a floor: float32 Grams know errors to fewer digits than this."""
+"""Tolerance of solves that only rank strengths or give a floor. Errors from float32 Grams have fewer digits."""
 NEAR_ZERO = 1e-6
-"""A relative strength that is nothing beside what the samples say, and more than float32 rounding."""
+"""A relative strength that is negligible beside the samples, and above float32 rounding."""
 MAX_STEPS = 1000
-"""Real layers take 15 to 40: the preconditioner leaves only what sets the samples apart."""
+"""Steps at most. Real layers take 15 to 40, since the preconditioner leaves only how samples differ."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The λ chosen and what it was chosen by.
+    """The strength that is chosen, and the errors that it is chosen by.
 
     Attributes:
-        value: in the units of the grid; of two with equal errors the larger, which changes the weights less.
-        errors: held-out error of each λ of the grid, relative: Σ held-out error / Σ target energy.
+        value: in the units of the grid. Of equal errors the larger strength wins: it changes the weights less.
+        errors: strength → relative held-out error, Σ held-out error / Σ target energy.
     """
 
     value: float
@@ -53,9 +53,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class LogitSystem:
-    """The normal equations of all heads of one layer, for kept sets S of one size d'; those of two sets of samples add.
+    """The normal equations of all heads of one layer, for kept sets S of one size d'.
 
-    Tensors are float64, those of `kept` perhaps less.
+    The equations of two sets of samples add. Tensors are float64; those of `kept` may have fewer digits.
 
     Attributes:
         kept: moments restricted to S, from which the operator M ↦ Σ_b A_b[S,S] M B_b[S,S] is applied.
@@ -63,7 +63,7 @@ class LogitSystem:
         query_gram: Σ_b A_b[S,S] tr B_b[S,S], (H, d', d').
         key_gram: Σ_b B_b[S,S] tr A_b[S,S], (H, d', d').
         dropped_energy: Σ_b ‖Q_P K_Pᵀ‖², (H,): the logit error of M = 0.
-        energy: Σ_b ‖Q Kᵀ‖² over all dimensions, (H,): what errors are relative to.
+        energy: Σ_b ‖Q Kᵀ‖² over all dimensions, (H,). Relative errors are shares of it.
     """
 
     kept: LogitMoments
@@ -79,7 +79,7 @@ class LogitSystem:
         return self.query_gram.diagonal(dim1=1, dim2=2).sum(1) / self.kept.head_dim**2
 
     def operator(self, head: int) -> Operator:
-        """The operator of one head, laid out for many products; holds memory of its own while it lives."""
+        """The operator of one head, laid out for many products. It holds memory of its own while it lives."""
         size = self.kept.head_dim
         at = packed_positions(size, self.rhs.device)
         if self.kept.fourth is not None:
@@ -88,7 +88,7 @@ class LogitSystem:
             dense = fourth[at[:, None, :, None], at[None, :, None, :]].view(size * size, size * size)
             return lambda M: (dense @ M.reshape(-1, size * size).T).T.reshape(M.shape)
         queries, keys = (packed[head].double()[:, at] for packed in self.kept.grams())
-        # Laid out so that all samples take two products: (d' N, d') with M, then (d', N d') with all B_b stacked.
+        # In this layout two products serve all samples: (d' N, d') with M, then (d', N d') with all B_b stacked.
         queries, keys = queries.transpose(0, 1).reshape(-1, size), keys.reshape(-1, size)
         return lambda M: torch.stack([(queries @ one).view(size, -1) @ keys for one in M])
 
@@ -122,7 +122,7 @@ def logit_system(moments: LogitMoments, kept: Tensor) -> LogitSystem:
 
 
 def _operator_form(samples: int, size: int) -> Form:
-    """How the operator is held where the moments are per sample: the form whose products are cheaper, within reason."""
+    """How the operator is held where the moments are per sample: with cheap products, in a size that fits."""
     return "fourth-order" if size <= DENSE_LIMIT and samples >= DENSE_FROM * size else "per-sample"
 
 
@@ -138,7 +138,7 @@ def _system(moments: LogitMoments, kept: Tensor, form: Form) -> LogitSystem:
 
 
 def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a system holds beside the restricted moments, of one head: see the attributes of `LogitSystem`."""
+    """The attributes of a `LogitSystem` other than `kept`, for one head, in their order."""
     at = packed_positions(moments.head_dim, kept.device)
     is_dropped = torch.ones(moments.head_dim, dtype=torch.bool, device=kept.device)
     is_dropped[kept] = False
@@ -165,7 +165,7 @@ def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tenso
         key_gram = (queries[:, diagonal].double().sum(1) @ keys.double())[inside]
 
         def energy(pairs: Tensor) -> Tensor:
-            # Row by row: all pairs of all samples at once would take several times what the moments do.
+            # Row by row: all pairs of all samples at once would take several times the memory of the moments.
             rows = [(queries[:, row].double() * keys[:, row].double()).sum() for row in pairs]
             return torch.stack(rows).sum() if rows else queries.new_zeros((), dtype=torch.float64)
 
@@ -173,10 +173,12 @@ def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def absolute_strength(value: float, units: Units, system: LogitSystem) -> Tensor:
-    """λ of each head on the scale of the system: itself if absolute, times `diagonal_mean` if relative; (H,) float64.
+    """A strength on the scale of the system, for each head, (H,) float64.
+
+    An absolute strength is on that scale already; a relative one is times `diagonal_mean`.
 
     Raises:
-        ValueError: λ is negative or not a number.
+        ValueError: the strength is negative or not a number.
     """
     if not value >= 0:
         raise ValueError(f"lambda must be zero or more, not {value}")
@@ -184,14 +186,14 @@ def absolute_strength(value: float, units: Units, system: LogitSystem) -> Tensor
 
 
 @dataclass(frozen=True)
-class Solution:
-    """What conjugate gradients reached, head by head.
+class LogitSolution:
+    """What conjugate gradients have reached for each head.
 
     Attributes:
         M: (H, d', d') float64.
         steps: products with the operator, (H,) int64.
-        residual: norm of what is left of the right-hand side, in the preconditioner's inverse, over that of all of it,
-            (H,) float64; 0 where the right-hand side is.
+        residual: norm of the residual over the norm of the right-hand side, both in the metric of the inverse
+            preconditioner, (H,) float64. 0 where the right-hand side is 0.
     """
 
     M: Tensor
@@ -201,37 +203,37 @@ class Solution:
 
 def solve_logit(
     system: LogitSystem, strength: Tensor, *, tolerance: float = 1e-10, max_steps: int = MAX_STEPS
-) -> Solution:
+) -> LogitSolution:
     """M of each head: Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S] (CORP eq. 16).
 
-    Conjugate gradients from M = 0, preconditioned by the one Kronecker product Â ⊗ B̂ + λ with Â = Σ_b A_b tr B_b and
-    B̂ = Σ_b B_b tr A_b over Σ_b tr A_b tr B_b, which has the operator's trace and is inverted in the eigenvectors of its
-    factors. Were all samples alike it would be the operator itself.
+    Conjugate gradients start from M = 0. The preconditioner is one Kronecker product, Â ⊗ B̂ + λ with
+    Â = Σ_b A_b tr B_b and B̂ = Σ_b B_b tr A_b over Σ_b tr A_b tr B_b. It has the operator's trace, and is inverted in
+    the eigenvectors of its factors. If all samples were alike it would be the operator itself.
 
-    Where the operator is singular and the moments are float32, some of its eigenvalues are rounding, of either sign:
-    give a relative strength of `NEAR_ZERO` or more, which hides them. (Dimensions that are always zero do no harm.)
+    Where the operator is singular and the moments are float32, some of its eigenvalues are rounding, of either sign.
+    A relative strength of `NEAR_ZERO` or more hides them. Dimensions that are always zero do no harm.
 
-    Where λ = 0 and the operator is singular, there are many minima of Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² and this gives the
-    one with the least tr(Mᵀ Â M B̂): nothing in directions that no sample has. A head also stops where rounding of the
-    moments leaves its quadratic without positive curvature; what it has by then is never worse than M = 0.
+    Where λ = 0 and the operator is singular, Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² has many minima. The result is the one with
+    the least tr(Mᵀ Â M B̂), which is zero in directions that no sample has. A head also stops where rounding of the
+    moments leaves its quadratic form without positive curvature. Its M is then never worse than M = 0.
 
     Args:
         system: the equations.
-        strength: λ of each head, (H,), zero or more, absolute.
-        tolerance: `Solution.residual` at which a head is done.
-        max_steps: at which a head is given up where it stands; its residual tells.
+        strength: of each head, (H,), zero or more, absolute.
+        tolerance: a head is done at this `LogitSolution.residual`.
+        max_steps: a head is given up after so many steps, where it stands. Its residual tells.
     """
     heads = [
         _conjugate_gradients(system, head, strength[head : head + 1].double(), tolerance, max_steps)
         for head in range(system.kept.heads)
     ]
-    return Solution(*(torch.cat(parts) for parts in zip(*heads, strict=True)))
+    return LogitSolution(*(torch.cat(parts) for parts in zip(*heads, strict=True)))
 
 
 def _conjugate_gradients(
     system: LogitSystem, head: int, strengths: Tensor, tolerance: float, max_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """M (g, d', d'), steps (g,) and residuals (g,) of one head for g strengths at once, each stopping on its own."""
+    """M (g, d', d'), steps (g,) and residuals (g,) of one head. Each of the g strengths stops on its own."""
     operator, precondition = system.operator(head), _preconditioner(system, head, strengths)
     shift = strengths[:, None, None]
     rest = system.rhs[head].expand(len(strengths), -1, -1).clone()
@@ -266,7 +268,7 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _preconditioner(system: LogitSystem, head: int, strengths: Tensor) -> Operator:
-    """(Â ⊗ B̂ + λ)⁺ of one head for each of g strengths; nothing passes where both are zero."""
+    """(Â ⊗ B̂ + λ)⁺ of one head, for each of g strengths. It is zero where both Â ⊗ B̂ and λ are."""
     (a, U), (b, V) = (torch.linalg.eigh(gram[head]) for gram in (system.query_gram, system.key_gram))
     a, b = (torch.where(values > RELATIVE_CUTOFF * values[-1], values, 0.0) for values in (a, b))
     trace = system.query_gram[head].trace()
@@ -279,25 +281,25 @@ def logit_error(system: LogitSystem, M: Tensor) -> Tensor:
     """Σ_b ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² of each head, (H,) float64, never negative.
 
     Args:
-        system: of the samples to measure on, which need not be those M was fitted on.
+        system: of the samples to measure on. M may have been fitted to others.
         M: (H, d', d') float64.
     """
     return torch.cat([_errors(system, head, M[head : head + 1]) for head in range(system.kept.heads)])
 
 
 def _errors(system: LogitSystem, head: int, M: Tensor) -> Tensor:
-    """`logit_error` of one head for each of M (g, d', d'), (g,)."""
+    """`logit_error` of one head, (g,), for g matrices M (g, d', d')."""
     gain = 2 * _inner(M, system.rhs[head]) - _inner(M, system.operator(head)(M))
     return (system.dropped_energy[head] - gain).clamp_min(0)
 
 
 @dataclass(frozen=True)
 class LogitDiagnostics:
-    """What dropping dimensions costs each head's logits, and how much of it the kept ones can make up (CORP C.2).
+    """What dropping dimensions costs each head's logits, and how much of that the kept ones can make up (CORP C.2).
 
     Attributes:
         uncompensated: Σ_b ‖Q_P K_Pᵀ‖², (H,) float64.
-        floor: J* = uncompensated − hᵀ G⁺ h, the least any M can reach, (H,) float64.
+        floor: J* = uncompensated − hᵀ G⁺ h, the least error that any M can reach, (H,) float64.
         rho2: 1 − floor / uncompensated, (H,) float64 in [0, 1]; 1 where nothing is lost.
     """
 
@@ -307,10 +309,10 @@ class LogitDiagnostics:
 
 
 def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
-    """`LogitDiagnostics` of a system."""
+    """The diagnostics of a system."""
     lost = system.dropped_energy.clamp_min(0)
-    # Any M's error is an upper bound of the floor, off by the square of what M is off. λ = 0 comes nearest, unless the
-    # operator is singular and rounding stops it early.
+    # The error of any M is an upper bound of the floor, and its excess is quadratic in the error of M. λ = 0 comes
+    # nearest, unless the operator is singular and rounding stops it early.
     tried = torch.stack([absolute_strength(value, "relative", system) for value in (0.0, NEAR_ZERO)], 1)
     found = []
     for head, strengths in enumerate(tried):
@@ -324,19 +326,19 @@ def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
 def choose_strength(
     folds: Sequence[LogitMoments], kept: Tensor, grid: Sequence[float], units: Units = "relative"
 ) -> Choice:
-    """The λ of `grid`, one for all heads, with the least held-out logit error over `folds`.
+    """The strength of `grid` with the least held-out logit error over `folds`, one for all heads.
 
     Args:
         folds: moments of disjoint samples.
         kept: (H, d') int64.
-        grid: values to try, none negative.
-        units: of the grid; a relative λ is relative to the training folds' system, head by head.
+        grid: strengths to try, none negative.
+        units: of the grid. Relative strengths are relative to the training folds' system, head by head.
 
     Returns:
         The choice; its errors are Σ held-out ‖Q_P K_Pᵀ − Q_S M K_Sᵀ‖² / Σ ‖Q Kᵀ‖².
 
     Raises:
-        ValueError: fewer than two folds, an empty grid, or a negative value.
+        ValueError: fewer than two folds, an empty grid, or a negative strength.
     """
     if len(folds) < 2:
         raise ValueError(f"choosing lambda on held-out samples needs at least 2 folds, not {len(folds)}")
@@ -359,22 +361,31 @@ def choose_strength(
 
 
 def held_out_error(folds: Sequence[LogitMoments], kept: Tensor, value: float, units: Units = "relative") -> float:
-    """Σ over folds of the error on the fold of what the others give at λ = `value`, over Σ ‖Q Kᵀ‖², all heads.
+    """Relative held-out logit error at one strength, over all heads and folds.
+
+    M is fitted to all folds but one, and scored on that one. The errors of all folds are summed, over Σ ‖Q Kᵀ‖².
 
     Raises:
-        ValueError: fewer than two folds, or a negative value.
+        ValueError: fewer than two folds, or a negative strength.
     """
     return choose_strength(folds, kept, [value], units).errors[value]
 
 
-def fold_factors(M: Tensor) -> tuple[Tensor, Tensor]:
-    """U Σ^½ and V Σ^½ with I + M = U Σ Vᵀ (CORP eq. 17): (H, d', d') float64 each, I + M = left rightᵀ."""
+def split_factors(M: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of I + M that q and k absorb: U Σ^½ and V Σ^½ with I + M = U Σ Vᵀ (CORP eq. 17).
+
+    Args:
+        M: (H, d', d').
+
+    Returns:
+        left and right, (H, d', d') float64 each, with I + M = left rightᵀ.
+    """
     U, values, Vt = torch.linalg.svd(torch.eye(M.shape[-1], dtype=torch.float64, device=M.device) + M.double())
     root = values.sqrt()[:, None, :]
     return U * root, Vt.mT * root
 
 
-def fold_projections(
+def absorb_mixing(
     query: Tensor,
     key: Tensor,
     query_bias: Tensor | None,
@@ -382,7 +393,7 @@ def fold_projections(
     kept: Tensor,
     M: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The narrow projections whose logits are Q_S (I + M) K_Sᵀ; the scale of the softmax is left to the caller.
+    """The narrow projections whose logits are Q_S (I + M) K_Sᵀ. The scale of the softmax is left to the caller.
 
     Args:
         query: W_q, (H d, hidden), any floating dtype.
@@ -393,16 +404,21 @@ def fold_projections(
         M: (H, d', d').
 
     Returns:
-        W_q and W_k (H d', hidden) and their biases (H d',), float64; a bias is None where it was.
+        W_q and W_k (H d', hidden) and their biases (H d',), float64. A bias that was None is None.
     """
-    left, right = fold_factors(M)
+    left, right = split_factors(M)
 
-    def folded(rows: Tensor, factor: Tensor) -> Tensor:
+    def absorbed(rows: Tensor, factor: Tensor) -> Tensor:
         """`rows` (H d, n) of the kept dimensions, mixed within each head by `factor`ᵀ: (H d', n)."""
         by_head = rows.double().view(kept.shape[0], -1, rows.shape[1])
         return (factor.mT @ torch.stack([w[at] for w, at in zip(by_head, kept, strict=True)])).flatten(0, 1)
 
-    def folded_bias(bias: Tensor | None, factor: Tensor) -> Tensor | None:
-        return None if bias is None else folded(bias[:, None], factor).squeeze(1)
+    def absorbed_bias(bias: Tensor | None, factor: Tensor) -> Tensor | None:
+        return None if bias is None else absorbed(bias[:, None], factor).squeeze(1)
 
-    return folded(query, left), folded(key, right), folded_bias(query_bias, left), folded_bias(key_bias, right)
+    return (
+        absorbed(query, left),
+        absorbed(key, right),
+        absorbed_bias(query_bias, left),
+        absorbed_bias(key_bias, right),
+    )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.compensation import least_squares as ls
 from ckpt_prune.compensation import rotation as rot
-from ckpt_prune.compensation.fit import Fit, Fold
+from ckpt_prune.compensation.fit import Fit, Solution
 
 Units = Literal["relative", "absolute"]
 
@@ -22,7 +22,7 @@ class Traits:
         summary: one line for a listing.
         source: paper and equation.
         needs_gram: whether it needs the Gram of a consumer's input.
-        uses_lambda: whether the strength λ changes the result.
+        uses_strength: whether the strength changes the result.
         adds_bias: whether the result has a bias that the dense module may lack.
     """
 
@@ -30,7 +30,7 @@ class Traits:
     summary: str
     source: str
     needs_gram: bool
-    uses_lambda: bool
+    uses_strength: bool
     adds_bias: bool
 
 
@@ -39,24 +39,25 @@ class Method(Traits):
     """One closed form of an output projection.
 
     Attributes:
-        fit: (W_K (d_out, k) float64, fit, absolute λ) to the fold; methods without λ ignore it.
-        shrinks_to: where the weight goes as λ grows; None for methods without λ.
+        fit: W_K (d_out, k) float64, the fit and the absolute strength → the solution. Methods without a strength
+            ignore it.
+        shrinks_to: where the weight tends to as the strength grows; None for methods without one.
     """
 
-    fit: Callable[[Tensor, Fit, float], Fold]
+    fit: Callable[[Tensor, Fit, float], Solution]
     shrinks_to: Literal["kept", "zero"] | None = None
 
 
-def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
-    return Fold(weight_kept)
+def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
+    return Solution(weight_kept)
 
 
-def _bias(weight_kept: Tensor, fit: Fit, strength: float) -> Fold:
-    return Fold(weight_kept, fit.target_mean - weight_kept @ fit.mean)
+def _bias(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
+    return Solution(weight_kept, fit.target_mean - weight_kept @ fit.mean)
 
 
-def _plain(form: Callable[[Tensor, Fit], Fold]) -> Callable[[Tensor, Fit, float], Fold]:
-    """A form without a strength, called like those that have one."""
+def _plain(form: Callable[[Tensor, Fit], Solution]) -> Callable[[Tensor, Fit, float], Solution]:
+    """Gives a form without a strength the signature of those that have one."""
     return lambda weight_kept, fit, strength: form(weight_kept, fit)
 
 
@@ -120,11 +121,11 @@ METHODS: dict[str, Method] = {
 
 AUTO = "auto"
 CHOSEN = Traits(AUTO, "whichever is best on held-out folds, site by site", "this project", True, True, False)
-"""Stands for a choice among `METHODS` (`compensation.choice`); which of them add a bias is up to the recipe."""
+"""Stands for a choice among `METHODS` (`compensation.choice`). The recipe says which, so whether any adds a bias."""
 COLUMN_METHODS: dict[str, Traits] = {**METHODS, AUTO: CHOSEN}
-"""All that a recipe may name for an output projection."""
+"""Every compensation that a recipe may name for an output projection."""
 CANDIDATES = ("none", "bias", "rotation", "rotation-scale", "ridge", "affine")
-"""What `auto` chooses among unless a recipe says otherwise; those with a bias where the projection has one anyway."""
+"""What `auto` chooses among unless a recipe says otherwise. Those with a bias are for projections that have one."""
 GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Relative strengths that are tried where a recipe does not list its own."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -137,7 +138,7 @@ LOGIT_METHODS: dict[str, Traits] = {
         Traits("none", "keep the surviving rows of q and k as they are", "no compensation", False, False, False),
         Traits(
             "logit",
-            "refit the attention logits on the kept dimensions, folded into q and k",
+            "refit the attention logits on the kept dimensions, absorbed into q and k",
             "CORP eq. 14-16",
             False,
             True,
@@ -148,13 +149,13 @@ LOGIT_METHODS: dict[str, Traits] = {
 """Every way to make the kept dimensions of q and k make up for the dropped ones (`compensation.logit`)."""
 
 
-def absolute_lambda(value: float, units: Units, fit: Fit) -> float:
-    """λ on the scale of Gram sums: itself if absolute, a share of mean(diag(G_KK)) if relative.
+def absolute_strength(value: float, units: Units, fit: Fit) -> float:
+    """A strength on the scale of Gram sums. An absolute one is so already; a relative one is times mean(diag(G_KK)).
 
-    Papers use absolute values on differently scaled Grams; a relative one means the same for every layer and N.
+    Papers use absolute strengths on Grams of different scales. A relative one means the same for every layer and N.
 
     Raises:
-        ValueError: λ is negative or not a number, or is relative and `fit` has no second moments.
+        ValueError: the strength is negative or not a number, or is relative and `fit` has no second moments.
     """
     if not value >= 0:
         raise ValueError(f"lambda must be zero or more, not {value}")

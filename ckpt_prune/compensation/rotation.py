@@ -1,13 +1,14 @@
-"""Rotation compensation (RCPU eq. 5-9), and the polar factor it needs, without a singular value decomposition.
+"""The compensation rotation (RCPU eq. 5-9), and the polar factor it needs, without a singular value decomposition.
 
-Departures from the paper, where Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out):
+The paper takes Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out). This module departs from it in three points:
 
-- Q is found as the polar factor by QDWH (Nakatsukasa, Bai and Gygi 2010, the Cholesky form of eq. 5.5 there), which
-  is matrix products and Cholesky factors only. Equal up to rounding, which grows with the condition number of
-  C W_Kᵀ: about 1e-7 at 1e5, 1e-6 at 1e9.
-- When k < d_out only Q on the range of W_K matters, so the factor of a (d_out, k) matrix is computed. Equal again.
-- Where C W_Kᵀ is rank-deficient (few tokens), U Vᵀ is not unique, and a decomposition's arbitrary choice would
-  scramble the weights for inputs calibration never saw. There Q is completed by the rotation nearest the identity.
+- Q is found as the polar factor by QDWH (Nakatsukasa, Bai and Gygi 2010, the Cholesky form of their eq. 5.5). That
+  takes matrix products and Cholesky factors only. The result equals the paper's up to rounding, which grows with the
+  condition number of C W_Kᵀ: about 1e-7 at 1e5, 1e-6 at 1e9.
+- Where k < d_out only Q on the range of W_K matters, and the factor of a (d_out, k) matrix is computed. The result
+  equals the paper's, too.
+- Where C W_Kᵀ is rank-deficient (few tokens), U Vᵀ is not unique. A decomposition's arbitrary choice would scramble
+  the weights for inputs that calibration never saw. There Q is completed by the rotation nearest the identity.
 """
 
 import math
@@ -16,18 +17,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Fit, Fold
+from ckpt_prune.compensation.fit import Fit, Solution
 
 SMALLEST = 1e-7
-"""The least singular value a float64 Gram can show, relative to the largest; worse matrices take more steps."""
+"""The least singular value that a float64 Gram can show, relative to the largest. Worse matrices take more steps."""
 SINGULAR = 1e-13
 """Singular values below this share of the largest are rounding, and their directions are completed instead."""
 SINGLE_PRECISION_LIMIT = 300.0
-"""A step's rounding error grows with its coefficient c: up to this, float32 leaves about 1e-5 and later steps less."""
+"""Largest coefficient c of a float32 step. Its rounding error grows with c; here it is 1e-5, and later steps cut it."""
 SINGLE_PRECISION_FROM = 256
 """Below this many columns float32 would save no time worth its digits."""
 POLISH_FROM = 0.2
-"""Largest ‖QᵀQ − I‖ from which the polynomial that ends the iteration is worth its products (it cubes the distance)."""
+"""Largest ‖QᵀQ − I‖ at which the final polynomial is worth its products. It cubes the distance."""
 ORTHOGONAL = 1e-8
 """Largest ‖QᵀQ − I‖ (Frobenius norm, over √n) of a factor taken as converged."""
 
@@ -37,9 +38,10 @@ def polar(matrix: Tensor, *, rank: int | None = None, nearest: Callable[[], Tens
 
     Args:
         matrix: (m, n) float64 with m >= n.
-        rank: the most its rank can be, where known (a sum over N tokens has rank N at most); what lies beyond is noise.
-        nearest: gives an (m, n) float64 matrix with orthonormal columns: where `matrix` is singular Q is not unique,
-            and the one nearest to this is taken. The first columns of the identity if None.
+        rank: an upper bound of its rank, where known: a sum over N tokens has rank N at most. Singular values beyond
+            it are noise.
+        nearest: gives an (m, n) float64 matrix with orthonormal columns; None for the first columns of the identity.
+            Where `matrix` is singular Q is not unique, and the Q nearest to this matrix is taken.
 
     Returns:
         (m, n) float64 with orthonormal columns.
@@ -77,26 +79,26 @@ def _iterate(matrix: Tensor) -> Tensor | None:
         if int(failed):
             return None
         x = torch.cholesky_solve(x.T, factor).T.mul_(a - b / c).add_(x, alpha=b / c)
-        # A smallest singular value that could be seen is followed in theory; one that could not is looked for again.
+        # Once the smallest singular value is seen, theory says how it grows. Until then it is looked for at each step.
         low = low * (a + b * low * low) / (1 + c * low * low) if resolved else 0.0
         lifted *= a
     return None
 
 
 def _float32_pays(x: Tensor) -> bool:
-    """Whether x (m, n) is large and float32 products are exact: a program may have asked an accelerator for TF32."""
+    """Whether x (m, n) is large and float32 products are exact. A program may have asked an accelerator for TF32."""
     exact = x.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
     return exact and x.shape[1] >= SINGLE_PRECISION_FROM
 
 
 def _strips(n: int) -> Iterator[slice]:
-    """Columns in strips: wide enough for full speed, narrow enough to skip nearly half of a triangular product."""
+    """Strips of columns, wide enough for full speed and narrow enough to skip nearly half of a triangular product."""
     width = max(256, -(-n // 8))
     return (slice(start, min(start + width, n)) for start in range(0, n, width))
 
 
 def _gram(x: Tensor) -> Tensor:
-    """xᵀx of (m, n), for little more than half the products of `x.T @ x`: the other half is its mirror image."""
+    """xᵀx (n, n) of x (m, n), with little more than half the work of `x.T @ x`: one triangle mirrors the other."""
     n = x.shape[1]
     gram = x.new_empty(n, n)
     for strip in _strips(n):
@@ -119,7 +121,7 @@ def _times_upper(left: Tensor, lower: Tensor) -> Tensor:
 
 
 def _largest_singular_value(matrix: Tensor) -> float:
-    """Of (m, n), by power iteration; an estimate slightly too small is harmless to QDWH."""
+    """The largest singular value of (m, n), by power iteration. QDWH bears an estimate that is slightly too small."""
     vector = matrix.T @ matrix.sum(1)
     for _ in range(6):
         vector = matrix.T @ (matrix @ (vector / vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)))
@@ -127,11 +129,14 @@ def _largest_singular_value(matrix: Tensor) -> float:
 
 
 def _smallest_singular_value(gram: Tensor) -> float:
-    """Of x, from xᵀx (n, n), by inverse iteration: a little below the truth, or 0 where the Gram is singular."""
+    """The smallest singular value of x, from xᵀx (n, n), by inverse iteration.
+
+    The estimate is a little below the truth, and 0 where the Gram is singular.
+    """
     factor, failed = torch.linalg.cholesky_ex(gram)
     if int(failed):
         return 0.0
-    # A fixed start that is no eigenvector of anything likely; several columns find clustered values sooner.
+    # The fixed start is unlikely to be an eigenvector. Several columns find clustered values sooner.
     n = gram.shape[0]
     grid = torch.arange(4 * n, dtype=gram.dtype, device=gram.device).reshape(n, 4)
     block = torch.cos(1 + grid * grid / (1 + grid))
@@ -141,7 +146,7 @@ def _smallest_singular_value(gram: Tensor) -> float:
 
 
 def _weights(low: float) -> tuple[float, float, float]:
-    """a, b, c of the QDWH step x (a + b x²) / (1 + c x²), best for singular values in [`low`, 1] (eq. 3.5 there)."""
+    """The best a, b, c of the QDWH step x (a + b x²) / (1 + c x²) for singular values in [`low`, 1] (its eq. 3.5)."""
     squared = low * low
     d = (4 * (1 - squared) / (squared * squared)) ** (1 / 3)
     a = math.sqrt(1 + d) + 0.5 * math.sqrt(8 - 4 * d + 8 * (2 - squared) / (squared * math.sqrt(1 + d)))
@@ -160,7 +165,7 @@ def _polish(x: Tensor) -> Tensor | None:
         # (I + E)^-1/2 = I − E/2 + 3E²/8 − 5E³/16 …; the correction is small, so float32 is enough for its products.
         small = defect.float() if _float32_pays(x) else defect
         squared = small @ small
-        # ‖E³‖ ≤ ‖E²‖^1.5: what the truncated series leaves is known before it is applied.
+        # ‖E³‖ ≤ ‖E²‖^1.5 bounds the error of the truncated series before it is applied.
         left_over = 0.3125 * float(squared.norm()) ** 1.5
         correction = x.to(small.dtype) @ squared.mul_(0.375).sub_(small, alpha=0.5)
         x = x + correction
@@ -207,7 +212,7 @@ def procrustes(fit: Fit, weight_kept: Tensor) -> tuple[Tensor, float]:
 
 
 def _triangle(tall: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Lower triangular L (n, n) with tall = P Lᵀ, and what gives P (m, n) with orthonormal columns."""
+    """Lower triangular L (n, n) with tall = P Lᵀ, and a function that gives P (m, n), whose columns are orthonormal."""
     factor, failed = torch.linalg.cholesky_ex(_gram(tall))
     pivots = factor.diagonal()
     # Cholesky of tallᵀ tall is many times faster than Householder's, and as good while `tall` is well conditioned.
@@ -217,16 +222,16 @@ def _triangle(tall: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     return triangle.T, lambda: basis
 
 
-def rotation(weight_kept: Tensor, fit: Fit) -> Fold:
+def rotation(weight_kept: Tensor, fit: Fit) -> Solution:
     """Q W_K, the rotation of the pruned output nearest the target (RCPU eq. 5-7).
 
     Raises:
         ValueError: `fit` has no second moments.
     """
-    return Fold(procrustes(fit, weight_kept)[0])
+    return Solution(procrustes(fit, weight_kept)[0])
 
 
-def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Fold:
+def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Solution:
     """S Q W_K with s = tr S / tr(W_K G W_Kᵀ), the best scale for that rotation (RCPU eq. 8-9).
 
     Raises:
@@ -236,10 +241,10 @@ def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Fold:
     rotated, trace = procrustes(fit, weight_kept)
     energy = float(((weight_kept @ gram) * weight_kept).sum())
     scale = trace / energy if energy > 0 else 1.0
-    return Fold(rotated * scale, details={"scale": scale})
+    return Solution(rotated * scale, details={"scale": scale})
 
 
-def centred_rotation(weight_kept: Tensor, fit: Fit, *, scaled: bool = False) -> Fold:
+def centred_rotation(weight_kept: Tensor, fit: Fit, *, scaled: bool = False) -> Solution:
     """A rotation fitted on centred moments, and the bias that matches the means: μ_y − Ŵ μ_K (this project's own).
 
     Args:
@@ -250,5 +255,5 @@ def centred_rotation(weight_kept: Tensor, fit: Fit, *, scaled: bool = False) -> 
     Raises:
         ValueError: `fit` has no second moments.
     """
-    fold = (scaled_rotation if scaled else rotation)(weight_kept, fit.centred())
-    return Fold(fold.weight, fit.target_mean - fold.weight @ fit.mean, fold.details)
+    found = (scaled_rotation if scaled else rotation)(weight_kept, fit.centred())
+    return Solution(found.weight, fit.target_mean - found.weight @ fit.mean, found.details)

@@ -16,12 +16,13 @@ _CONSTANT = 1e-12
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Of the centred covariance Σ of d inputs.
+    """Figures of the centred covariance Σ of d inputs.
 
     Attributes:
         effective_rank: exp(−Σ pᵢ log pᵢ) of the eigenvalues as shares p of their sum (Roy and Vetterli, 2007), in
             [1, d]; 0 where nothing varies.
-        k95: least number of leading eigenvalues that hold 95 % of their sum, in [1, d]; 0 where nothing varies.
+        k95: the least number of leading eigenvalues that hold 95 % of the sum of all, in [1, d]; 0 where nothing
+            varies.
         active: mean over inputs of the share of tokens on which an input is active, in [0, 1].
     """
 
@@ -34,14 +35,14 @@ def spectrum(moments: Moments) -> Spectrum:
     """`Spectrum` of the inputs of one projection.
 
     CORP's Table 9 names "effective rank" without a definition and "activation sparsity" without a threshold. Here the
-    first is Roy and Vetterli's, and sparsity would be 1 − active with `ACTIVE_THRESHOLD`: the table's sparsities after
-    GELU, which is almost never that near to zero, need a larger threshold.
+    effective rank is Roy and Vetterli's. Sparsity would be 1 − active, with `ACTIVE_THRESHOLD`. The table's sparsities
+    after GELU need a larger threshold, since GELU is almost never that near to zero.
 
-    The Gram is kept in float32, so where the means are far larger than the deviations the smallest eigenvalues are
-    rounding; negative ones count as zero.
+    The Gram is kept in float32. Where the means are far larger than the deviations, the smallest eigenvalues are
+    rounding. Negative eigenvalues count as zero.
 
     Args:
-        moments: of the full input (d,), with a Gram; the work, O(d³) in float64, is done on its device.
+        moments: of the full input (d,), with a Gram. The work is O(d³) in float64, on the Gram's device.
 
     Raises:
         ValueError: `moments` has no Gram, or no tokens.

@@ -16,7 +16,7 @@ from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run as prune
 from ckpt_prune.transform.settle import settle

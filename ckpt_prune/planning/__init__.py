@@ -1,1 +1,1 @@
-"""Recipes, selection, the plan file and predicted sizes."""
+"""Recipes, budgets, selection, the plan file and predicted sizes."""

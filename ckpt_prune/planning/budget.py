@@ -1,9 +1,10 @@
 """Widths of many sites under one budget, so that the total predicted error is least. Pure functions.
 
-Every site brings its error as a function of the units dropped, and what a unit costs. Choosing one width per site under
-a bound on the total cost is a multiple-choice knapsack. Where few combinations exist it is solved exactly. Else the
-Lagrangian relaxation is (Everett 1963: the lower convex hulls of all sites, steepest fall of error per cost first),
-and what it leaves of the budget is used up by further steps and by exchanges between two sites (this project).
+Every site brings its error as a function of the units dropped, and the cost of a unit. Choosing one width for each
+site under a bound on the total cost is a multiple-choice knapsack. Where few combinations exist it is solved exactly.
+Elsewhere its Lagrangian relaxation is solved (Everett 1963): along the lower convex hulls of all sites, the steepest
+fall of error per cost comes first. Further steps, and exchanges between two sites, then use up what is left of the
+budget (this project).
 """
 
 import heapq
@@ -24,20 +25,20 @@ K = TypeVar("K", bound=Hashable)
 Array = NDArray[np.float64]
 
 MOST_COMBINATIONS = 50_000
-"""Widths of all sites but the one with most choices are tried in every combination up to this many."""
+"""Largest number of combinations that are all tried: of the widths of every site but the one with most choices."""
 ROUNDING = 1e-6
-"""A fall between neighbours by this share of the largest error is rounding (of float32 moments), not a decrease."""
+"""Fall between neighbours that still counts as rounding of float32 moments, as a share of the largest error."""
 NEARBY = 8
-"""Exchanges look at this many widths on either side of a site's own, beside the next hull vertices."""
+"""Widths on either side of a site's own that exchanges look at, beside the next hull vertices."""
 ROUNDS = 64
-"""Exchanges at most."""
+"""Largest number of exchanges."""
 
 
 class BudgetError(UserError):
     """Even the smallest widths cost more than the budget.
 
     Attributes:
-        least: what the smallest widths cost, in the units of the budget.
+        least: cost of the smallest widths, in the units of the budget.
     """
 
     def __init__(self, budget: float, least: float):
@@ -50,13 +51,13 @@ class BudgetError(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What one site loses with its units, and what a unit costs.
+    """The predicted error of one site for every number of units dropped, and the cost of a unit.
 
     Attributes:
-        errors: (units + 1,) of any float dtype: the predicted error with k units dropped, never decreasing.
+        errors: predicted error with k units dropped, (units + 1,) of any float dtype, never decreasing.
         unit_cost: parameters, bytes or FLOPs that go with one unit. Costs are compared in float64, which is exact for
             whole numbers up to 2**53.
-        multiple_of: widths allowed are the multiples of this that are at least 1, and all units.
+        multiple_of: allowed widths are its multiples from 1 on, and the full width.
 
     Raises:
         ValueError: there is no unit, an error is not finite, errors decrease by more than rounding, a unit is free, or
@@ -83,7 +84,7 @@ class Curve:
 
     @cached_property
     def values(self) -> Array:
-        """`errors` as they were when the curve was made, float64 on the CPU."""
+        """A copy of `errors` as they were when the curve was made, float64 on the CPU."""
         if isinstance(self.errors, Tensor):
             return self.errors.detach().to("cpu", torch.float64).numpy().copy()
         return np.array(self.errors, dtype=np.float64)
@@ -105,11 +106,11 @@ class Curve:
 
     @cached_property
     def choices(self) -> "_Choices":
-        """The widths allowed, with what each costs and loses."""
+        """The allowed widths, with the cost and the error of each."""
         widths = np.arange(self.multiple_of, self.units + 1, self.multiple_of)
         if not len(widths) or widths[-1] != self.units:
             widths = np.append(widths, self.units)
-        # Rounding aside this changes nothing; with it, wider is never worse, on which both solvers rest.
+        # Both solvers rest on this: wider is never worse. It only levels out rounding.
         rising = np.maximum.accumulate(self.values)
         return _Choices(widths, widths.astype(np.float64) * self.unit_cost, rising[self.units - widths])
 
@@ -127,9 +128,9 @@ class _Choices:
 
     @cached_property
     def hull(self) -> NDArray[np.int64]:
-        """Indices of the choices on the lower convex hull of error over cost, first and last among them (Andrew 1979).
+        """Indices of the choices on the lower convex hull of error over cost (Andrew 1979), first and last included.
 
-        Points on an edge stay in: shorter segments leave less of a budget unused.
+        Points on an edge stay in the hull: shorter segments leave less of a budget unused.
         """
         costs, errors = self.costs.tolist(), self.errors.tolist()
         vertices, worths = [0], [float("inf")]
@@ -157,12 +158,12 @@ class _Choices:
 
 
 def merged(curves: Sequence[Curve]) -> Curve:
-    """One curve for sites that share one width: their errors and unit costs added.
+    """The curve of sites that share one width: errors and unit costs are the sums of theirs.
 
-    Widths allowed are those that every site allows.
+    A width is allowed where every site allows it.
 
     Raises:
-        ValueError: no curve, or they differ in units.
+        ValueError: there is no curve, or the curves differ in units.
     """
     units = sorted({curve.units for curve in curves})
     if len(units) != 1:
@@ -175,10 +176,12 @@ def merged(curves: Sequence[Curve]) -> Curve:
 def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
     """Widths whose total cost is within the budget and whose total error is least.
 
-    Exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS` combinations:
-    two spaces that each have one width for the whole model always do. Else the error exceeds the least possible by no
-    more than what a single segment of a site's lower convex hull is worth. Deterministic: what is tried first wins a
-    tie, earlier keys and, among combinations, wider widths; the site with most choices counts as the last.
+    The result is exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS`
+    combinations. Two spaces that each have one width for the whole model always do. Elsewhere the error exceeds the
+    least possible by no more than one segment of a site's lower convex hull is worth.
+
+    The result is deterministic. Of equal errors earlier keys win, and among combinations wider widths. The site with
+    most choices counts as the last.
 
     Args:
         curves: site → its curve.
@@ -206,7 +209,7 @@ def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
 
 
 def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[int]:
-    """Index of each site's best choice: every combination of the others, and the widest of `last` that then fits."""
+    """Index of each site's best choice. Every combination of the others is tried, with the widest `last` that fits."""
     others = [site for site in range(len(choices)) if site != last]
     spent, error = np.zeros(1), np.zeros(1)
     # From wide to narrow, so that the first of equal errors is the widest in the earlier sites.
@@ -222,7 +225,7 @@ def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[in
 
 
 def _relax(choices: Sequence[_Choices], budget: float) -> list[int]:
-    """Index of each site's choice: where the steepest segments of all hulls lead, then what is left used up."""
+    """Index of each site's choice: along the steepest segments of all hulls, then as the rest allows."""
     vertices = _steepest(choices, budget)
     _fill(choices, vertices, budget)
     at = _indices(choices, vertices)
@@ -231,9 +234,9 @@ def _relax(choices: Sequence[_Choices], budget: float) -> list[int]:
 
 
 def _steepest(choices: Sequence[_Choices], budget: float) -> list[int]:
-    """Hull vertex of each site before the first segment that does not fit, taken steepest first."""
+    """Hull vertex of each site once segments are taken, steepest first, until one does not fit."""
     owners = np.concatenate([np.full(len(c.steps), site) for site, c in enumerate(choices)])
-    # Stable, and worths never rise along a hull: the segments of a site are taken in their order.
+    # Worths never rise along a hull and the sort is stable, so the segments of a site are taken in their order.
     order = np.argsort(-np.concatenate([c.worths for c in choices]), kind="stable")
     spent = np.cumsum(np.concatenate([c.steps for c in choices])[order])
     fit = int(np.searchsorted(spent, _slack(choices, [0] * len(choices), budget), side="right"))
@@ -254,7 +257,7 @@ def _fill(choices: Sequence[_Choices], vertices: list[int], budget: float) -> No
     while waiting:
         _, site = heapq.heappop(waiting)
         step = float(choices[site].steps[vertices[site]])
-        # What does not fit now never will: what is left only shrinks.
+        # A step that does not fit now never will, since the slack only shrinks.
         if step > slack:
             continue
         slack -= step
@@ -271,11 +274,11 @@ def _exchange(choices: Sequence[_Choices], at: list[int], budget: float) -> None
         moves = np.concatenate([near for _, _, near in sites])
         freed = np.concatenate([c.costs[here] - c.costs[near] for c, here, near in sites])
         risen = np.concatenate([c.errors[near] - c.errors[here] for c, here, near in sites])
-        # Less than this is rounding, which must not keep two sites exchanging.
+        # A smaller gain is rounding, which must not keep two sites exchanging.
         least = -1e-12 * sum(abs(float(c.errors[here])) for c, here, _ in sites)
         found = None
         for site, (c, here, _) in enumerate(sites):
-            # A site that would be its own partner stands for nobody moving: it takes what is left by itself.
+            # Where a site is its own partner no other site moves: it takes what is left of the budget by itself.
             partner = movers != site
             widest = np.searchsorted(c.costs, c.costs[here] + slack + partner * freed, side="right") - 1
             change = np.where(widest < 0, np.inf, partner * risen + c.errors[widest] - c.errors[here])
@@ -290,7 +293,7 @@ def _exchange(choices: Sequence[_Choices], at: list[int], budget: float) -> None
 
 
 def _nearby(c: _Choices, here: int) -> NDArray[np.int64]:
-    """Indices of choices close to `here`, itself excluded, and of the hull vertices before and after it."""
+    """Indices of the choices close to `here` and of the hull vertices before and after it, without `here` itself."""
     before = max(0, int(np.searchsorted(c.hull, here, side="left")) - 1)
     after = min(len(c.hull) - 1, int(np.searchsorted(c.hull, here, side="right")))
     found = set(range(max(0, here - NEARBY), min(len(c), here + NEARBY + 1))) | {
@@ -306,7 +309,7 @@ def _indices(choices: Sequence[_Choices], vertices: Sequence[int]) -> list[int]:
 
 
 def _slack(choices: Sequence[_Choices], at: Sequence[int], budget: float) -> float:
-    """What these choices leave of the budget."""
+    """The part of the budget that these choices leave."""
     return budget - float(sum(c.costs[here] for c, here in zip(choices, at, strict=True)))
 
 

@@ -19,7 +19,7 @@ TaskName = Literal[
 AskedTask = Literal["auto", TaskName]
 
 OPSETS = range(18, 24)
-"""ONNX opsets that torch's exporter writes (2.13): asked for less it keeps 18, and for more it has no operators."""
+"""ONNX opsets that torch's exporter (2.13) writes. Below them it writes 18, and above them it has no operators."""
 
 
 class GraphSettings(Strict):

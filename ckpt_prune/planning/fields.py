@@ -2,23 +2,42 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
-def one_of(what: str, known: Iterable[str]) -> Any:
-    """A string that must be a key of a registry, with the registry's keys in errors and in the JSON Schema."""
-    names = list(known)
+class OneOf:
+    """Annotates a string that must be a key of a registry: `Annotated[str, OneOf("score", SCORES)]`.
 
-    def check(value: str) -> str:
-        if value in names:
+    The registry's keys stand in the errors and in the JSON Schema. The annotated type is what type checkers see: a
+    `Literal` of the same keys will do.
+    """
+
+    def __init__(self, what: str, known: Iterable[str]):
+        self.what = what
+        self.names = list(known)
+
+    def check(self, value: str) -> str:
+        """The value, if it is known.
+
+        Raises:
+            ValueError: it is not; the message names the nearest key and all of them.
+        """
+        if value in self.names:
             return value
-        near = difflib.get_close_matches(value, names, n=1)
+        near = difflib.get_close_matches(value, self.names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown {what} {value!r}: {hint}allowed here: {', '.join(names)}")
+        raise ValueError(f"unknown {self.what} {value!r}: {hint}allowed here: {', '.join(self.names)}")
 
-    return Annotated[str, AfterValidator(check), WithJsonSchema({"type": "string", "enum": names})]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A string and then the check, whatever the annotated type."""
+        return core_schema.no_info_after_validator_function(self.check, core_schema.str_schema())
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A string with its allowed values."""
+        return {"type": "string", "enum": self.names}
 
 
 class Strict(BaseModel):

@@ -1,25 +1,23 @@
-"""The parts of a recipe that zero single weights: the mask, and the rotations learned before it."""
+"""The parts of a recipe that zero single weights: the mask, and the importance rotations learned before it."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from ckpt_prune.planning.fields import Strict, one_of
+from ckpt_prune.planning.fields import OneOf, Strict
 from ckpt_prune.rotations.importance import Backbone
 from ckpt_prune.rotations.orthogonal import METHODS as RETRACTIONS
+from ckpt_prune.rotations.orthogonal import MethodName
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.masks import Compare
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern
 
 RotationKind = Literal["per-layer", "shared", "values"]
-if TYPE_CHECKING:
-    from ckpt_prune.rotations.orthogonal import MethodName as RetractionName
-else:
-    RetractionName = one_of("retraction", RETRACTIONS)
+RetractionName = Annotated[MethodName, OneOf("retraction", RETRACTIONS)]
 
 
 class MaskRecipe(Strict):
-    """Zeros in every linear module of every block (METHODS section 4): shapes stay as they are."""
+    """Zeros in every linear module of every block (METHODS section 4). Shapes stay as they are."""
 
     method: Backbone = Field(
         description="magnitude: |W|; wanda: |W| times the norm of the input; sparsegpt: optimal brain surgeon, which "
@@ -43,7 +41,7 @@ class MaskRecipe(Strict):
     @field_validator("pattern")
     @classmethod
     def _known(cls, value: str) -> str:
-        # 02:04 and other ways to write 2:4 are the same recipe.
+        # 02:04 is another way to write 2:4, and means the same recipe.
         return str(parse_pattern(value) or value)
 
     @model_validator(mode="after")
@@ -73,11 +71,11 @@ def _default(model: BaseModel, field: str) -> Any:
 
 
 class RotationRecipe(Strict):
-    """Rotations learned before a mask, which leave the function of the model as it is (METHODS section 5)."""
+    """Importance rotations, learned before a mask. They leave the model's function as it is (METHODS section 5)."""
 
     kind: RotationKind = Field(
         description="per-layer: the paper's R1 and R2 in every block, with remote code that turns the residual stream "
-        "between blocks; shared: one R1 for all blocks, folded away, and R2; values: R2 alone, folded away."
+        "between blocks; shared: one R1 for all blocks and R2, absorbed by the weights; values: R2 alone, absorbed."
     )
     importance: Backbone | None = Field(
         None, description="Whose importance of weights is concentrated. Default: the mask's method."

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost
@@ -18,7 +19,7 @@ class _Record(BaseModel):
 
 
 class HeadErrors(_Record):
-    """Errors of one head's logits, as shares of Σ‖Q Kᵀ‖²; rho2 as in `SitePlan`."""
+    """Errors of one head's logits, as shares of Σ‖Q Kᵀ‖². `rho2` is the one of `SitePlan`."""
 
     head: int
     error_uncompensated: float
@@ -31,30 +32,32 @@ class SitePlan(_Record):
     """One space of one block.
 
     Attributes:
-        block, space, consumer: where; the consumer by its on-disk weight, None for q and k, which end in logits.
-        units: before; of q and k, all rows.
+        block, space, expert: the site. `expert` is None where the block has none, and then left out of JSON.
+        consumer: on-disk name of the consumer's weight; None for a space that ends in logits.
+        units: units of the dense site. A site of q and k has all rows as units.
         kept: units that stay, ascending.
-        scores: of all units, six significant digits.
-        method: of compensation; none where nothing is dropped.
-        strength: λ in the recipe's units, where the method has one.
-        share: of the drift that the weights are fitted to correct; None without drift.
-        runner_up, margin: where the method was chosen on held-out folds, the next best one, and by how much its
-            held-out error is larger, relative to the chosen one's.
-        error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² at the consumer's output on the calibration
-            tokens, or of the logits, without and with compensation; y is what brings the residual stream back to the
-            dense model's where the target is drift; None without second moments.
-        error_held_out: the compensated error on each fold when fitted on the others; None with one fold or unless
-            asked for or chosen by.
-        residual: of q and k, the relative residual that conjugate gradients stopped at, the largest over heads.
-        j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, of logits per sample; None
-            unless asked for, or where the target is drift, of which they say nothing.
-        width, effective_rank, k95, active: of the consumer's input in the dense model (`compensation.spectrum`, CORP
-            Table 9); None unless asked for.
-        heads: of q and k, the errors of every head; None unless asked for.
+        scores: scores of all units, to six significant digits.
+        method: the compensation; none where nothing is dropped.
+        strength: in the recipe's units; None where the method has none.
+        share: share of the drift that the weights are fitted to correct; None without drift.
+        runner_up, margin: the next best method on held-out folds, and by how much its held-out error is larger,
+            relative to the chosen method's. None unless the method was chosen on folds.
+        error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² without and with compensation, at the
+            consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
+            the residual stream back to the dense model's. None without second moments.
+        error_held_out: the compensated error over all folds, each scored by a fit to the others. None with one fold,
+            or where it was neither asked for nor chosen by.
+        residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
+        j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, or per sample for logits. None
+            unless asked for. None, too, where the target is drift: they say nothing about it.
+        width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
+            CORP Table 9); None unless asked for.
+        heads: errors of every head; None unless asked for, and but for q and k.
     """
 
     block: int
     space: SpaceName
+    expert: int | None = None
     consumer: str | None
     units: int
     kept: list[int]
@@ -77,6 +80,17 @@ class SitePlan(_Record):
     active: float | None = None
     heads: list[HeadErrors] | None = None
 
+    @property
+    def site(self) -> Site:
+        """The site that this is the plan of."""
+        return Site(self.block, self.space, self.expert)
+
+    @model_serializer(mode="wrap")
+    def _without_expert(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files of models without experts do not change."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "expert" or value is not None}
+
 
 class MaskedLinear(_Record):
     """What a mask did to one linear module of one block.
@@ -85,10 +99,11 @@ class MaskedLinear(_Record):
         block: index.
         weight: on-disk name.
         rows, columns: of the weight.
-        zeros: weights that the mask zeroed; those that were zero before are among them.
+        zeros: weights that the mask zeroed. Weights that were zero before are among them.
         error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens; None without Grams.
-        damp: what was added to the diagonal of the Hessian, as a share of its mean (SparseGPT); else None.
-        dead: inputs that no calibration token had (SparseGPT zeroes their columns); else None.
+        damp: what SparseGPT added to the diagonal of the Hessian, as a share of its mean; None for other methods.
+        dead: number of inputs that were zero on every calibration token. SparseGPT zeroes their columns. None for other
+            methods.
     """
 
     block: int
@@ -109,7 +124,7 @@ class StatisticsReference(_Record):
 
 
 class Plan(_Record):
-    """Everything `prune` needs to apply the same decisions again, to the same model only."""
+    """Everything that `prune` needs to apply the same decisions again. It applies them to the same model only."""
 
     version: Literal[1] = 1
     model: str
@@ -124,7 +139,7 @@ class Plan(_Record):
     sites: list[SitePlan]
 
     def to_json(self) -> str:
-        """Readable JSON: one line per list of numbers."""
+        """Readable JSON, with one line for every site."""
         data = self.model_dump(mode="json", by_alias=True)
         sites = data.pop("sites")
         head = json.dumps(data, indent=2).removesuffix("\n}")
@@ -141,7 +156,7 @@ def read_plan(path: Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        UserError: not there, not a plan, or changed by hand so that its recipe no longer agrees with its digest.
+        UserError: the file is not there or not a plan, or was edited so that its recipe does not match its digest.
     """
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))

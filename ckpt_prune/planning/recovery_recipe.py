@@ -10,7 +10,7 @@ from ckpt_prune.planning.fields import Strict
 Part = Literal["mlp", "attention"]
 
 _PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
-"""LaCo's learning rate (section 4.4), found on models of this hidden size."""
+"""LaCo's learning rate (section 4.4), and the hidden size of the models that it was found on."""
 
 
 class RecoverySettings(Strict):
@@ -61,7 +61,7 @@ class RecoverySettings(Strict):
         """The blocks of a model of `count` that are recovered.
 
         Raises:
-            UserError: none of them is, or one is not there.
+            UserError: the range is empty, or goes beyond the last block.
         """
         if self.layers is None:
             return range(count)

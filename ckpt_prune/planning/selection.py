@@ -2,22 +2,21 @@
 
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Decimal
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import Rounding, SpaceName
 from ckpt_prune.errors import UserError
 
-Rounding = Literal["floor", "ceil", "nearest"]
 _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_UP}
 
 
 def units_kept(units: int, ratio: float, rounding: Rounding, multiple_of: int = 1) -> int:
-    """Units that stay when a share `ratio` of `units` goes.
+    """Number of units that stay when a share `ratio` of `units` goes.
 
-    The product is taken in decimal, so that 0.07 of 100 is 7 and not a hair more, which `ceil` would turn into 8.
+    The product is taken in decimal: 0.07 of 100 is 7, where binary floats are a hair above and `ceil` would give 8.
     The kept width is rounded up to a multiple of `multiple_of`, never past `units`.
 
     Raises:
@@ -31,66 +30,64 @@ def units_kept(units: int, ratio: float, rounding: Rounding, multiple_of: int = 
 
 
 def unit_scores(columns: Tensor, per_unit: int) -> Tensor:
-    """Score of each unit: the sum over its columns, (units * per_unit,) → (units,)."""
+    """Score of each unit as the sum over its columns, (units * per_unit,) → (units,)."""
     return columns.view(-1, per_unit).sum(1)
 
 
 def select(scores: Tensor, keep: int) -> Tensor:
-    """Indices of the `keep` highest scores in ascending order, (keep,) int64; ties go to the lower index."""
+    """Indices of the `keep` highest scores in ascending order, (keep,) int64. Of equal scores the lower index stays."""
     order = torch.sort(scores.cpu(), descending=True, stable=True).indices
     return order[:keep].sort().values
 
 
 def select_in_heads(scores: Tensor, keep: int) -> Tensor:
-    """The `keep` highest scores of every head, as ascending indices into the rows of q and k.
+    """Rows of q and k with the `keep` highest scores of their head, ascending.
 
     Args:
-        scores: (H, d).
-        keep: d', per head.
+        scores: of d dimensions in each of H heads, (H, d).
+        keep: dimensions kept in every head, d'.
 
     Returns:
-        (H d') int64: head h's dimension j is h d + j.
+        (H d',) int64. Dimension j of head h is row h d + j.
     """
     width = scores.shape[1]
     return torch.cat([select(head, keep) + index * width for index, head in enumerate(scores)])
 
 
 def in_heads(kept: Tensor, heads: int, width: int) -> Tensor:
-    """Kept rows of q and k (H d',) as dimensions of each head, (H, d') int64."""
+    """Dimensions of each head, (H, d') int64, from kept rows of q and k (H d',)."""
     return kept.view(heads, -1) - torch.arange(heads, device=kept.device)[:, None] * width
 
 
 def standardise(columns: Tensor, per_unit: int) -> Tensor:
-    """FLAP's adaptive metric: z-scores over a block's columns (unbiased deviation), averaged over a unit's columns.
+    """FLAP's adaptive metric of each unit, (units * per_unit,) → (units,).
 
-    A block whose columns all score the same gets zeros.
+    Scores of a block's columns become z-scores, with the unbiased deviation, and are averaged over a unit's columns.
+    Where all columns of a block score the same, all units get zero.
     """
     deviation = columns.std() if columns.numel() > 1 else columns.new_zeros(())
     z = (columns - columns.mean()) / deviation if deviation > 0 else torch.zeros_like(columns)
     return z.view(-1, per_unit).mean(1)
 
 
-Site = tuple[int, SpaceName]
-"""(block, space)."""
-
-
 def select_ranked(
     scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float
 ) -> dict[Site, Tensor]:
-    """Keep units in one ranking over many sites until their cost is nearest to a budget (FLAP's AL-AM).
+    """Keep the best units of many sites in one ranking, until their cost is nearest to a budget (FLAP's AL-AM).
 
     Args:
         scores: site → standardised unit scores.
-        cost: space → cost of one of its units (FLAP: 512/3 neurons for a head of LLaMA-7B; here its parameters).
-        keep_cost: the budget, in the same units.
+        cost: space → cost of one of its units. FLAP takes 512/3 neurons for a head of LLaMA-7B; this project takes the
+            unit's parameters.
+        keep_cost: the budget, on the scale of `cost`.
 
     Returns:
-        site → kept units in ascending order. The best unit of every site is always kept: a block without heads or
-        without columns has no stock form.
+        site → kept units in ascending order. Every site keeps at least its best unit: no stock class has a block
+        without heads or without columns.
     """
     sites = list(scores)
     flat = torch.cat([scores[site].double().cpu() for site in sites])
-    costs = torch.cat([torch.full((scores[site].numel(),), cost[site[1]], dtype=torch.float64) for site in sites])
+    costs = torch.cat([torch.full((scores[site].numel(),), cost[site.space], dtype=torch.float64) for site in sites])
     order = torch.sort(flat, descending=True, stable=True).indices
     spent = torch.cat([torch.zeros(1, dtype=torch.float64), costs[order].cumsum(0)])
     chosen = torch.zeros(flat.numel(), dtype=torch.bool)

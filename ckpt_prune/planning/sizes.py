@@ -1,10 +1,11 @@
-"""The size a model should come to, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, or a share of the dense."""
+"""The size that a model is to have, as users write it: 5.0B parameters, 9.5GiB, 850 GFLOPs, 50% of the dense."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import floor
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
@@ -41,7 +42,13 @@ class Size:
 
 @dataclass(frozen=True)
 class _Unit:
-    """How sizes of one kind are written: suffixes in lower case → what they multiply by; "" is a plain number."""
+    """How sizes of one kind are written.
+
+    Attributes:
+        what: the kind in messages.
+        scales: suffix in lower case → what it multiplies by; "" for a plain number.
+        allowed: examples for messages.
+    """
 
     what: str
     scales: dict[str, int]
@@ -75,11 +82,11 @@ def parse_size(kind: SizeKind, text: str) -> Size:
     """Read a size.
 
     Case does not matter, and a space may stand before the unit. KB to PB are decimal, KiB to PiB binary. `_`, `,` and
-    spaces may separate thousands of a number without a suffix; with one, 9,5GiB could be 95 or 9.5. What is no whole
-    number after its suffix is rounded down.
+    spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
+    A size that is no whole number is rounded down.
 
     Raises:
-        ValueError: anything else; the message says what is allowed.
+        ValueError: the text is not a size of this kind; the message says what is allowed.
     """
     unit = _UNITS[kind]
     match = _SIZE.fullmatch(text.strip())
@@ -105,30 +112,22 @@ def parse_size(kind: SizeKind, text: str) -> Size:
 
 
 def _as_text(value: Any) -> Any:
-    """YAML reads 5e9 and 5000000000 as numbers."""
+    """The text of a number, which is what YAML makes of 5e9 and 5000000000. Other values stay as they are."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _size_text(kind: SizeKind) -> Any:
-    """The text of a size of this kind, checked and otherwise as it was written."""
-
-    def check(text: str) -> str:
-        parse_size(kind, text)
-        return text.strip()
-
-    return Annotated[
-        str, BeforeValidator(_as_text), AfterValidator(check), WithJsonSchema({"type": ["string", "number"]})
-    ]
+def _checked(kind: SizeKind, text: str) -> str:
+    """The text of a size of this kind, as it was written."""
+    parse_size(kind, text)
+    return text.strip()
 
 
-if TYPE_CHECKING:
-    ParamsText = str
-    BytesText = str
-    FlopsText = str
-else:
-    ParamsText, BytesText, FlopsText = _size_text("params"), _size_text("bytes"), _size_text("flops")
+_Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "number"]})]
+ParamsText = Annotated[_Text, AfterValidator(partial(_checked, "params"))]
+BytesText = Annotated[_Text, AfterValidator(partial(_checked, "bytes"))]
+FlopsText = Annotated[_Text, AfterValidator(partial(_checked, "flops"))]
 
 
 class TargetSize(Strict):

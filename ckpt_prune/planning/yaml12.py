@@ -7,7 +7,10 @@ import yaml
 
 
 class Yaml12Loader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1, where 2:4 is the number 124 in base sixty, 010 is 8 and 1e-3 is text."""
+    """A safe loader that reads numbers as YAML 1.2 does.
+
+    PyYAML reads YAML 1.1, where 2:4 is the number 124 in base sixty, 010 is 8 and 1e-3 is text.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {  # noqa: RUF012 - as PyYAML declares it
         first: [

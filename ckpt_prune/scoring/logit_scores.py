@@ -12,21 +12,21 @@ from ckpt_prune.calibration.logits import LogitMoments
 
 
 def logit_energy(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: int) -> Tensor:
-    """E_b[‖q_j‖² ‖k_j‖²] over samples b: CORP section 3.3."""
+    """E_b[‖q_j‖² ‖k_j‖²], the mean over samples b (CORP section 3.3)."""
     if moments is None:
         raise ValueError("logit-energy needs moments")
     return moments.logit_energy()
 
 
 def magnitude(query: Tensor, key: Tensor, moments: LogitMoments | None, heads: int) -> Tensor:
-    """‖W_Q,j‖₂ ‖W_K,j‖₂; needs no moments."""
+    """‖W_Q,j‖₂ ‖W_K,j‖₂. It needs no moments."""
     norms = [weight.double().square().sum(1).sqrt().view(heads, -1) for weight in (query, key)]
     return norms[0] * norms[1]
 
 
 @dataclass(frozen=True)
 class LogitScore:
-    """A score by name: its function and whether it needs statistics."""
+    """The function of a score, and the statistics that it needs."""
 
     function: Callable[[Tensor, Tensor, LogitMoments | None, int], Tensor]
     needs_moments: bool = True

@@ -1,26 +1,26 @@
 """Structured optimal brain surgeon: the order in which to drop inputs of a projection when the others are refitted.
 
-Hassibi and Stork 1993 (NeurIPS 5) drop one weight at a time, the one whose loss is least once the others have moved to
-make up for it; here a whole column of the weight W (d_out, d) goes, or a block of columns. With G = Σ x xᵀ the Gram of
+Hassibi and Stork 1993 (NeurIPS 5) drop one weight at a time: the one whose loss is least once the others have moved to
+make up for it. Here a whole column of the weight W (d_out, d) goes, or a block of columns. With G = Σ x xᵀ, the Gram of
 the inputs, the cost of dropping the columns D is
 
     J(D) = min over Ŵ with Ŵ_D = 0 of tr((W − Ŵ)(G + λI)(W − Ŵ)ᵀ) = tr(W_D ([(G + λI)⁻¹]_DD)⁻¹ W_Dᵀ),
 
-the objective of ridge towards W_K at its optimum: output error, λ ‖Ŵ_K − W_K‖², and λ ‖W_D‖², which no refit changes.
-Greedily, unit B of those left is worth tr(Ŵ_B (H_BB)⁻¹ Ŵ_Bᵀ), ‖Ŵ_:j‖² / H_jj for a column, where Ŵ is the weight
-refitted so far and H the inverse of G + λI over what is left.
+which is the objective of ridge towards W_K at its optimum. It is the sum of the output error, λ ‖Ŵ_K − W_K‖² and
+λ ‖W_D‖², which no refit changes. Units go greedily. Let Ŵ be the weight refitted so far, and H the inverse of G + λI
+over the units that are left. Then dropping unit B costs tr(Ŵ_B (H_BB)⁻¹ Ŵ_Bᵀ), which is ‖Ŵ_:j‖² / H_jj for a column.
 
-How it is computed here (this project). Costs need Ŵ only through A = ŴᵀŴ, so H and A, both (d, d), are all there is,
-whatever d_out. With L Lᵀ = H_BB, dropping B is a symmetric update of both,
+How it is computed here (this project). Costs need Ŵ only through A = ŴᵀŴ. So H and A, both (d, d), are all that is
+kept, whatever d_out. With L Lᵀ = H_BB, dropping B is a symmetric update of both,
 
     H ← H − v vᵀ,   A ← A − v zᵀ − z vᵀ,   v = H_:B L⁻ᵀ,   z = A_:B L⁻ᵀ − ½ v (L⁻¹ A_BB L⁻ᵀ).
 
-v and z are kept in panels which only the blocks on the diagonal and the columns about to go are brought up to date
-with; a full panel is applied to the lower triangles by matrix products. The last unit takes the place of a dropped one.
+v and z are kept in panels. At each step the panels update only the blocks on the diagonal and the columns about to go.
+A full panel is applied to the lower triangles by matrix products. The last unit takes the place of a dropped one.
 
-Rounding: the relative error of a cost stays below about 2e-16 times the condition number of G + λI (measured against
-50 digits; the first costs, which are the smallest, come nearest to that). With damping that number is at most
-(d + damp) / damp: 1.1e6 at a width of 11008 and the default.
+The relative error of a cost from rounding stays below about 2e-16 times the condition number of G + λI. That is
+measured against 50 digits; the first costs, which are the smallest, come nearest to it. With damping the condition
+number is at most (d + damp) / damp: 1.1e6 at a width of 11008 and the default.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP, SingularHessianError, d
 PANEL = 128
 """Columns dropped before their updates are applied; raised to the columns of a unit."""
 ROWS = 1024
-"""Rows of a matrix dealt with in one product: little of a triangle is wasted, and products are still large."""
+"""Rows of a matrix in one product: few enough to waste little of a triangle, enough for fast products."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Removal:
 
     Attributes:
         order: units in the order they are dropped, (n,) int64.
-        costs: J after dropping `order[: i + 1]`, (n,) float64, never decreasing, on the scale of Gram sums: squared
-            units of the output, summed over tokens. It includes λ ‖Ŵ_K − W_K‖² and λ ‖W_D‖².
-        strength: λ, absolute, on the same scale.
+        costs: J after dropping `order[: i + 1]`, (n,) float64, never decreasing. They are on the scale of Gram sums:
+            squared units of the output, summed over tokens. They include λ ‖Ŵ_K − W_K‖² and λ ‖W_D‖².
+        strength: absolute, on the same scale.
     """
 
     order: Tensor
@@ -57,9 +57,10 @@ class Removal:
     def scores(self) -> Tensor:
         """J at the moment each unit is dropped, (n,) float64 by unit; higher = keep.
 
-        The highest k scores are the last k units of the order, except where costs tie, and there it does not matter:
-        if dropping a and then T raises J no further than a alone did, any non-empty part of {a} ∪ T raises it to that
-        same value, no higher since J never falls as more goes, and no lower since a was the cheapest of them.
+        The highest k scores are the last k units of the order, except where costs tie. There the choice does not
+        matter. Suppose that dropping a and then T raises J no further than a alone did. Then any non-empty part of
+        {a} ∪ T raises J to that same value: no higher, since J never falls as more goes, and no lower, since a was the
+        cheapest of them.
         """
         return torch.empty_like(self.costs).scatter_(0, self.order, self.costs)
 
@@ -70,26 +71,28 @@ class Removal:
 
 
 def removal(weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: float = DAMP) -> Removal:
-    """Order all units of an input axis by greedy removal with the others refitted, and the cost of every prefix.
+    """The order in which units of an input axis go by greedy removal, and the cost of every prefix of it.
 
-    About 2 d³ + d_out d² flops, nearly all in factorisations and matrix products. Memory beyond the arguments: two
-    (d, d) float64 matrices at the peak on a CPU (2 GB at a width of 11008) and some panels; solvers of a GPU add one.
+    The work is about 2 d³ + d_out d² flops, nearly all in factorisations and matrix products. Memory beyond the
+    arguments is two (d, d) float64 matrices at the peak on a CPU (2 GB at a width of 11008) and some panels. Solvers of
+    a GPU add one more.
 
-    G + λI must be positive definite to the precision of float64. Where it is not (no damping, and inputs that are
-    always zero or depend on each other), λ is raised as in `sparsity.damping`: to 1e-4 of the mean diagonal from zero,
-    else tenfold, again and again up to the mean itself. `Removal.strength` is what it came to.
+    G + λI must be positive definite to the precision of float64. It is not where there is no damping and inputs are
+    always zero or depend on each other. Then the damping is raised as in `sparsity.damping`: from zero to 1e-4 of the
+    mean diagonal, else tenfold, again and again up to the mean itself. `Removal.strength` is the strength that it took.
 
     Args:
         weight: W, (d_out, d), any floating dtype, on the device of `gram`.
-        gram: G = Σ x xᵀ or its centred form, (d, d), any floating dtype; only symmetric ones mean anything.
+        gram: G = Σ x xᵀ or its centred form, (d, d), any floating dtype, symmetric.
         per_unit: adjacent columns that go together: those of a head, or of all heads of a KV group.
-        damp: λ as a share of mean(diag(G)), over all inputs as in `compensation.methods`; of 1 where that mean is zero.
+        damp: strength as a share of mean(diag(G)) over all inputs, as in `compensation.methods`; as it stands where
+            that mean is zero.
 
     Returns:
-        The order, ties to the lower unit, and the costs, on the device of `weight`.
+        The order and its costs, on the device of `weight`. Of equal units the lower goes first.
 
     Raises:
-        SingularHessianError: G is not positive semi-definite, so that no damping is enough.
+        SingularHessianError: no damping is enough, since G is not positive semi-definite.
         ValueError: shapes that do not fit, a negative damping, or infinities or NaN in an argument.
     """
     _check(weight, gram, per_unit, damp)
@@ -98,7 +101,7 @@ def removal(weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: float = DA
     for share in dampings(damp, MOST_DAMP):
         with suppress(SingularHessianError):
             order, added = _greedy(weight, _inverse(gram, scale, share), per_unit)
-            # One after the other, which only a CPU promises: J may not fall.
+            # J may not fall. Only a CPU promises to add one after the other.
             return Removal(order, added.mul_(scale).cpu().cumsum(0).to(weight.device), share * scale)
     raise SingularHessianError(
         f"the Gram is singular with damping up to {max(damp, MOST_DAMP):g} of its mean diagonal: it is no Gram, "
@@ -117,7 +120,7 @@ def _check(weight: Tensor, gram: Tensor, per_unit: int, damp: float) -> None:
     if not 0 <= damp < float("inf"):
         raise ValueError(f"damp must be a finite number of at least 0, not {damp}")
     for name, tensor in (("weight", weight), ("Gram", gram)):
-        # Their sums tell without a mask of the tensor's size; float64, lest large entries overflow.
+        # A sum tells without a mask of the tensor's size. In float64 large entries do not overflow.
         if not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
             raise ValueError(f"the {name} holds infinities or NaN")
 
@@ -131,7 +134,7 @@ def _inverse(gram: Tensor, scale: float, share: float) -> Tensor:
     matrix = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format).div_(scale)
     factor, _ = damped_cholesky(matrix, share, most=share)
     torch.cholesky_inverse(factor, out=factor)
-    # LAPACK's columns as our rows, for a symmetric matrix nothing but a name.
+    # LAPACK's columns are our rows; the matrix is symmetric, so the transpose is the same matrix.
     return factor.mT
 
 
@@ -184,11 +187,11 @@ def _greedy(weight: Tensor, H: Tensor, per_unit: int) -> tuple[Tensor, Tensor]:
 
 
 def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor, held: int, at: int, live: int) -> None:
-    """Write v and z of the unit `at`, as rows, behind the `held` rows of V and Z; nothing sensible at the unit itself.
+    """Write v and z of the unit `at`, as rows, behind the `held` rows of V and Z. Their values at the unit are void.
 
     Args:
         H: lower triangle, without the updates in V.
-        A: likewise, without those in V and Z.
+        A: lower triangle, without the updates in V and Z.
         h: H_BB, (b, b), up to date.
         a: A_BB, (b, b), up to date.
         V: (width, d).
@@ -217,7 +220,10 @@ def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor,
 
 
 def _fill(at: int, last: int, b: int, H: Tensor, A: Tensor, V: Tensor, Z: Tensor) -> None:
-    """Let the last unit take the place of unit `at`: in lower triangles but for diagonal blocks, and in panels."""
+    """Put the last unit in the place of unit `at`, in both panels and in both lower triangles.
+
+    The blocks on the diagonal are left to the caller.
+    """
     gap, end = slice(at * b, (at + 1) * b), slice(last * b, (last + 1) * b)
     if at == last:
         return
@@ -252,13 +258,13 @@ def _worth(h: Tensor, a: Tensor) -> Tensor:
 
 
 def _add(matrix: Tensor, left: Tensor, right: Tensor, sign: int) -> None:
-    """Add ± leftᵀ right, both (m, k), to the lower triangle of `matrix` (k, k); some of the upper is touched too."""
+    """Add ± leftᵀ right, both (m, k), to the lower triangle of `matrix` (k, k). Some of the upper changes, too."""
     for part in _parts(len(matrix)):
         matrix[part, : part.stop].addmm_(left[:, part].T, right[:, : part.stop], alpha=sign)
 
 
 def _blocks(matrix: Tensor, b: int) -> Tensor:
-    """The (b, b) blocks on the diagonal of a matrix of which only the lower triangle counts, (n, b, b), copied."""
+    """A copy of the (b, b) blocks on a matrix's diagonal, (n, b, b). Only the lower triangle of the matrix counts."""
     n = len(matrix) // b
     lower = matrix.view(n, b, n, b).diagonal(dim1=0, dim2=2).permute(2, 0, 1).tril()
     return lower + lower.tril(-1).mT

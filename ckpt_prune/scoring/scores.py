@@ -21,7 +21,7 @@ def column_norms(weight: Tensor) -> Tensor:
 
 
 def magnitude(weight: Tensor, moments: Moments | None) -> Tensor:
-    """‖W_:j‖₂; needs no moments."""
+    """‖W_:j‖₂. It needs no moments."""
     return column_norms(weight)
 
 
@@ -36,38 +36,38 @@ def active_probability(weight: Tensor, moments: Moments) -> Tensor:
 
 
 def variance(weight: Tensor, moments: Moments) -> Tensor:
-    """Var(x_j): VBP."""
+    """Var(x_j), the score of VBP."""
     return moments.variance
 
 
 def wanda_sp(weight: Tensor, moments: Moments) -> Tensor:
-    """‖W_:j‖₂ ‖X_j‖₂: Wanda-sp, the structured form of Wanda in the FLAP paper."""
+    """‖W_:j‖₂ ‖X_j‖₂, the score of Wanda-sp, the structured form of Wanda in the FLAP paper."""
     return column_norms(weight) * moments.square.sqrt()
 
 
 def rcpu(weight: Tensor, moments: Moments) -> Tensor:
-    """‖W_:j‖ ‖X_j‖ Var(x_j): RCPU eq. 10."""
+    """‖W_:j‖ ‖X_j‖ Var(x_j) (RCPU eq. 10)."""
     return wanda_sp(weight, moments) * moments.variance
 
 
 def rcpu_code(weight: Tensor, moments: Moments) -> Tensor:
-    """‖W_:j‖ E|x_j| Var(x_j): what RCPU's released code computes in place of eq. 10."""
+    """‖W_:j‖ E|x_j| Var(x_j), which RCPU's released code computes in place of eq. 10."""
     return column_norms(weight) * (moments.absolute / moments.count) * moments.variance
 
 
 def flap(weight: Tensor, moments: Moments) -> Tensor:
-    """Var(x_j) ‖W_:j‖²: FLAP's WIFV."""
+    """Var(x_j) ‖W_:j‖², FLAP's WIFV."""
     return moments.variance * column_norms(weight).square()
 
 
 def corp(weight: Tensor, moments: Moments) -> Tensor:
-    """E[x_j²] ‖W_:j‖₂: CORP's combined score."""
+    """E[x_j²] ‖W_:j‖₂, CORP's combined score."""
     return moments.energy * column_norms(weight)
 
 
 @dataclass(frozen=True)
 class Score:
-    """A score by name: its function and whether it needs statistics."""
+    """The function of a score, and the statistics that it needs."""
 
     function: Callable[[Tensor, Moments], Tensor] | Callable[[Tensor, Moments | None], Tensor]
     needs_moments: bool = True

@@ -1,4 +1,4 @@
-"""Scores of whole units of an output projection, which no sum over columns gives: higher = keep. Pure functions."""
+"""Scores of whole units of an output projection that are no sum over columns: higher = keep. Pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from ckpt_prune.scoring.obs import removal
 
 
 def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
-    """Error of dropping a unit and all that are cheaper, once the others are refitted (`scoring.obs`).
+    """Error of dropping a unit and all cheaper ones, once the others are refitted (`scoring.obs`).
 
     Args:
         weight: of the consumer, (d_out, d), any floating dtype.
         moments: of its input (d,), with a Gram, on the same device.
         per_unit: adjacent columns that make a unit.
-        centred: whether what stays may get a bias, which makes up for every mean.
+        centred: whether the kept columns may get a bias, which makes up for every mean.
 
     Returns:
-        (d / per_unit,) float64, per token: sorted, the cost curve J(k).
+        (d / per_unit,) float64, per token. Sorted they are the cost curve J(k).
 
     Raises:
         ValueError: `moments` has no Gram.
@@ -35,7 +35,7 @@ def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Te
 
 @dataclass(frozen=True)
 class UnitScore:
-    """A score of units by name: its function and what statistics it needs."""
+    """The function of a score, and the statistics that it needs."""
 
     function: Callable[..., Tensor]
     needs_moments: bool = True
@@ -43,4 +43,4 @@ class UnitScore:
 
 
 UNIT_SCORES: dict[str, UnitScore] = {"obs": UnitScore(obs)}
-"""Each takes what `obs` takes."""
+"""Scores by name. Each takes the arguments of `obs`."""

@@ -8,23 +8,23 @@ from torch import Tensor
 from ckpt_prune.errors import UserError
 
 DAMP = 0.01
-"""SparseGPT's own: a share of the mean diagonal."""
+"""SparseGPT's default damping, as a share of the mean diagonal."""
 LEAST_DAMP = 1e-4
-"""What is tried after a damping of zero, which no factor raises."""
+"""The damping that is tried after zero, which no factor raises."""
 MOST_DAMP = 1.0
-"""Damping beyond the mean diagonal itself says nothing about the data any more."""
+"""The most damping that is tried. With more than the mean diagonal the data hardly count."""
 RESOLVED = 1e-10
-"""Least pivot, as a share of the diagonal it is left of, that means something; float32 Grams round at 6e-8."""
+"""Least pivot that means something, as a share of its diagonal entry. Entries of float32 Grams round at 6e-8."""
 
 
 class SingularHessianError(UserError):
-    """The Hessian of a layer could not be factorised at any damping allowed. Names no layer: the caller knows it."""
+    """No damping allowed makes a Hessian positive definite. The message names no layer: the caller knows it."""
 
 
 def live_mean(hessian: Tensor) -> float:
-    """Mean of the diagonal over inputs that some token had; 1 where there is none.
+    """Mean of the diagonal over live inputs, those that some token had; 1 where there is none.
 
-    Absolute, lest a matrix that is no Gram be turned into one by its sign.
+    Absolute values are averaged: divided by a negative mean, a matrix that is no Gram could pass for one.
     """
     diagonal = hessian.diagonal().double()
     live = diagonal[diagonal != 0].abs()
@@ -32,14 +32,14 @@ def live_mean(hessian: Tensor) -> float:
 
 
 def damped_cholesky(matrix: Tensor, damp: float, most: float = MOST_DAMP) -> tuple[Tensor, float]:
-    """Lower Cholesky factor of H + damping on the diagonal, with the least damping tried that is enough.
+    """Lower Cholesky factor of H with the least damping on its diagonal that is enough, of those tried.
 
-    Ten times more is tried as long as the matrix is singular to the precision of the Grams, and at last `most` itself.
+    As long as the matrix is singular to the precision of the Grams, ten times more is tried, and at last `most` itself.
 
     Args:
         matrix: H (d, d) float64 in units of its mean diagonal. Its diagonal is overwritten.
-        damp: added to the diagonal at first; zero is allowed.
-        most: added at most, unless `damp` itself is more.
+        damp: the damping that is tried first; zero is allowed.
+        most: the damping that is tried last, unless `damp` itself is more.
 
     Returns:
         The factor (d, d), and the damping it took.

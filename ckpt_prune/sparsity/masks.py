@@ -1,7 +1,7 @@
 """Which weights stay: scores of single weights, and exact counts of them (METHODS section 4). Pure functions.
 
-Scores are (d_out, d_in) float64, higher = keep. A mask is (d_out, d_in) bool, True = stays. Among equal scores the
-lower index stays, so that a mask depends neither on the device nor on the order in which a sort happens to visit.
+Scores are (d_out, d_in) float64, higher = keep. A mask is (d_out, d_in) bool, True = stays. Of equal scores the lower
+index stays, so that a mask depends neither on the device nor on the order in which a sort visits them.
 """
 
 from decimal import ROUND_FLOOR, Decimal
@@ -17,9 +17,9 @@ Compare = Literal["row", "matrix"]
 
 
 def zeros_of(total: int, ratio: float) -> int:
-    """How many of `total` weights a share `ratio` is, rounded down.
+    """The share `ratio` of `total` weights, rounded down to a whole number.
 
-    The product is taken in decimal, as the ratio is written: 0.29 of 100 is 29, which binary floats would make 28.
+    The product is taken in decimal, as the ratio is written: 0.29 of 100 is 29, where binary floats would give 28.
 
     Raises:
         ValueError: `ratio` outside [0, 1].
@@ -39,7 +39,7 @@ def magnitude(weight: Tensor) -> Tensor:
 
 
 def wanda(weight: Tensor, moments: Moments) -> Tensor:
-    """|W_ij| ‖X_j‖₂: Wanda (Sun et al. 2023, arXiv 2306.11695, eq. 1).
+    """|W_ij| ‖X_j‖₂, the score of Wanda (Sun et al. 2023, arXiv 2306.11695, eq. 1).
 
     Args:
         weight: (d_out, d_in), any floating dtype.
@@ -54,13 +54,13 @@ def wanda(weight: Tensor, moments: Moments) -> Tensor:
 
 
 def keep_share(scores: Tensor, ratio: float, compare: Compare) -> Tensor:
-    """The weights that stay when a share `ratio` goes, the lowest scores first.
+    """The mask that drops a share `ratio` of the weights, the lowest scores first.
 
     Args:
         scores: (d_out, d_in) float64.
         ratio: in [0, 1].
-        compare: "row": `zeros_of(d_in, ratio)` go in every row, ranked within it; "matrix": `zeros_of(d_out * d_in,
-            ratio)` go in one ranking of all, indices counted row by row.
+        compare: "row": every row is ranked by itself, and loses `zeros_of(d_in, ratio)`. "matrix": one ranking of all
+            weights, which loses `zeros_of(d_out * d_in, ratio)`; indices count row by row.
 
     Returns:
         (d_out, d_in) bool, True = stays.
@@ -73,7 +73,7 @@ def keep_share(scores: Tensor, ratio: float, compare: Compare) -> Tensor:
     zeros = zeros_of(rows.shape[1], ratio)
     if zeros == 0:
         return torch.ones_like(scores, dtype=torch.bool)
-    # A ranking is not needed, only the score at which it is cut and who stays among those who tie there.
+    # No whole ranking is needed: only the score at which it is cut, and which weights stay of those that tie there.
     cut = _kth_lowest(rows, zeros)
     keep = rows > cut
     tied = rows == cut
@@ -83,7 +83,7 @@ def keep_share(scores: Tensor, ratio: float, compare: Compare) -> Tensor:
 
 
 def keep_groups(scores: Tensor, pattern: GroupPattern) -> Tensor:
-    """The N highest scores in every group of M consecutive columns of a row stay.
+    """The mask that keeps the N highest scores in every group of M consecutive columns of a row.
 
     Args:
         scores: (d_out, d_in) float64.
@@ -103,7 +103,7 @@ def keep_groups(scores: Tensor, pattern: GroupPattern) -> Tensor:
 
 
 def check_width(width: int, pattern: GroupPattern) -> None:
-    """Refuse a row of `width` weights that groups of M do not fill.
+    """Refuse rows that cannot be divided into groups of M.
 
     Raises:
         ValueError: `width` is not divisible by M.

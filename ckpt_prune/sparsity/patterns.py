@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 UNSTRUCTURED = "unstructured"
 MOST = 32
-"""Largest M. Wider groups are a share of the row in all but name."""
+"""Largest M. A wider group is hardly more than a share of the row."""
 
 
 @dataclass(frozen=True)

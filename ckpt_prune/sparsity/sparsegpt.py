@@ -1,19 +1,20 @@
-"""SparseGPT: drop weights in the order of the optimal brain surgeon and let the others of the row make up for them.
+"""SparseGPT: drop weights by the optimal brain surgeon, and let the other weights of the row make up for them.
 
-Frantar and Alistarh 2023, arXiv 2301.00774, Algorithm 1. With H the Gram of the inputs and U the upper Cholesky factor
-of H⁻¹ = UᵀU, inputs are visited from left to right; where weight j of a row goes, those after it move by
-−(w_j / U_jj) U_j,later. That is the surgeon's update with H restricted to the inputs not yet visited, since
-U_jj² = [H_F⁻¹]_jj and U_jj U_j,: = [H_F⁻¹]_j,: for F = {j, …, d_in − 1}.
+The method is Algorithm 1 of Frantar and Alistarh 2023, arXiv 2301.00774. Let H be the Gram of the inputs, and U the
+upper Cholesky factor of H⁻¹ = UᵀU. Inputs are visited from left to right. Where weight j of a row goes, the weights
+after it move by −(w_j / U_jj) U_j,later. That is the surgeon's update with H restricted to the inputs not yet visited,
+since U_jj² = [H_F⁻¹]_jj and U_jj U_j,: = [H_F⁻¹]_j,: for F = {j, …, d_in − 1}.
 
-How it is computed here: H = R Rᵀ with R = U⁻¹ upper triangular is one Cholesky factorisation of H read from its last
-input to its first, so neither H⁻¹ nor U is ever formed. The paper's errors E, E_j = (w_j − ŵ_j) / U_jj at the visit of
-j, obey E U = W − Ŵ. Hence what blocks before B moved the weights of B by is (W − Ŵ)_before R_before,B U_BB, and U_BB is
+How it is computed here: H = R Rᵀ with R = U⁻¹ upper triangular is one Cholesky factorisation of H, read from its last
+input to its first. Neither H⁻¹ nor U is ever formed. The paper's errors E, with E_j = (w_j − ŵ_j) / U_jj at the visit
+of j, obey E U = W − Ŵ. So the blocks before B move the weights of B by (W − Ŵ)_before R_before,B U_BB, where U_BB is
 the inverse of a small triangle, R_BB. The results are the paper's up to rounding.
 
 Departures from the released code:
 
-- mean(diag H) is over live inputs only, so that the damping, and with it the result, does not depend on H's scale.
-- A factorisation also fails where a pivot is nothing but rounding: its sign, hence whether Cholesky notices, is chance.
+- mean(diag H) is over live inputs only. So neither the damping nor the result depends on H's scale.
+- A factorisation also fails where a pivot is nothing but rounding. The sign of such a pivot is chance, and Cholesky
+  notices negative ones only.
 """
 
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
 from ckpt_prune.sparsity.patterns import GroupPattern
 
 BLOCK = 128
-"""Inputs whose mask is chosen together where there is no pattern; the paper's B and B_s."""
+"""Inputs whose mask is chosen together where there is no pattern: the paper's B and B_s."""
 STRIP = 16
-"""Inputs updated together inside a block without a pattern. Speed only: a whole block at once would leave the cache."""
+"""Inputs updated together inside a block without a pattern. This is for speed: a whole block would leave the cache."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Pruned:
 
     Attributes:
         weight: (d_out, d_in) float64, exactly zero where dropped and at every dead input.
-        keep: (d_out, d_in) bool, True = stays. Its counts are exact. A dead input's weights score 0 and so go first,
-            but there may be more of them than have to go: the rest are True here and zero in `weight`.
+        keep: (d_out, d_in) bool, True = stays. Its counts are exact. Weights of dead inputs score 0 and go first. There
+            may be more of them than have to go: the rest are True here and zero in `weight`.
         damp: the damping used, as a share of the mean diagonal of H.
         dead: number of inputs that were zero on every token.
     """
@@ -60,19 +61,20 @@ def prune(
     damp: float = DAMP,
     most_damp: float = MOST_DAMP,
 ) -> Pruned:
-    """Drop a share of the weights, or N:M of them, and update the others (SparseGPT, Algorithm 1).
+    """Drop a share of the weights, or all but N of every M, and update the others (SparseGPT, Algorithm 1).
 
-    Memory beyond the arguments: two float64 matrices of H's size while factorising, then one, and four of the weight's.
+    Memory beyond the arguments: two float64 matrices of H's size while factorising, one afterwards, and four of the
+    weight's size.
 
     Args:
         weight: W, (d_out, d_in), any floating dtype.
         hessian: H, (d_in, d_in), any floating dtype: the Gram of the inputs times any positive factor.
         pattern: N:M, chosen group by group from weights already updated; None for unstructured.
-        ratio: share that goes where there is no pattern: exactly `zeros_of(d_out * columns, ratio)` in every block of
-            columns, in one ranking of all its rows. At 0 the weight is returned as it is. Unused with a pattern.
+        ratio: share that goes where there is no pattern. Every block of columns loses exactly
+            `zeros_of(d_out * columns, ratio)`, in one ranking of all its rows. At 0 the weight is returned as it is.
         block: inputs in a block, raised to a multiple of M where there is a pattern.
-        damp: share of the mean diagonal of H (live inputs) added to the diagonal; zero is allowed.
-        most_damp: where the factorisation fails it is tried again with more, up to this (`damping.damped_cholesky`).
+        damp: share of the mean diagonal of H over live inputs that is added to the diagonal; zero is allowed.
+        most_damp: the most damping that is tried where the factorisation fails (`damping.damped_cholesky`).
 
     Returns:
         The weight and its mask.
@@ -99,7 +101,7 @@ def prune(
     if pattern is None and ratio == 0:
         return Pruned(weight.double().clone(), torch.ones_like(weight, dtype=torch.bool), damp, int(dead.sum()))
     factor, damp = _factorise(hessian, dead, damp, most_damp)
-    # Inputs as rows: a visited input is then contiguous.
+    # With inputs as rows a visited input is contiguous.
     old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     old[dead] = 0
     new = old.clone()
@@ -120,7 +122,7 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
     """Choose and drop inside one block, in place.
 
     Args:
-        W: weights of the block with its inputs as rows, (b, d_out) float64, updated for the blocks before it.
+        W: weights of the block with its inputs as rows, (b, d_out) float64. The blocks before it have moved them.
         keep: (b, d_out) bool, written.
         U: (b, b) float64, the block's own part.
         pattern: as in `prune`.
@@ -128,7 +130,7 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
     """
     pivots = U.diagonal()[:, None]
     if pattern is None:
-        # Ties go by index counted along the rows of the weight, so the ranking has to see it that way round.
+        # Ties go by index along the rows of the weight, so the ranking has to see the weight that way round.
         keep.copy_(keep_share((W / pivots).square_().T.contiguous(), ratio, "matrix").T)
     errors = torch.empty_like(W)
     strip = STRIP if pattern is None else pattern.of
@@ -139,7 +141,7 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
         if pattern is not None:
             keep[here] = keep_groups((W[here] / pivots[here]).square_().T.contiguous(), pattern).T
         for j in range(here.start, here.stop):
-            # What came before may have moved this weight: its error is known only now.
+            # The inputs before may have moved this weight: its error is known only now.
             torch.div(W[j].masked_fill(keep[j], 0), pivots[j], out=errors[j])
             W[j + 1 : here.stop].addr_(U[j, j + 1 : here.stop], errors[j], alpha=-1)
     W.masked_fill_(~keep, 0)

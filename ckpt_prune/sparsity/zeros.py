@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.progress import track
 
 PATTERNS = {"1:4": (1, 4), "2:4": (2, 4), "4:8": (4, 8)}
-"""N:M that are looked for, the tightest first: N, the weights kept at most, and M, consecutive weights of a row."""
+"""Patterns N:M that are looked for, the tightest first: of every M consecutive weights of a row at most N stay."""
 
 _SLICE_ELEMENTS = 2**23
 
@@ -44,9 +44,9 @@ class Sparsity:
         return self.zeros / self.numel if self.numel else 0.0
 
     def holds(self, pattern: str) -> bool:
-        """Whether the tensor holds one of `PATTERNS`: its own, or one that follows from it.
+        """Whether the tensor holds one of `PATTERNS`: its own, or one that follows from its own.
 
-        What keeps at most 2 of 4 keeps at most 4 of 8, if its rows are made of groups of 8.
+        A tensor that keeps at most 2 of 4 keeps at most 4 of 8, if its rows divide into groups of 8.
         """
         order = list(PATTERNS)
         fits = bool(self.shape) and self.shape[-1] % PATTERNS[pattern][1] == 0
@@ -60,7 +60,7 @@ def sparsity_of(name: str, tensor: Tensor) -> Sparsity:
     for nonzero in _nonzero(tensor):
         filled += int(nonzero.sum())
         for of, most in groups.items():
-            # A pattern that one slice breaks is broken: that slice says enough.
+            # One slice that breaks a pattern is enough: the others need not be looked at.
             if most < of:
                 groups[of] = max(most, int(_kept_in_groups(nonzero, of).max()))
     zeros = tensor.numel() - filled
@@ -102,12 +102,12 @@ def share_of_all(found: Iterable[Sparsity]) -> float:
 
 
 def weights_by_module(names: Iterable[str], block: str, modules: Iterable[str]) -> Mapping[str, list[str]]:
-    """The weights of the blocks' linear modules that are among `names`, module by module, in the order of `names`.
+    """The weights of the blocks' linear modules, module by module.
 
     Args:
-        names: on disk.
+        names: of tensors on disk. The weights of a module keep this order.
         block: beginning of the names of a block's tensors, with `{block}` for its index.
-        modules: paths within a block; those that no block has are left out.
+        modules: paths within a block. Modules that no block has are left out.
     """
     before, after = (re.escape(part) for part in block.split("{block}"))
     either = "|".join(re.escape(module) for module in modules)
@@ -130,5 +130,5 @@ def _nonzero(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _kept_in_groups(nonzero: Tensor, of: int) -> Tensor:
-    """How many of each `of` consecutive elements are true, uint8, flat."""
+    """Number of true elements in each group of `of` consecutive ones, uint8, one-dimensional."""
     return nonzero.reshape(-1, of).sum(dim=1, dtype=torch.uint8)

@@ -16,7 +16,8 @@ from ckpt_prune.devices import resolve_device
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PruneOptions, SampleOptions
 from ckpt_prune.planning.plan import Plan, read_plan
-from ckpt_prune.planning.recipe import DEFAULT_RECIPE, Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.transform.checks import check_planned, check_spaces, check_trained
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
@@ -15,7 +16,6 @@ from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import Cost, cost_of
 from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
-from ckpt_prune.planning.selection import Site
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.decisions import Decision, Decisions, keep_count, kept_units
@@ -43,7 +43,7 @@ def decide(request: Request) -> Decisions:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if recipe.allocation == "uniform":
         known = request.scores or {}
-        sites = {site: Decision(keep_count(request.model, recipe, site[1]), None, s) for site, s in known.items()}
+        sites = {site: Decision(keep_count(request.model, recipe, site.space), None, s) for site, s in known.items()}
         return Decisions(recipe, sites)
     scores = standardised_scores(request.model, recipe, _dense_cache(request), request.device)
     return kept_units(request.model, recipe, ranked(request.model, recipe, scores))
@@ -144,7 +144,7 @@ def dense_scores(request: Request) -> dict[Site, Tensor]:
     for block in track(range(model.blocks), "ranking", total=model.blocks):
         moments = source.moments(block, {}, list(solvers))
         for space, solver in solvers.items():
-            found[block, space] = solver.scores(block, solver.read(block), moments.get(space, ())).cpu()
+            found[Site(block, space)] = solver.scores(block, solver.read(block), moments.get(space, ())).cpu()
     return found
 
 
@@ -223,13 +223,13 @@ def _curves(
     """What every site loses with its units, weighed as the recipe says, and what a unit costs."""
     unit_costs = _unit_costs(request, kind)
     curves: dict[Site, Curve] = {}
-    for (block, space), own in scores.items():
+    for site, own in scores.items():
         curve = error_curve(own)
         if request.recipe.weighed_by_effect:
-            curve = weighed_by_effect(curve, effects.get(request.model.moments_name(block, space), []))
+            curve = weighed_by_effect(curve, effects.get(request.model.moments_name(site.block, site.space), []))
         else:
             curve = weighed_by_energy(curve)
-        curves[block, space] = Curve(curve, unit_costs[space], request.recipe.spaces[space].multiple_of)
+        curves[site] = Curve(curve, unit_costs[site.space], request.recipe.spaces[site.space].multiple_of)
     return curves
 
 
@@ -237,9 +237,9 @@ def _solve(request: Request, curves: Mapping[Site, Curve], budget: float) -> dic
     if request.recipe.widths == "per_layer":
         return least_error(curves, budget)
     names = request.recipe.spaces
-    spaces = {space: merged([c for site, c in curves.items() if site[1] == space]) for space in names}
+    spaces = {space: merged([c for site, c in curves.items() if site.space == space]) for space in names}
     kept = least_error(spaces, budget)
-    return {site: kept[site[1]] for site in curves}
+    return {site: kept[site.space] for site in curves}
 
 
 def _limit(request: Request) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.filenames import ELSEWHERE, ROTATIONS
-from ckpt_prune.planning.recipe import load_recipe, shipped_recipes
+from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
 
 _PACKED = (
     "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "

@@ -1,14 +1,18 @@
 """What has to fit together before a request writes its first byte."""
 
+from collections import Counter
+
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import ENDS
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
-from ckpt_prune.planning.recipe import Recipe, methods_of
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects, check_reachable
 from ckpt_prune.transform.decisions import keep_count
@@ -151,7 +155,7 @@ def check_enough_samples(request: Request) -> None:
     for space, own in request.recipe.spaces.items():
         method = own.compensation.method
         bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
-        if not bare or not methods_of(space)[method].uses_lambda:
+        if not bare or not kind_of(space).methods[method].uses_strength:
             continue
         # A ranking over blocks may leave a block whole.
         uniform = request.recipe.allocation == "uniform"
@@ -166,8 +170,8 @@ def check_enough_samples(request: Request) -> None:
 
 def _plan(request: Request, plan: Plan) -> None:
     """Every pruned space of every block once, its kept units ascending and among those there are."""
-    expected = [(block, space) for block in range(request.model.blocks) for space in request.recipe.spaces]
-    if sorted((s.block, s.space) for s in plan.sites) != sorted(expected):
+    expected = [Site(block, space) for block in range(request.model.blocks) for space in request.recipe.spaces]
+    if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
         units, copies = request.model.site_units(site.space), request.model.copies(site.space)

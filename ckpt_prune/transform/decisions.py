@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.planning.plan import Plan, SitePlan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.selection import Site, units_kept
+from ckpt_prune.planning.selection import units_kept
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Decisions:
     def of(self, model: Model, site: Site) -> Decision:
         """What is settled of one site."""
         known = self.sites.get(site)
-        return Decision(keep_count(model, self.recipe, site[1])) if known is None else known
+        return Decision(keep_count(model, self.recipe, site.space)) if known is None else known
 
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
         """Units kept per block and space."""
         return [
-            {space: self.of(model, (block, space)).keep for space in self.recipe.spaces}
+            {space: self.of(model, Site(block, space)).keep for space in self.recipe.spaces}
             for block in range(model.blocks)
         ]
 
@@ -72,7 +73,7 @@ def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
 
 def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:
     """Decisions from the units that stay."""
-    sites = {site: Decision(len(units) // model.copies(site[1]), units) for site, units in kept.items()}
+    sites = {site: Decision(len(units) // model.copies(site.space), units) for site, units in kept.items()}
     return Decisions(recipe, sites)
 
 
@@ -82,5 +83,5 @@ def planned(model: Model, plan: Plan) -> Decisions:
     for site in plan.sites:
         scores = torch.tensor(site.scores, dtype=torch.float64)
         keep = len(site.kept) // model.copies(site.space)
-        sites[site.block, site.space] = Decision(keep, torch.tensor(site.kept), scores, site)
+        sites[site.site] = Decision(keep, torch.tensor(site.kept), scores, site)
     return Decisions(plan.recipe, sites)

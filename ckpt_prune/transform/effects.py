@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
@@ -211,7 +212,7 @@ class _Variants:
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in self.counts[space]:
                 decision = Decision(self.model.units(space) - count, scores=scores)
-                decisions = Decisions(recipe, {(block, space): decision})
+                decisions = Decisions(recipe, {Site(block, space): decision})
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 yield pruner.block(block, tensors, _Known(moments))[0]
 

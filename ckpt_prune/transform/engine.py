@@ -9,6 +9,7 @@ from torch import Tensor
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
@@ -65,7 +66,7 @@ class Pruner:
             moments = source.moments(block, current, stage)
             for space in stage:
                 solver = solver_of(self.model, recipe, space, self.device, diagnostics=self.diagnostics)
-                decision = self.decisions.of(self.model, (block, space))
+                decision = self.decisions.of(self.model, Site(block, space))
                 plan, new = solver.solve(block, current, moments.get(space), decision)
                 plans.append(plan)
                 if new is not None:

@@ -1,5 +1,6 @@
 """Making a plan: every site decided and predicted, without writing a tensor."""
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
 from ckpt_prune.progress import track
@@ -25,7 +26,7 @@ def make_plan(settled: Settled) -> Plan:
     for block in track(range(model.blocks), "planning", total=model.blocks):
         moments = source.moments(block, {}, spaces)
         for space, solver in solvers.items():
-            decision = decisions.of(model, (block, space))
+            decision = decisions.of(model, Site(block, space))
             sites.append(solver.solve(block, solver.read(block), moments.get(space), decision)[0])
     statistics = None
     if request.statistics is not None:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.selection import Site, select_ranked, standardise
+from ckpt_prune.planning.selection import select_ranked, standardise
 from ckpt_prune.progress import track
 from ckpt_prune.transform.solvers.columns import ColumnSolver
 
@@ -28,7 +29,7 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
             folds = tuple(m for m in moments.get(space, ()) if isinstance(m, Moments))
             # A ranking does not need Grams.
             whole = total([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
-            scores[block, space] = standardise(solver.column_scores(weight, whole), model.unit_columns(space))
+            scores[Site(block, space)] = standardise(solver.column_scores(weight, whole), model.unit_columns(space))
     return scores
 
 
@@ -43,12 +44,12 @@ def ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> dict[
     if recipe.allocation == "across-layers":
         kept: dict[Site, Tensor] = {}
         for space in recipe.spaces:
-            own = {site: s for site, s in scores.items() if site[1] == space}
+            own = {site: s for site, s in scores.items() if site.space == space}
             units = sum(s.numel() for s in own.values())
             kept |= select_ranked(own, {space: 1.0}, (1 - recipe.ratio_of(space)) * units)
         return kept
     costs: dict[SpaceName, float] = {space: float(model.unit_weights(space)) for space in recipe.spaces}
     budget = 0.0
     for site, own_scores in scores.items():
-        budget += own_scores.numel() * costs[site[1]] * (1 - recipe.ratio_of(site[1]))
+        budget += own_scores.numel() * costs[site.space] * (1 - recipe.ratio_of(site.space))
     return select_ranked(scores, costs, budget)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.selection import Site
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import ckpt_prune
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run, same_files
 from tests.families import logits

@@ -12,7 +12,7 @@ from torch import Tensor
 from ckpt_prune.compensation import choice as choice_module
 from ckpt_prune.compensation.choice import RESOLUTION, Chosen, choose
 from ckpt_prune.compensation.fit import Blend, error
-from ckpt_prune.compensation.methods import METHODS, absolute_lambda
+from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from tests.oracles import choice as oracle
 
 from .sites import Site, fit_of, make_site
@@ -97,7 +97,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_trial_equals_refitting_on_tokens(name, case):
-    for value in GRID if METHODS[name].uses_lambda else [None]:
+    for value in GRID if METHODS[name].uses_strength else [None]:
         for share in SHARES:
             (trial,) = case.choose([name], grid=[value or 0.0], shares=[share]).trials
             assert (trial.method, trial.strength, trial.share) == (name, value, share)
@@ -109,7 +109,7 @@ def oracle_trials(label: str) -> dict[tuple[str, float | None, float], float]:
     return {
         (name, value, share): CASES[label].oracle(name, value, share)
         for name, method in METHODS.items()
-        for value in (GRID if method.uses_lambda else [None])
+        for value in (GRID if method.uses_strength else [None])
         for share in (SHARES if name != "none" else [0.0])
     }
 
@@ -169,11 +169,11 @@ def test_no_candidate_alone_does_better(seed, shape, sizes, noise, methods):
         if METHODS[name].adds_bias and sum(sizes) - max(sizes) == 1 and name != "bias":
             continue
         for share in SHARES:
-            for value in GRID[1:] if METHODS[name].uses_lambda else [0.0]:
+            for value in GRID[1:] if METHODS[name].uses_strength else [0.0]:
                 found = 0.0
                 for fold in folds:
                     train = total - fold
-                    strength = absolute_lambda(value, "relative", train.fit)
+                    strength = absolute_strength(value, "relative", train.fit)
                     found += error(METHODS[name].fit(case.site.weight_kept, train.at(share), strength), fold.at(1.0))
                 relative = found / total.at(1.0).target_energy
                 assert chosen.best.error <= relative * (1 + 1e-7) + 2 * RESOLUTION

@@ -8,7 +8,7 @@ from oracles import closed_forms
 
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.compensation import fit as fit_module
-from ckpt_prune.compensation.fit import Fit, Fold, error, from_moments
+from ckpt_prune.compensation.fit import Fit, Solution, error, from_moments
 
 from .sites import SHAPES, WIDE, fit_of, make_site
 
@@ -49,7 +49,7 @@ def test_without_a_gram_only_vectors_are_known():
     with pytest.raises(ValueError, match="second moments"):
         fit.centred()
     with pytest.raises(ValueError, match="second moments"):
-        error(Fold(site.weight_kept), fit)
+        error(Solution(site.weight_kept), fit)
 
 
 def test_sums_add_and_subtract():
@@ -82,11 +82,11 @@ def test_error_equals_the_measured_one(seed, k, with_bias):
     measured = closed_forms.residual(
         site.inputs.numpy(), site.targets.numpy(), (weight.numpy(), 0 if bias is None else bias.numpy())
     )
-    assert error(Fold(weight, bias), site.fit) == pytest.approx(measured, rel=1e-9)
+    assert error(Solution(weight, bias), site.fit) == pytest.approx(measured, rel=1e-9)
 
 
 def test_error_is_never_negative():
     site = make_site(5, 9, 9, 30)
     for seed in range(20):
         noise = 1e-9 * torch.randn(5, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        assert 0 <= error(Fold(site.weight_kept + noise), site.fit) < 1e-6
+        assert 0 <= error(Solution(site.weight_kept + noise), site.fit) < 1e-6

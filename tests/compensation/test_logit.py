@@ -15,14 +15,14 @@ from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit import (
     absolute_strength,
+    absorb_mixing,
     choose_strength,
     diagnose_logit,
-    fold_factors,
-    fold_projections,
     held_out_error,
     logit_error,
     logit_system,
     solve_logit,
+    split_factors,
 )
 from tests.oracles import logits as oracle
 
@@ -501,7 +501,7 @@ def test_strength_in_units():
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000))
 def test_factors_multiply_to_the_whole_and_share_it_evenly(heads, size, seed):
     M = torch.randn(heads, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    left, right = fold_factors(M)
+    left, right = split_factors(M)
     identity = torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(left @ right.mT, identity + M, rtol=1e-10, atol=1e-10)
     even = left.mT @ left
@@ -516,7 +516,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_folded_projections_give_the_compensated_logits(size, biases, dtype):
+def test_absorbed_projections_give_the_compensated_logits(size, biases, dtype):
     heads, d, hidden = 2, 5, 7
     query, key = (normal(heads * d, hidden, seed=s, dtype=dtype) for s in (1, 2))
     query_bias, key_bias = (
@@ -524,7 +524,7 @@ def test_folded_projections_give_the_compensated_logits(size, biases, dtype):
     )
     kept = torch.stack([torch.randperm(d, generator=torch.Generator().manual_seed(h))[:size] for h in range(heads)])
     M = normal(heads, size, size, seed=5)
-    found = fold_projections(query, key, query_bias, key_bias, kept, M)
+    found = absorb_mixing(query, key, query_bias, key_bias, kept, M)
     assert [None if t is None else (tuple(t.shape), t.dtype) for t in found] == [
         ((heads * size, hidden), torch.float64),
         ((heads * size, hidden), torch.float64),
@@ -545,11 +545,11 @@ def test_folded_projections_give_the_compensated_logits(size, biases, dtype):
         torch.testing.assert_close(new_q[:, own] @ new_k[:, own].T, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_with_nothing_dropped_the_folded_logits_are_the_old():
+def test_with_nothing_dropped_the_absorbed_logits_are_the_old():
     a = attention(d=5, size=5)
     query, key, bias = normal(10, 7, seed=1), normal(10, 7, seed=2), normal(10, seed=3)
     M = solve_logit(a.system(), torch.zeros(2)).M
-    new_query, new_key, new_bias, none = fold_projections(query, key, bias, None, a.kept, M)
+    new_query, new_key, new_bias, none = absorb_mixing(query, key, bias, None, a.kept, M)
     assert none is None
     x = normal(6, 7, seed=4)
     for head in range(2):
@@ -559,8 +559,8 @@ def test_with_nothing_dropped_the_folded_logits_are_the_old():
         torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
 
 
-def test_end_to_end_the_folded_logits_have_the_predicted_error():
-    """Weights and inputs to moments, to M, to folded weights: the logits they give are off by what was predicted."""
+def test_end_to_end_the_absorbed_logits_have_the_predicted_error():
+    """From inputs and weights to moments, to M, to weights that absorb M: their logits are off as was predicted."""
     heads, d, hidden, samples, tokens = 2, 6, 16, 25, 8
     query, key = normal(heads * d, hidden, seed=1), normal(heads * d, hidden, seed=2)
     query_bias, key_bias = normal(heads * d, seed=3), normal(heads * d, seed=4)
@@ -570,7 +570,7 @@ def test_end_to_end_the_folded_logits_have_the_predicted_error():
     kept = moments.logit_energy().topk(4, dim=1).indices.sort(dim=1).values
     system = logit_system(moments, kept)
     M = solve_logit(system, absolute_strength(1e-3, "relative", system)).M
-    new = fold_projections(query, key, query_bias, key_bias, kept, M)
+    new = absorb_mixing(query, key, query_bias, key_bias, kept, M)
     narrow_q, narrow_k = x @ new[0].T + new[2], x @ new[1].T + new[3]
     predicted = logit_error(system, M)
     for head in range(heads):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation.fit import error, from_moments
-from ckpt_prune.compensation.methods import METHODS, absolute_lambda
+from ckpt_prune.compensation.methods import METHODS, absolute_strength
 
 from .sites import SHAPES, TALL, WIDE, make_site
 
@@ -40,15 +40,15 @@ def test_the_names():
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_its_oracle(name, shape):
     method, site = METHODS[name], make_site(*shape)
-    fold = method.fit(site.weight_kept, site.fit, LAMBDA)
+    solution = method.fit(site.weight_kept, site.fit, LAMBDA)
     arguments = [t.numpy() for t in (site.weight_kept, site.inputs, site.targets)]
     oracle = getattr(closed_forms, name.replace("-", "_"))
-    weight, bias = oracle(*arguments, *([LAMBDA] if method.uses_lambda else []))
-    close(fold.weight, weight)
-    assert (fold.bias is not None) == method.adds_bias
-    if fold.bias is not None:
-        close(fold.bias, bias)
-    assert error(fold, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], (weight, bias)), rel=1e-7)
+    weight, bias = oracle(*arguments, *([LAMBDA] if method.uses_strength else []))
+    close(solution.weight, weight)
+    assert (solution.bias is not None) == method.adds_bias
+    if solution.bias is not None:
+        close(solution.bias, bias)
+    assert error(solution, site.fit) == pytest.approx(closed_forms.residual(*arguments[1:], (weight, bias)), rel=1e-7)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -67,11 +67,11 @@ def test_needs_a_gram_exactly_if_it_says_so(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_uses_lambda_exactly_if_it_says_so(name):
+def test_uses_strength_exactly_if_it_says_so(name):
     site, method = make_site(*WIDE), METHODS[name]
     small, large = (method.fit(site.weight_kept, site.fit, value).weight for value in (1.0, 1000.0))
-    assert torch.equal(small, large) != method.uses_lambda
-    assert (method.shrinks_to is not None) == method.uses_lambda
+    assert torch.equal(small, large) != method.uses_strength
+    assert (method.shrinks_to is not None) == method.uses_strength
 
 
 @pytest.mark.parametrize("tokens", [200, 4], ids=["full rank", "few tokens"])
@@ -83,10 +83,10 @@ def test_nothing_dropped_changes_nothing(name, shape, tokens):
     if name == "least-squares" and tokens < 8:
         pytest.skip("a pseudo-inverse forgets what the tokens do not show")
     site = make_site(*shape, tokens)
-    fold = METHODS[name].fit(site.weight_kept, site.fit, LAMBDA)
-    close(fold.weight, site.weight.numpy())
-    if fold.bias is not None:
-        assert fold.bias.abs().max() < 1e-6
+    solution = METHODS[name].fit(site.weight_kept, site.fit, LAMBDA)
+    close(solution.weight, site.weight.numpy())
+    if solution.bias is not None:
+        assert solution.bias.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("shape", [TALL, WIDE])
@@ -95,9 +95,9 @@ def test_affine_is_corp_as_printed(shape):
     weight, bias = closed_forms.corp(
         site.weight.numpy(), site.tokens.numpy(), site.kept.numpy(), site.dropped.numpy(), LAMBDA
     )
-    fold = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA * site.fit.count)
-    close(fold.weight, weight)
-    close(fold.bias, bias)
+    solution = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA * site.fit.count)
+    close(solution.weight, weight)
+    close(solution.bias, bias)
 
 
 @settings(max_examples=20, deadline=None)
@@ -146,35 +146,35 @@ def test_order_of_calibration_errors(seed, tokens):
 def test_singular_gram_without_lambda_reaches_the_least_error(name):
     """Fewer tokens than inputs: the fit is exact, and what the tokens do not show stays as the method leaves it."""
     site = make_site(6, 16, 11, 5)
-    fold = METHODS[name].fit(site.weight_kept, site.fit, 0.0)
-    assert error(fold, site.fit) < 1e-9 * site.fit.target_energy
+    solution = METHODS[name].fit(site.weight_kept, site.fit, 0.0)
+    assert error(solution, site.fit) < 1e-9 * site.fit.target_energy
     start = torch.zeros_like(site.weight_kept) if name == "grail" else site.weight_kept
     inputs = site.inputs - site.inputs.mean(0) if name == "affine" else site.inputs
     unseen = torch.linalg.svd(inputs)[2][4 if name == "affine" else 5 :].T
-    torch.testing.assert_close(fold.weight @ unseen, start @ unseen, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(solution.weight @ unseen, start @ unseen, rtol=1e-6, atol=1e-8)
 
 
 def test_affine_matches_the_mean_output():
     site = make_site(*WIDE)
-    fold = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA)
-    torch.testing.assert_close(fold.weight @ site.inputs.mean(0) + fold.bias, site.targets.mean(0))
+    solution = METHODS["affine"].fit(site.weight_kept, site.fit, LAMBDA)
+    torch.testing.assert_close(solution.weight @ site.inputs.mean(0) + solution.bias, site.targets.mean(0))
 
 
 def test_details():
     site = make_site(*WIDE)
-    assert METHODS["ridge"].fit(site.weight_kept, site.fit, LAMBDA).details == {"lambda": LAMBDA}
+    assert METHODS["ridge"].fit(site.weight_kept, site.fit, LAMBDA).details == {"strength": LAMBDA}
     scaled, plain = (METHODS[n].fit(site.weight_kept, site.fit, 0.0) for n in ("rotation-scale", "rotation"))
     torch.testing.assert_close(scaled.weight, plain.weight * scaled.details["scale"])
     assert not plain.details
 
 
-def test_absolute_lambda():
+def test_absolute_strength():
     fit = make_site(*WIDE).fit
-    assert absolute_lambda(0.5, "absolute", fit) == 0.5
-    assert absolute_lambda(0.5, "relative", fit) == pytest.approx(0.5 * float(fit.gram.trace()) / 11)
-    assert absolute_lambda(0.5, "absolute", dataclasses.replace(fit, gram=None)) == 0.5
+    assert absolute_strength(0.5, "absolute", fit) == 0.5
+    assert absolute_strength(0.5, "relative", fit) == pytest.approx(0.5 * float(fit.gram.trace()) / 11)
+    assert absolute_strength(0.5, "absolute", dataclasses.replace(fit, gram=None)) == 0.5
     with pytest.raises(ValueError, match="second moments"):
-        absolute_lambda(0.5, "relative", dataclasses.replace(fit, gram=None))
+        absolute_strength(0.5, "relative", dataclasses.replace(fit, gram=None))
     for value in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="zero or more"):
-            absolute_lambda(value, "absolute", fit)
+            absolute_strength(value, "absolute", fit)

@@ -166,17 +166,17 @@ def test_recovers_a_rotation_and_a_scale(seed, scale, k):
         target.T @ site.inputs,
         float(target.square().sum()),
     )
-    fold = scaled_rotation(site.weight_kept, fit)
-    assert fold.details["scale"] == pytest.approx(scale, rel=1e-6)
-    assert (fold.weight - scale * turn @ site.weight_kept).norm() < 1e-4 * scale * site.weight_kept.norm()
+    solution = scaled_rotation(site.weight_kept, fit)
+    assert solution.details["scale"] == pytest.approx(scale, rel=1e-6)
+    assert (solution.weight - scale * turn @ site.weight_kept).norm() < 1e-4 * scale * site.weight_kept.norm()
 
 
 def test_centred_rotation_with_a_scale_lowers_the_error():
     site = make_site(6, 16, 8, 200)
     plain, scaled = (centred_rotation(site.weight_kept, site.fit, scaled=s) for s in (False, True))
     assert error(scaled, site.fit) < error(plain, site.fit)
-    for fold in (plain, scaled):
-        torch.testing.assert_close(fold.weight @ site.inputs.mean(0) + fold.bias, site.targets.mean(0))
+    for solution in (plain, scaled):
+        torch.testing.assert_close(solution.weight @ site.inputs.mean(0) + solution.bias, site.targets.mean(0))
 
 
 def test_a_dead_projection_is_left_alone():

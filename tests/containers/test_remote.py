@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
 from tests.stored import run_elsewhere

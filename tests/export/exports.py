@@ -27,7 +27,7 @@ from ckpt_prune.export import folder as export_folder
 from ckpt_prune.export.folder import GraphWriter
 from ckpt_prune.export.manifest import read_manifest
 from ckpt_prune.planning.export_recipe import GraphSettings
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families, graphs
 from tests.families import prune
 from tests.transform.test_rotations import random_rotations, rotating

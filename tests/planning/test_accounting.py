@@ -10,7 +10,7 @@ from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.layout import source_shapes
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, one_group, prune, recipe, stock
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.selection import select, select_ranked, standardise, unit_scores, units_kept
 
@@ -100,7 +101,7 @@ def ranked_oracle(scores, cost, budget):
     )
     stops = []
     for length in range(len(ranking) + 1):
-        spent = sum(cost[site[1]] for site, _ in ranking[:length])
+        spent = sum(cost[site.space] for site, _ in ranking[:length])
         stops.append((abs(spent - budget), length))
     length = min(stops)[1]
     kept = {site: sorted(unit for s, unit in ranking[:length] if s == site) for site in scores}
@@ -118,8 +119,8 @@ def ranked_oracle(scores, cost, budget):
     st.floats(0, 1),
 )
 def test_one_ranking_over_many_sites(heads, mlp, weight, share):
-    scores = {(b, "heads"): s for b, s in enumerate(heads)} | {(b, "mlp"): s for b, s in enumerate(mlp)}
+    scores = {Site(b, "heads"): s for b, s in enumerate(heads)} | {Site(b, "mlp"): s for b, s in enumerate(mlp)}
     cost = {"heads": weight, "mlp": 1.0}
-    budget = share * sum(len(s) * cost[site[1]] for site, s in scores.items())
+    budget = share * sum(len(s) * cost[site.space] for site, s in scores.items())
     found = select_ranked({site: torch.tensor(s, dtype=torch.float64) for site, s in scores.items()}, cost, budget)
     assert {site: units.tolist() for site, units in found.items()} == ranked_oracle(scores, cost, budget)

@@ -12,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import (
     at_size,
     decide,
@@ -26,7 +28,7 @@ from ckpt_prune.transform.budgets import (
 )
 from ckpt_prune.transform.effects import dropped_counts
 from ckpt_prune.transform.planned import make_plan
-from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.settle import Settled, settle
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
@@ -67,11 +69,11 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
     return Recipe.model_validate(values | top)
 
 
-def curves_of(job: Settled) -> dict[tuple[int, str], np.ndarray]:
+def curves_of(job: Settled) -> dict[Site, np.ndarray]:
     """Σ of what goes, the cheapest first."""
     found = {}
     for site, scores in dense_scores(job.request).items():
-        if site[1] == "qk":
+        if site.space == "qk":
             ranked = scores.sort(1).values.numpy()
             found[site] = np.array([ranked[:, :k].sum() for k in range(ranked.shape[1] + 1)])
         else:
@@ -89,7 +91,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
             statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
             job = job_on(folder, wanted(variant, weigh_by="energy"), statistics)
             effects = {}
-            for (block, space), curve in curves_of(job).items():
+            for (block, space, _), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
                 own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
                 effects[job.model.moments_name(block, space)] = own
@@ -103,7 +105,7 @@ def groups_of(job: Settled, variant: str, kind: str) -> list[list[whole_best.Sit
     """The sites whose widths go together, space by space and block by block."""
     curves, recipe = curves_of(job), job.recipe
     sites = {}
-    for (block, space), curve in curves.items():
+    for (block, space, _), curve in curves.items():
         if recipe.weigh_by == "energy":
             errors = whole_best.as_shares(curve)
         else:
@@ -534,12 +536,12 @@ def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
     for variant in ("opt", "vit"):
         recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
-        scores = dense_scores(job)
-        assert list(scores) == [(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
-        known = replace(job, scores=scores)
+        scores = dense_scores(job.request)
+        assert list(scores) == [Site(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
+        known = settle(replace(job.request, scores=scores))
         assert make_plan(known).sites == make_plan(job).sites
-        for site in make_plan(replace(job, recipe=uniform_of(recipe))).sites:
-            own = scores[site.block, site.space].flatten().tolist()
+        for site in make_plan(settle(replace(job.request, recipe=uniform_of(recipe)))).sites:
+            own = scores[site.site].flatten().tolist()
             assert site.scores == [float(f"{s:.6g}") for s in own]
 
 

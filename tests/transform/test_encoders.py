@@ -18,7 +18,7 @@ from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from tests import families
 from tests.encoders import (
     BLOCKS,

@@ -11,11 +11,13 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import read_plan
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.run import search_strength
+from ckpt_prune.transform.settle import settle
 from tests.families import BLOCKS, calibrate, contents, job_on, make, prune, recipe, stock, windows
 from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity

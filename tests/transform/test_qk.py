@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import ckpt_prune
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
-from ckpt_prune.planning.recipe import load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.planned import make_plan

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import REPORT, ROTATIONS
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.reporting.page import page
 from ckpt_prune.reporting.reading import read_document
 from tests import encoders, families

@@ -18,7 +18,8 @@ from ckpt_prune.checkpoint.staging import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.recovery import recoverer
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.recover import SettledRecovery, recover

@@ -8,7 +8,8 @@ import pytest
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.recipe import Recipe, load_recipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import dense_scores
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request

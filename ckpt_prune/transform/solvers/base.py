@@ -13,12 +13,13 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.recipe import Recipe, SpaceRecipe
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.space_recipe import SpaceRecipe
 from ckpt_prune.transform.decisions import Decision
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 
-Solution = tuple[SitePlan, dict[str, Tensor] | None]
+SolvedSite = tuple[SitePlan, dict[str, Tensor] | None]
 """A site's plan, and the new tensors of the modules that compensation rewrites: float64, a bias complete; None where
 nothing is dropped."""
 
@@ -80,7 +81,7 @@ class Solver(ABC):
     @abstractmethod
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> Solution:
+    ) -> SolvedSite:
         """Select and compensate.
 
         Args:

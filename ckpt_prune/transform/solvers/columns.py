@@ -13,17 +13,17 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.diagnostics import diagnose
-from ckpt_prune.compensation.fit import Blend, Fit, Fold, blend_from_moments, error
-from ckpt_prune.compensation.methods import METHODS, absolute_lambda
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, blend_from_moments, error
+from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.spectrum import spectrum
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.recipe import Compensation
 from ckpt_prune.planning.selection import select, unit_scores
+from ckpt_prune.planning.space_recipe import Compensation
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.decisions import Decision
-from ckpt_prune.transform.solvers.base import NO_FOLDS, Solution, Solver
+from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 SPECTRUM_WIDTH = 4096
 """Eigenvalues of wider Grams take minutes of a CPU for every site: they are left out."""
@@ -65,7 +65,7 @@ class ColumnSolver(Solver):
 
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> Solution:
+    ) -> SolvedSite:
         """Select columns and solve what stays of the consumer (METHODS section 1)."""
         own = self.own.compensation
         consumer = self.description.consumer
@@ -108,14 +108,14 @@ class ColumnSolver(Solver):
             plan.method, plan.strength, plan.share = known.method, known.strength, known.share
             plan.error_held_out, plan.runner_up, plan.margin = known.error_held_out, known.runner_up, known.margin
         else:
-            plan.strength = own.strength if METHODS[methods[0]].uses_lambda else None
+            plan.strength = own.strength if METHODS[methods[0]].uses_strength else None
             plan.share = own.drift_shares[0]
         if whole.drift is None:
             plan.share = None
         fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
         fold = METHODS[plan.method].fit(weight_kept, fit, self._absolute(plan, own, fit))
         if target.target_energy:
-            plan.error_uncompensated = error(Fold(weight_kept), target) / target.target_energy
+            plan.error_uncompensated = error(Solution(weight_kept), target) / target.target_energy
             plan.error_compensated = error(fold, target) / target.target_energy
         if self.diagnostics and whole.gram is not None:
             self._describe(plan, weight, whole, columns)
@@ -170,7 +170,7 @@ class ColumnSolver(Solver):
     @staticmethod
     def _absolute(plan: SitePlan, own: Compensation, fit: Fit) -> float:
         """The plan's λ on the scale of a fit's Gram; 0 where there is none."""
-        return 0.0 if plan.strength is None else absolute_lambda(plan.strength, own.lambda_units, fit)
+        return 0.0 if plan.strength is None else absolute_strength(plan.strength, own.lambda_units, fit)
 
     def _methods(self, block: int, tensors: Mapping[str, Tensor]) -> list[str]:
         """Closed forms to choose from."""

@@ -15,7 +15,7 @@ from ckpt_prune.planning.plan import HeadErrors, SitePlan
 from ckpt_prune.planning.selection import in_heads, select_in_heads
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.transform.decisions import Decision
-from ckpt_prune.transform.solvers.base import NO_FOLDS, Solution, Solver
+from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 _TRIAL_STRENGTH = 0.001
 
@@ -47,7 +47,7 @@ class LogitSolver(Solver):
 
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
-    ) -> Solution:
+    ) -> SolvedSite:
         """Select dimensions of every head and solve what makes up for the others in q and k (METHODS section 3)."""
         modules = self.description.readers
         names = [self.model.tensor(block, module) for module in modules]
@@ -74,7 +74,7 @@ class LogitSolver(Solver):
             rows = kept.to(self.device)
             new = [query[rows].double(), key[rows].double(), *(v if v is None else v[rows].double() for v in values)]
         else:
-            new = list(logit.fold_projections(query, key, values[0], values[1], dimensions, M))
+            new = list(logit.absorb_mixing(query, key, values[0], values[1], dimensions, M))
         found = zip([*names, *biases], new, strict=True)
         return plan, {name: tensor.cpu() for name, tensor in found if tensor is not None}
 

@@ -1,0 +1,135 @@
+"""What a recipe may say about a space, by what the space ends in: one class for each kind, one registry.
+
+Recipes ask here. Nothing else in this room tells the kinds apart, and nothing at all compares the names of spaces.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.compensation.methods import COLUMN_METHODS, LOGIT_METHODS, Traits
+from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
+from ckpt_prune.scoring.scores import SCORES, Score
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
+
+AnyScore = Score | UnitScore | LogitScore
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a recipe says about one space.
+
+    Attributes:
+        score: name of the score that ranks its units.
+        method: name of the compensation.
+        target: the recipe's target.
+        by_error: whether widths are found from predicted errors (allocation least-error).
+    """
+
+    score: str
+    method: str
+    target: str
+    by_error: bool
+
+
+class Kind(ABC):
+    """What spaces of one kind have in common for recipes.
+
+    Attributes:
+        scores: scores that rank the units, by name.
+        methods: compensations, by name.
+        unrankable: why units of all blocks cannot be ranked in one list; None where they can.
+        narrowed: why a unit saves less where units of a coupled space go (`spaces.COUPLED`); None where it does not.
+    """
+
+    scores: Mapping[str, AnyScore]
+    methods: Mapping[str, Traits]
+    unrankable: str | None = None
+    narrowed: str | None = None
+
+    def needs_moments(self, wish: Wish) -> bool:
+        """Whether the score or the compensation needs statistics."""
+        return self.scores[wish.score].needs_moments or wish.method != "none"
+
+    @abstractmethod
+    def gram_for(self, wish: Wish) -> str | None:
+        """What needs the Gram of the consumer's input, in words for a message; None where nothing does."""
+
+    @abstractmethod
+    def collects(self, wish: Wish) -> set[Collect]:
+        """What statistics must hold for this space, beside the vectors of consumers' inputs."""
+
+    @abstractmethod
+    def scores_columns(self, score: str) -> bool:
+        """Whether a score is a sum over columns, which FLAP's rankings compare."""
+
+    @abstractmethod
+    def predicts_errors(self, score: str) -> bool:
+        """Whether the predicted error of every width is known with this score."""
+
+
+class ColumnKind(Kind):
+    """Spaces that end in the columns of a projection."""
+
+    scores: Mapping[str, AnyScore] = {**SCORES, **UNIT_SCORES}
+    methods = COLUMN_METHODS
+
+    def gram_for(self, wish: Wish) -> str | None:
+        """The compensation, the score or the target, the first that needs a Gram."""
+        if self.methods[wish.method].needs_gram:
+            return f"compensation {wish.method}"
+        if self.scores[wish.score].needs_gram:
+            return f"score {wish.score}"
+        return f"target {wish.target}" if wish.target == "drift" else None
+
+    def collects(self, wish: Wish) -> set[Collect]:
+        """The Gram of the consumer's input, where something needs it."""
+        return set() if self.gram_for(wish) is None else {"gram"}
+
+    def scores_columns(self, score: str) -> bool:
+        """Every score but those of whole units."""
+        return score not in UNIT_SCORES
+
+    def predicts_errors(self, score: str) -> bool:
+        """The scores of whole units do: each is the error of dropping the unit and all that are cheaper."""
+        return score in UNIT_SCORES
+
+
+class LogitKind(Kind):
+    """Spaces that end in the attention logits: the dimensions that q and k share."""
+
+    scores: Mapping[str, AnyScore] = LOGIT_SCORES
+    methods = LOGIT_METHODS
+    unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
+    narrowed = "a dimension of q and k saves less with fewer heads"
+
+    def gram_for(self, wish: Wish) -> str | None:
+        """Nothing: the space has no consumer."""
+        return None
+
+    def collects(self, wish: Wish) -> set[Collect]:
+        """Moments of queries and keys, for the score, the compensation or the error of every width."""
+        return {"logits"} if self.needs_moments(wish) or wish.by_error else set()
+
+    def scores_columns(self, score: str) -> bool:
+        """None: dimensions are scored as they are."""
+        return False
+
+    def predicts_errors(self, score: str) -> bool:
+        """Always: the moments give the logit error of every width."""
+        return True
+
+
+KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind()}
+"""What a space ends in → what a recipe may say about it."""
+SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))
+"""Every score that some space has."""
+TRAITS: dict[str, Traits] = {name: traits for kind in KINDS.values() for name, traits in kind.methods.items()}
+"""Every compensation that some space has. Kinds that share a name agree on its traits, wording aside."""
+
+
+def kind_of(space: SpaceName) -> Kind:
+    """The kind of a space."""
+    return KINDS[ENDS[space]]

@@ -1,0 +1,247 @@
+"""Recipe files: the shipped ones, finding and reading them, and errors that name file, line and key."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.yaml12 import Yaml12Loader
+from ckpt_prune.sparsity.patterns import UNSTRUCTURED
+
+DEFAULT_RECIPE = "best"
+"""The shipped recipe of those who name none."""
+Lines = dict[tuple[str, ...], int]
+"""Key path → the line (from 1) of the file that it stands in, or 0 for what is set on the command line."""
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes are: inside the installed package, or at the root of a source checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of every shipped recipe, sorted by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"), key=lambda path: path.stem)}
+
+
+def find_recipe(reference: str) -> Path:
+    """A shipped recipe's name or a path to a file, as a path.
+
+    Raises:
+        UserError: neither; the nearest shipped name is suggested.
+    """
+    shipped = shipped_recipes()
+    if reference in shipped:
+        return shipped[reference]
+    path = Path(reference)
+    if path.is_file():
+        return path
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise UserError(f"{reference}: no such recipe file")
+    near = difflib.get_close_matches(reference, shipped, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(f"no recipe {reference!r}: {hint}shipped are {', '.join(shipped)}; or give a path to a .yaml file")
+
+
+def recipe_text(path: Path) -> str:
+    """The content of a recipe file, comments included.
+
+    Raises:
+        UserError: it is not text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
+
+
+def load_recipe(
+    reference: str,
+    overrides: tuple[str, ...] = (),
+    ratio: float | None = None,
+    size: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        reference: a shipped recipe's name or a path.
+        overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
+        ratio: replaces the recipe's ratio and every space's own.
+        size: replaces all ratios and the recipe's size: params, bytes or flops.
+
+    Raises:
+        UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
+    """
+    path = find_recipe(reference)
+    values, lines = parse_yaml(recipe_text(path), path)
+    if "sites" in values:
+        raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
+    if not {"spaces", "mask", "name"} & values.keys():
+        raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
+    for override in overrides:
+        keys = _apply_override(values, override)
+        # What is set on the command line has no line in the file.
+        lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
+        lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
+    if ratio is not None:
+        _set_ratio(values, ratio)
+    if size is not None:
+        _set_size(values, size, path)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        found = [_explain(e, path, lines) for e in error.errors()]
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise UserError("; ".join(found[:3]) + more) from error
+
+
+def _set_ratio(values: dict[str, Any], ratio: float) -> None:
+    """Put one ratio in place of every ratio and size."""
+    mask = values.get("mask")
+    pattern = str(mask.get("pattern", UNSTRUCTURED)) if isinstance(mask, dict) else UNSTRUCTURED
+    if pattern != UNSTRUCTURED:
+        raise UserError(
+            f"--ratio {ratio:g} does not go with pattern {pattern}, which says by itself how much is zeroed: "
+            f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
+        )
+    values["ratio"] = ratio
+    values.pop("size", None)
+    _drop_own_ratios(values)
+
+
+def _set_size(values: dict[str, Any], size: Mapping[str, str], path: Path) -> None:
+    """Put a size in place of every ratio and size."""
+    if "mask" in values:
+        raise UserError(f"recipe {path.stem} has a mask, which leaves every size as it is: say --ratio")
+    values["size"] = dict(size)
+    values.pop("ratio", None)
+    _drop_own_ratios(values)
+
+
+def _drop_own_ratios(values: dict[str, Any]) -> None:
+    """Leave out the ratios of single spaces."""
+    spaces = values.get("spaces")
+    if isinstance(spaces, dict):
+        values["spaces"] = {name: _without_ratio(own) for name, own in spaces.items()}
+
+
+def _without_ratio(own: Any) -> Any:
+    return {key: value for key, value in own.items() if key != "ratio"} if isinstance(own, dict) else own
+
+
+def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], Lines]:
+    """A YAML mapping and the line of each of its key paths. What an alias stands for is one object in all its places.
+
+    Raises:
+        UserError: not YAML, not a mapping, or a key given twice.
+    """
+    lines: Lines = {}
+
+    def walk(node: yaml.Node, prefix: tuple[str, ...]) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            here = (*prefix, str(key.value))
+            line = key.start_mark.line + 1
+            if here in lines:
+                raise UserError(f"{path}, line {line}: {'.'.join(here)} is given twice")
+            lines[here] = line
+            walk(value, here)
+
+    try:
+        root = yaml.compose(content, Loader=Yaml12Loader)
+        values = yaml.load(content, Loader=Yaml12Loader)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not YAML: {reason}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply for a recipe") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{path} holds a value that cannot be read: {error}") from error
+    if not isinstance(values, dict) or root is None:
+        raise UserError(f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)")
+    try:
+        walk(root, ())
+    except RecursionError as error:  # an alias inside what it stands for
+        raise UserError(f"{path} refers to itself") from error
+    return values, lines
+
+
+def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Change one key of a recipe's values, and return its path.
+
+    Every mapping on the way is copied first: an alias may have put it in other places, too, which stay as they are.
+    """
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override}: expected key=value, for example spaces.mlp.ratio=0.3")
+    try:
+        value = yaml.load(text, Loader=Yaml12Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override}: {text!r} is not a YAML value") from error
+    *parents, last = key.split(".")
+    place = values
+    for depth, parent in enumerate(parents):
+        found = place.get(parent, {})
+        if not isinstance(found, dict):
+            raise UserError(f"--set {override}: {'.'.join(parents[: depth + 1])} holds a value, not keys")
+        place[parent] = place = dict(found)
+    place[last] = value
+    return (*parents, last)
+
+
+def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
+    """Keys allowed in the mapping that a location's last key stands in."""
+    place: Any = Recipe
+    for key in loc[:-1]:
+        place = _mapping(get_args(place)[1] if get_origin(place) is dict else _fields(place)[key])
+    return list(get_args(get_args(place)[0]) if get_origin(place) is dict else _fields(place))
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Key of a model → type of its value."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _mapping(annotation: Any) -> Any:
+    """The model or the `dict` among the alternatives of an annotation; such an annotation has one of them."""
+    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next(
+        each
+        for each in alternatives
+        if get_origin(each) is dict or (isinstance(each, type) and issubclass(each, BaseModel))
+    )
+
+
+def _explain(error: Any, path: Path, lines: Lines) -> str:
+    """One of pydantic's errors in a recipe's own words."""
+    loc = tuple(part for part in error["loc"] if part != "[key]")
+    keys = tuple(str(part) for part in loc)
+    line = next((lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in lines), None)
+    where = f"{path}, line {line}" if line else "--set" if line == 0 else str(path)
+    key = ".".join(keys)
+    if error["type"] in {"extra_forbidden", "literal_error"} and (
+        error["type"] == "extra_forbidden" or error["loc"][-1] == "[key]"
+    ):
+        allowed = _allowed_keys(loc)
+        near = difflib.get_close_matches(keys[-1], allowed, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        if keys[-1] in Recipe.model_fields and len(keys) > 1:
+            hint = f"{keys[-1]} stands at the top of a recipe; "
+        return f"{where}: unknown key {key}: {hint}allowed here: {', '.join(allowed)}"
+    if error["type"] == "missing":
+        return f"{where}: {key} is missing"
+    if error["type"] == "model_type":
+        return f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {error['input']!r}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}: {key + ': ' if key else ''}{message}"
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}"

@@ -1,0 +1,35 @@
+"""Recipe files that tests write, and what the tests make of them."""
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe_file import load_recipe
+
+GOOD = """\
+version: 1
+name: mine
+ratio: 0.3
+spaces:
+  heads:
+    score: rcpu
+  mlp:
+    score: wanda-sp
+    compensation:
+      method: ridge
+      lambda: 0.1
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path, *args) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(str(path), *args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

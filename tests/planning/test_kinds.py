@@ -1,0 +1,62 @@
+"""What recipes may say of a space, asked of every kind there is."""
+
+from typing import get_args
+
+import pytest
+
+from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
+from ckpt_prune.compensation.methods import COLUMN_METHODS, LOGIT_METHODS
+from ckpt_prune.planning.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
+
+WISHES = {
+    ends: [
+        Wish(score, method, target, by_error)
+        for score in kind.scores
+        for method in kind.methods
+        for target in ("dense", "sequential", "drift")
+        for by_error in (False, True)
+    ]
+    for ends, kind in KINDS.items()
+}
+
+
+def test_every_end_has_a_kind_and_every_space_an_end():
+    assert set(KINDS) == set(get_args(Ends))
+    assert set(ENDS) == set(get_args(SpaceName))
+    assert {space: kind_of(space) for space in ENDS} == {space: KINDS[ends] for space, ends in ENDS.items()}
+
+
+def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_of_it():
+    assert set(TRAITS) == set(COLUMN_METHODS) | set(LOGIT_METHODS)
+    for kind in KINDS.values():
+        for name, traits in kind.methods.items():
+            own = (traits.needs_gram, traits.uses_strength, traits.adds_bias)
+            assert own == (TRAITS[name].needs_gram, TRAITS[name].uses_strength, TRAITS[name].adds_bias)
+
+
+def test_score_names_are_those_of_all_kinds_once():
+    assert sorted(SCORE_NAMES) == sorted({name for kind in KINDS.values() for name in kind.scores})
+
+
+@pytest.mark.parametrize("ends", KINDS)
+def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
+    kind = KINDS[ends]
+    for wish in WISHES[ends]:
+        score, traits = kind.scores[wish.score], kind.methods[wish.method]
+        assert kind.needs_moments(wish) == (score.needs_moments or wish.method != "none")
+        if ends == "columns":
+            assert (kind.gram_for(wish) is not None) == (
+                score.needs_gram or traits.needs_gram or wish.target == "drift"
+            )
+            assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set())
+        else:
+            assert kind.gram_for(wish) is None
+            assert kind.collects(wish) == ({"logits"} if kind.needs_moments(wish) or wish.by_error else set())
+
+
+def test_what_needs_a_gram_is_named_compensation_first():
+    columns = KINDS["columns"]
+    assert columns.gram_for(Wish("obs", "ridge", "drift", False)) == "compensation ridge"
+    assert columns.gram_for(Wish("obs", "bias", "drift", False)) == "score obs"
+    assert columns.gram_for(Wish("flap", "bias", "drift", False)) == "target drift"
+    assert columns.gram_for(Wish("flap", "bias", "sequential", False)) is None

@@ -1,0 +1,28 @@
+"""The plan of one site, as files have it."""
+
+import json
+
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.planning.plan import SitePlan
+
+VALUES = {
+    **{"block": 1, "space": "mlp", "consumer": "down.weight", "units": 2, "kept": [0], "scores": [2.0, 1.0]},
+    **{"method": "none"},
+}
+
+
+def test_a_site_without_an_expert_has_none_in_its_file():
+    plan = SitePlan.model_validate(VALUES)
+    assert plan.site == Site(1, "mlp")
+    assert "expert" not in json.loads(plan.model_dump_json())
+    assert "expert" not in plan.model_dump()
+    assert list(plan.model_dump())[:3] == ["block", "space", "consumer"]
+    assert list(plan.model_dump(exclude={"scores", "units"}))[:4] == ["block", "space", "consumer", "kept"]
+    assert SitePlan.model_validate(plan.model_dump()) == plan
+
+
+def test_a_site_of_an_expert_reads_back():
+    plan = SitePlan.model_validate(VALUES | {"expert": 3})
+    assert plan.site == Site(1, "mlp", 3)
+    assert SitePlan.model_validate_json(plan.model_dump_json()) == plan
+    assert json.loads(plan.model_dump_json())["expert"] == 3

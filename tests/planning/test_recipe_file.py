@@ -1,0 +1,294 @@
+"""Recipe files: mistakes are named by file, line and key, and keys can be set from outside."""
+
+import pytest
+
+from ckpt_prune.planning.recipe_file import load_recipe
+
+from .recipes import GOOD, refusal, write
+
+KEYS = (
+    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, "
+    "spaces, mask, rotation, recovery, export"
+)
+SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
+COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
+        ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
+        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, heads, mlp"),
+        (
+            "    compensation:",
+            "    compensate:",
+            9,
+            f"unknown key spaces.mlp.compensate: did you mean 'compensation'? allowed here: {SPACE_KEYS}",
+        ),
+        (
+            "lambda:",
+            "lamda:",
+            11,
+            f"unknown key spaces.mlp.compensation.lamda: did you mean 'lambda'? allowed here: {COMPENSATION_KEYS}",
+        ),
+        (
+            "ratio: 0.3",
+            "ratio: much",
+            3,
+            "ratio: input should be a valid number, unable to parse string as a number, got 'much'",
+        ),
+        ("ratio: 0.3", "ratio: 1", 3, "ratio: input should be less than 1, got 1"),
+        ("ratio: 0.3", "ratio: -0.1", 3, "ratio: input should be greater than or equal to 0, got -0.1"),
+        ("version: 1", "version: 2", 1, "version: input should be 1, got 2"),
+        (
+            "score: wanda-sp",
+            "score: wanda",
+            8,
+            "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
+            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, logit-energy",
+        ),
+        ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
+        (
+            "lambda: 0.1",
+            "lambda_grid: [0.1, 1.0]",
+            9,
+            "spaces.mlp.compensation: lambda_grid and lambda_by go together",
+        ),
+        ("    score: rcpu", "    ratio: 0.1", 5, "spaces.heads.score is missing"),
+    ],
+)
+def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, message):
+    assert GOOD.count(old) == 1
+    path = write(tmp_path, GOOD.replace(old, new))
+    assert refusal(path) == f"{path}, line {line}: {message}"
+
+
+RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out, patience, samples, seed"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  epoch: 2", f"unknown key recovery.epoch: did you mean 'epochs'? allowed here: {RECOVERY_KEYS}"),
+        ("  zzz: 2", f"unknown key recovery.zzz: allowed here: {RECOVERY_KEYS}"),
+        (
+            "  ratio: 0.5",
+            f"unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: {RECOVERY_KEYS}",
+        ),
+        ("  epochs: 0", "recovery.epochs: input should be greater than or equal to 1, got 0"),
+        ("  held_out: 0", "recovery.held_out: input should be greater than 0, got 0"),
+        ("  held_out: 1", "recovery.held_out: input should be less than 1, got 1"),
+        ("  lr: 0", "recovery.lr: input should be greater than 0, got 0"),
+        ("  lr: .nan", "recovery.lr: input should be a finite number, got nan"),
+        ("  lr: .inf", "recovery.lr: input should be a finite number, got inf"),
+        ("  samples: 1", "recovery.samples: input should be greater than or equal to 2, got 1"),
+        ("  seed: -1", "recovery.seed: input should be greater than or equal to 0, got -1"),
+        ("  only: heads", "recovery.only: input should be 'mlp' or 'attention', got 'heads'"),
+        ("  schedule: step", "recovery.schedule: input should be 'cosine' or 'constant', got 'step'"),
+        ("  layers: 5", "recovery.layers: input should be a valid string, got 5"),
+        ("  layers: '5'", "recovery.layers: '5' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+        ("  layers: a:b", "recovery.layers: 'a:b' is not a range of blocks: say A:B, such as 0:4, 4: or :4"),
+    ],
+)
+def test_a_mistake_in_recovery_is_named_by_its_key(tmp_path, text, message):
+    path = write(tmp_path, GOOD + f"recovery:\n{text}\n")
+    assert refusal(path) == f"{path}, line 13: {message}"
+
+
+EXPORT_KEYS = "task, opset, dtype, cache, optimize, tolerance, format, validate"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  dtyp: fp16", f"unknown key export.dtyp: did you mean 'dtype'? allowed here: {EXPORT_KEYS}"),
+        ("  dtype: int8", "export.dtype: input should be 'fp32' or 'fp16', got 'int8'"),
+        ("  format: gguf", "export.format: input should be 'onnx', got 'gguf'"),
+        ("  opset: 17", "export.opset: input should be greater than or equal to 18, got 17"),
+        ("  opset: 24", "export.opset: input should be less than or equal to 23, got 24"),
+        ("  optimize: tensorrt", "export.optimize: input should be 'cpu', 'cuda' or 'none', got 'tensorrt'"),
+        ("  cache: 3", "export.cache: input should be a valid boolean, unable to interpret input, got 3"),
+        ("  tolerance: 0", "export.tolerance: input should be greater than 0, got 0"),
+    ],
+)
+def test_a_mistake_in_export_is_named_by_its_key(tmp_path, text, message):
+    path = write(tmp_path, GOOD + f"export:\n{text}\n")
+    assert refusal(path) == f"{path}, line 13: {message}"
+
+
+def test_export_has_defaults_and_can_be_set_by_one_key(tmp_path):
+    found = load_recipe(str(write(tmp_path, GOOD)), ("export.format=onnx", "export.validate=false")).export
+    assert found is not None
+    assert found.model_dump(by_alias=True) == {
+        "task": "auto",
+        "opset": None,
+        "dtype": "fp32",
+        "cache": None,
+        "optimize": "none",
+        "tolerance": None,
+        "format": "onnx",
+        "validate": False,
+    }
+
+
+def test_a_recipe_without_export_keeps_the_digest_it_had_before_there_was_any(tmp_path):
+    plain = load_recipe(str(write(tmp_path, GOOD)))
+    assert "export" not in plain.canonical_json()
+    assert load_recipe(str(write(tmp_path, GOOD)), ("export.format=onnx",)).digest != plain.digest
+
+
+@pytest.mark.parametrize("value", ["true", "3", "[epochs]"])
+def test_recovery_is_a_mapping(tmp_path, value):
+    path = write(tmp_path, GOOD + f"recovery: {value}\n")
+    assert refusal(path).startswith(f"{path}, line 12: recovery: keys are expected ({RECOVERY_KEYS}), got ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            "allocation: across-layers\n",
+            "allocation across-layers gives every block its own widths, which no stock model can load: "
+            "say widths: per_layer to accept remote code, or allocation: uniform",
+        ),
+        (
+            "allocation: across-layers\nwidths: per_layer\ntarget: sequential\n",
+            "allocation across-layers compares all blocks before any is pruned: target: dense",
+        ),
+    ],
+)
+def test_contradictions_are_named(tmp_path, extra, message):
+    path = write(tmp_path, GOOD + extra)
+    assert refusal(path) == f"{path}: {message}"
+
+
+def test_every_mistake_is_in_the_one_line(tmp_path):
+    path = write(tmp_path, GOOD.replace("ratio: 0.3", "ratio: 3").replace("score: rcpu", "score: rcp"))
+    first, second = refusal(path).split("; ")
+    assert first == f"{path}, line 3: ratio: input should be less than 1, got 3"
+    assert second.startswith(f"{path}, line 6: spaces.heads.score: unknown score 'rcp': did you mean 'rcpu'?")
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    path = write(tmp_path, GOOD + "ratio: 0.5\n")
+    assert refusal(path) == f"{path}, line 12: ratio is given twice"
+    path = write(tmp_path, GOOD.replace("      lambda: 0.1", "      lambda: 0.1\n      lambda: 0.2"))
+    assert refusal(path) == f"{path}, line 12: spaces.mlp.compensation.lambda is given twice"
+
+
+def test_bad_yaml(tmp_path):
+    path = write(tmp_path, GOOD + "  : [\n")
+    assert refusal(path).startswith(f"{path} is not YAML: ")
+    assert "line 12" in refusal(path)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n- 2\n", "just text\n"])
+def test_not_a_mapping(tmp_path, text):
+    path = write(tmp_path, text)
+    assert refusal(path) == f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"
+
+
+def test_the_wrong_file(tmp_path):
+    path = write(tmp_path, "model_type: llama\nhidden_size: 16\n")
+    assert refusal(path) == f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"
+    path.write_bytes(b"\xff\xfe\x00binary")
+    assert refusal(path) == f"{path} cannot be read as text: a recipe is a YAML file"
+
+
+def test_code_in_yaml_is_not_run(tmp_path):
+    path = write(tmp_path, GOOD.replace("name: mine", "name: !!python/object/apply:os.getcwd []"))
+    assert refusal(path).startswith(f"{path} is not YAML: could not determine a constructor")
+
+
+def test_an_unknown_name():
+    message = refusal("rcup")
+    assert message.startswith(
+        "no recipe 'rcup': did you mean 'rcpu'? shipped are best, best-uniform, corp, corp-heads, corp-mlp, corp-qk, "
+    )
+    assert message.endswith("; or give a path to a .yaml file")
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("1E+2", 100.0), ("0.5", 0.5), ("2", 2.0), (".5", 0.5), ("1.e-2", 0.01)]
+)
+def test_numbers_on_the_command_line(text, value):
+    loaded = load_recipe("ridge", (f"spaces.mlp.compensation.lambda={text}",))
+    assert loaded.spaces["mlp"].compensation.strength == value
+    assert loaded.spaces["heads"].compensation.strength == 0.01
+
+
+def test_overrides_of_every_kind():
+    loaded = load_recipe(
+        "rcpu",
+        (
+            "target=dense",
+            "name=other",
+            "spaces.mlp.multiple_of=8",
+            "spaces.heads.compensation={method: grail, lambda: 1e-2}",
+        ),
+    )
+    assert (loaded.target, loaded.name, loaded.spaces["mlp"].multiple_of) == ("dense", "other", 8)
+    assert (loaded.spaces["heads"].compensation.method, loaded.spaces["heads"].compensation.lam) == ("grail", 0.01)
+    grid = load_recipe("ridge-folds", tuple(f"spaces.{s}.compensation.lambda_grid=[1e-3, 1]" for s in ("heads", "mlp")))
+    assert grid.spaces["mlp"].compensation.lambda_grid == [1e-3, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ratio", "--set ratio: expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("=1", "--set =1: expected key=value, for example spaces.mlp.ratio=0.3"),
+        ("ratio=[", "--set ratio=[: '[' is not a YAML value"),
+        ("ratio.x=1", "--set ratio.x=1: ratio holds a value, not keys"),
+    ],
+)
+def test_bad_overrides(tmp_path, override, message):
+    assert refusal(write(tmp_path, GOOD), (override,)) == message
+
+
+ALIASED = """\
+version: 1
+name: mine
+spaces:
+  heads: &both
+    score: rcpu
+    ratio: 0.4
+    compensation: {method: ridge, lambda: 0.1}
+  mlp: *both
+"""
+
+
+def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
+    changes = ("spaces.mlp.ratio=0.7", "spaces.mlp.compensation.lambda=2", "spaces.mlp.multiple_of=4")
+    found = load_recipe(str(write(tmp_path, ALIASED)), changes).spaces
+    assert [(own.ratio, own.compensation.strength, own.multiple_of) for own in found.values()] == [
+        (0.4, 0.1, 1),
+        (0.7, 2, 4),
+    ]
+    merged = ALIASED.replace("mlp: *both", "mlp: {<<: *both, score: wanda-sp}")
+    found = load_recipe(str(write(tmp_path, merged)), changes).spaces
+    assert [own.compensation.strength for own in found.values()] == [0.1, 2]
+
+
+def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
+    path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
+    assert refusal(path) == (
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, heads, mlp; "
+        f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
+    )
+
+
+def test_an_override_with_an_unknown_key_is_refused():
+    message = refusal("rcpu", ("spaces.mlp.ration=0.5",))
+    assert message.endswith(f"unknown key spaces.mlp.ration: did you mean 'ratio'? allowed here: {SPACE_KEYS}")
+
+
+def test_the_ratio_option_replaces_every_ratio(tmp_path):
+    path = write(tmp_path, GOOD.replace("    score: rcpu", "    score: rcpu\n    ratio: 0.9"))
+    loaded = load_recipe(str(path), (), 0.4)
+    assert [loaded.ratio_of("heads"), loaded.ratio_of("mlp")] == [0.4, 0.4]
+    assert "ratio: input should be less than 1" in refusal(path, (), 1.0)
