@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.rotations.importance import Backbone, Side, Term, sensitivity
+from ckpt_prune.rotations.importance import Side, Term, sensitivity
+from ckpt_prune.planning.names import Backbone
 
 BACKBONES: tuple[Backbone, ...] = ("magnitude", "wanda", "sparsegpt")
 DAMP = 0.01

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.benchmark.workload import Phase, Workload
+from ckpt_prune.benchmark.messages import Phase
+from ckpt_prune.benchmark.workload import Workload
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of

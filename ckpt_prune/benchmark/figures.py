@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ckpt_prune.benchmark.costs import Costs
-from ckpt_prune.benchmark.worker import Runtime, Seat, Timing
-from ckpt_prune.benchmark.workload import Phase, Workload
+from ckpt_prune.benchmark.messages import Phase, Runtime, Seat, Timing
+from ckpt_prune.benchmark.workload import Workload
 
 Label = Literal["A", "B"]
 

@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from ckpt_prune.benchmark.worker import Failure, Memory, Ready, Seat, Timing, serve
+from ckpt_prune.benchmark.messages import Failure, Memory, Ready, Seat, Timing
+from ckpt_prune.benchmark.worker import serve
+from ckpt_prune.benchmark.workload import Workload
 from ckpt_prune.errors import UserError
-
-if TYPE_CHECKING:
-    from ckpt_prune.benchmark.workload import Workload
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ class Worker:
         """
         return self._receive(Ready)
 
-    def time(self, workload: "Workload") -> Timing:
+    def time(self, workload: Workload) -> Timing:
         """Have it run a workload once."""
         self._send(workload)
         timing: Timing = self._receive(dict)

@@ -13,8 +13,8 @@ import torch
 from ckpt_prune.benchmark.costs import Costs, costs_of, weights_bytes
 from ckpt_prune.benchmark.entrants import Entrant, GraphWish, Say, open_entrant, scratch_folder, with_graph
 from ckpt_prune.benchmark.figures import Label, Machine, Result, Run, blocks_of
+from ckpt_prune.benchmark.messages import Memory, Ready, Seat, Timing
 from ckpt_prune.benchmark.pool import workers
-from ckpt_prune.benchmark.worker import Memory, Ready, Seat, Timing
 from ckpt_prune.benchmark.workload import SEED, Workload, choose_workloads
 from ckpt_prune.errors import UserError
 from ckpt_prune.export.folder import graph_bytes

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt_prune.benchmark.worker import Runtime, Seat, Timing
+from ckpt_prune.benchmark.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmark.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.export.session import OnnxModel, Provider, complete, next_cache

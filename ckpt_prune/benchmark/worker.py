@@ -7,69 +7,11 @@ import contextlib
 import os
 import signal
 import warnings
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.benchmark.memory import peak, resident
+from ckpt_prune.benchmark.messages import Failure, Memory, Ready, Seat
 from ckpt_prune.errors import UserError
-
-if TYPE_CHECKING:
-    from ckpt_prune.benchmark.workload import Phase
-
-Runtime = Literal["PyTorch", "onnxruntime"]
-Timing = dict["Phase", list[float]]
-"""Phase → seconds of each of its timings: one, or in decode one per step."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """What one process runs."""
-
-    label: Literal["A", "B"]
-    model: str
-    """As the user named it."""
-    runtime: Runtime
-    folder: str
-    """Of the checkpoint, or of the graph."""
-    device: str
-    """As torch names it: cpu, cuda or cuda:1."""
-    threads: int
-    dtype: Literal["fp32", "fp16"]
-    """That PyTorch computes in; a graph has its own."""
-    trust: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.model} in {self.runtime}"
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A model is loaded."""
-
-    device: str
-    """Where it runs, named in the same way."""
-    note: str | None
-    """Why that is not what was asked for."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes; None where the system does not say."""
-
-    base: int | None
-    """Resident before the model was loaded: the interpreter and libraries."""
-    peak: int | None
-    """Largest resident size, the base included."""
-    gpu: int | None
-    """Most that PyTorch had allocated on the GPU."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a process gave up, in one line."""
-
-    reason: str
 
 
 def serve(connection: Connection, seat: Seat) -> None:

@@ -8,14 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ckpt_prune.benchmark.messages import Phase
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import config_of, read_config
 from ckpt_prune.export.manifest import Manifest
 from ckpt_prune.export.tasks import chosen_task
 from ckpt_prune.export.tracing import image_size
 from ckpt_prune.planning.export_recipe import TaskName
-
-Phase = Literal["prefill", "decode", "forward"]
 
 TOKENS, STEPS = 128, 16
 """Where none are asked for, and the context has room: tokens of a text, and tokens generated after it."""

@@ -1,19 +1,17 @@
 """The parts of a recipe that zero single weights: the mask, and the importance rotations learned before it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from ckpt_prune.planning import names
 from ckpt_prune.planning.fields import OneOf, Strict
-from ckpt_prune.rotations.importance import Backbone
-from ckpt_prune.rotations.orthogonal import METHODS as RETRACTIONS
-from ckpt_prune.rotations.orthogonal import MethodName
+from ckpt_prune.planning.names import Backbone, RotationKind
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.masks import Compare
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, GroupPattern, parse_pattern
 
-RotationKind = Literal["per-layer", "shared", "values"]
-RetractionName = Annotated[MethodName, OneOf("retraction", RETRACTIONS)]
+RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(names.RetractionName))]
 
 
 class MaskRecipe(Strict):

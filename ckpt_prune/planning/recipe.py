@@ -12,10 +12,10 @@ from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict
 from ckpt_prune.planning.kinds import Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
+from ckpt_prune.planning.names import Backbone
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.planning.space_recipe import SpaceRecipe
-from ckpt_prune.rotations.importance import Backbone
 from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 

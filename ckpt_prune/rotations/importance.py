@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.names import Backbone
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
 
-Backbone = Literal["magnitude", "wanda", "sparsegpt"]
 Side = Literal["residual", "heads"]
 
 _STRIP = 1024

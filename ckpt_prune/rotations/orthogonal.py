@@ -13,12 +13,12 @@ Both start anywhere, take leading batch dimensions, and are given the plain grad
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-MethodName = Literal["cayley", "qr"]
+from ckpt_prune.planning.names import RetractionName
 
 MOMENTUM, SQUARES, EPSILON = 0.9, 0.999, 1e-8
 """Adam's usual constants, for both methods."""
@@ -143,7 +143,7 @@ class Method:
     decays: bool
 
 
-METHODS: dict[MethodName, Method] = {
+METHODS: dict[RetractionName, Method] = {
     "cayley": Method(CayleyRotator, 0.05, decays=True),
     "qr": Method(QRRotator, 0.01, decays=False),
 }
@@ -204,7 +204,9 @@ def _with_axis(inner: Tensor) -> Tensor:
     return whole
 
 
-def rotator(method: MethodName, start: Tensor, *, clip: float | None = 1.0, preserve: Tensor | None = None) -> Rotator:
+def rotator(
+    method: RetractionName, start: Tensor, *, clip: float | None = 1.0, preserve: Tensor | None = None
+) -> Rotator:
     """A rotator at a start.
 
     Args:

@@ -13,7 +13,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.mask_recipe import RotationKind
+from ckpt_prune.planning.names import RotationKind
 from ckpt_prune.rotations.folding import fused, residual_of, turned
 
 Added = dict[str, tuple[str, tuple[int, ...]]]

@@ -7,16 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ckpt_prune.rotations.importance import Backbone, Term, objective
-from ckpt_prune.rotations.orthogonal import (
-    METHODS,
-    MethodName,
-    Rotator,
-    identity,
-    near_identity,
-    orthonormalised,
-    rotator,
-)
+from ckpt_prune.planning.names import Backbone, RetractionName
+from ckpt_prune.rotations.importance import Term, objective
+from ckpt_prune.rotations.orthogonal import METHODS, Rotator, identity, near_identity, orthonormalised, rotator
 
 Progress = Callable[[int, float], None]
 """Told the step and its entropy."""
@@ -41,7 +34,7 @@ class Training:
     """
 
     steps: int = 200
-    method: MethodName = "cayley"
+    method: RetractionName = "cayley"
     learning_rate: float | None = None
     patience: int = 100
     tolerance: float = 1e-4

@@ -24,7 +24,7 @@ from ckpt_prune.containers.container import Container, stored_container
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ELSEWHERE, REPORT, ROTATIONS
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.mask_recipe import RotationKind
+from ckpt_prune.planning.names import RotationKind
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.record import recovery_record

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from ckpt_prune.benchmark.worker import Failure, Memory, Ready
+from ckpt_prune.benchmark.messages import Failure, Memory, Ready
 
 
 def obliging(connection, seat):

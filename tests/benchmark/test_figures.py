@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ckpt_prune.benchmark.costs import Costs
 from ckpt_prune.benchmark.figures import blocks_of, percentile
-from ckpt_prune.benchmark.worker import Seat
+from ckpt_prune.benchmark.messages import Seat
 from ckpt_prune.benchmark.workload import Workload
 
 SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40)

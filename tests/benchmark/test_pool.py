@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.benchmark import pool
+from ckpt_prune.benchmark.messages import Memory, Ready, Seat
 from ckpt_prune.benchmark.pool import Worker, how_it_ended, workers
-from ckpt_prune.benchmark.worker import Memory, Ready, Seat
 from ckpt_prune.errors import UserError
 from tests.benchmark import targets
 
@@ -135,7 +135,7 @@ def test_none_is_left_where_the_second_cannot_start(monkeypatch):
 
 SCRIPT = """
 from ckpt_prune.benchmark.pool import workers
-from ckpt_prune.benchmark.worker import Seat
+from ckpt_prune.benchmark.messages import Seat
 from tests.benchmark.targets import waiting
 seat = Seat("A", "tiny", "PyTorch", "tiny", "cpu", 1, "fp32")
 with workers([seat, seat], waiting) as started:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ckpt_prune.benchmark import runners
+from ckpt_prune.benchmark.messages import Seat
 from ckpt_prune.benchmark.runners import OnnxRunner, TorchRunner
-from ckpt_prune.benchmark.worker import Seat
 from ckpt_prune.benchmark.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.export.session import OnnxModel, Session

@@ -1,0 +1,10 @@
+"""Names that recipes use and that the rooms of masks and rotations share."""
+
+from typing import Literal
+
+Backbone = Literal["magnitude", "wanda", "sparsegpt"]
+"""Whose importance of single weights: a mask's, or the one that rotations concentrate."""
+RotationKind = Literal["per-layer", "shared", "values"]
+"""Which importance rotations there are: one R1 for every block, one for all blocks, or R2 alone."""
+RetractionName = Literal["cayley", "qr"]
+"""How a matrix is kept orthogonal while it is learned."""
