@@ -1,6 +1,8 @@
 """Tiny random checkpoints of every family, and jobs on them."""
 
 import copy
+import json
+import tempfile
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.architectures.family import Family, load_family
+from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import measure
@@ -95,6 +98,13 @@ def make(folder: Path, variant: str = "llama", *, dtype: torch.dtype = torch.flo
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def model_of(raw: dict[str, Any]) -> Model:
+    """A model that is only a config."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        return Model.of(checkpoint_of_config(Path(folder)))
 
 
 def windows(count: int = 8, length: int = 24, seed: int = 5) -> Tensor:

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ckpt_prune.transform.sites import unit_columns
 
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.images import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.moments import Moments
@@ -34,10 +33,11 @@ from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.budgets import at_size
 from ckpt_prune.transform.effects import measure_effects
-from ckpt_prune.transform.request import LiveSamples
-from tests.families import prune
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from ckpt_prune.transform.solvers.columns import unit_columns
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
@@ -145,8 +145,7 @@ class Entrants:
     scratch: Path
 
     def __post_init__(self) -> None:
-        self.checkpoint = Checkpoint.open(self.bench.folder)
-        self.family = fitting_family(self.checkpoint)
+        self.model = Model.open(self.bench.folder)
         self.samples = self.bench.samples(self.count)
         self.folds = min(4, self.count)
         self._statistics: Statistics | None = None
@@ -159,21 +158,19 @@ class Entrants:
             start = time.monotonic()
             run = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
             found = measure(
-                self.checkpoint,
-                self.family,
+                self.model,
                 self.samples,
                 self.scratch / f"statistics-{self.count}",
                 seed=0,
                 folds=self.folds,
-                collect=everything(self.family),
+                collect=everything(self.model),
                 **run,  # type: ignore[arg-type]
             )
             effects = measure_effects(
-                self.checkpoint,
-                self.family,
+                self.model,
                 found,
                 self.samples,
-                spaces=list(self.family.spaces),
+                spaces=list(self.model.family.spaces),
                 **run,  # type: ignore[arg-type]
             )
             self._statistics = with_effects(found, effects)
@@ -189,15 +186,15 @@ class Entrants:
         statistics = self.statistics if dense and loaded.needs_moments else None
         start = time.monotonic()
         out = self.scratch / "out"
-        job = at_size(Job(self.checkpoint, loaded, statistics, live))
-        report = prune(job, out, overwrite=True)
+        done = run(settle(Request(self.model, loaded, statistics, live)), out, overwrite=True)
+        report = done.report
         seconds = time.monotonic() - start
         held_out = [s["error_held_out"] for s in report["sites"] if s["error_held_out"] is not None]
         return {
             **self.bench.score(out),
             "parameters": report["after"]["parameters"],
             "seconds": round(seconds, 2),
-            "widths": [dict(w) for w in job.widths],
+            "widths": [dict(w) for w in done.settled.widths],
             "chosen": [
                 [s["block"], s["space"], s["method"], s["strength"], s["share"], s["error_held_out"]]
                 for s in report["sites"]
@@ -217,7 +214,7 @@ def cells(args: argparse.Namespace, entrants: Entrants) -> Iterable[tuple[str, s
         anywhere = ("container=any",)
         for recipe in (*PUBLISHED, *OURS):
             yield recipe, recipe, anywhere, ratio, ""
-        if entrants.family.logits is not None:
+        if entrants.model.family.logits:
             yield "corp", "corp", anywhere, ratio, ""
             yield "corp-mlp", "corp-mlp", anywhere, ratio, ""
             yield "best @ corp", "best", anywhere, ratio, "corp"
@@ -253,12 +250,11 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
     `best` on the dense cache with one ratio everywhere: the error of a written consumer on the moments of the held-out
     samples, beside the one that cross-validation on the calibration samples said.
     """
-    checkpoint = Checkpoint.open(bench.folder)
-    family = fitting_family(checkpoint)
+    model = Model.open(bench.folder)
+    checkpoint = model.checkpoint
     with tempfile.TemporaryDirectory() as scratch:
         fresh = measure(
-            checkpoint,
-            family,
+            model,
             bench.fresh(),
             Path(scratch) / "fresh",
             seed=0,
@@ -273,7 +269,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
             for ratio in args.ratios:
                 loaded = load_recipe("best", (*UNIFORM, "target=dense", "container=any"), ratio)
                 out = Path(scratch) / "out"
-                report = prune(Job(checkpoint, loaded, entrants.statistics), out, overwrite=True)
+                report = run(settle(Request(model, loaded, entrants.statistics)), out, overwrite=True).report
                 written = Checkpoint.open(out)
                 for site in report["sites"]:
                     if site["error_held_out"] is None:

@@ -10,13 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
@@ -27,7 +25,8 @@ from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.request import LiveSamples
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.settle import settle
 from tests.families import prune
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
@@ -52,9 +51,7 @@ class Pixels:
 
 
 def images(folder: Path, files: ImageFiles) -> Pixels:
-    checkpoint = Checkpoint.open(folder)
-    tokens = partial(fitting_family(checkpoint).image_tokens, parse_config(checkpoint.config))
-    return Pixels(ImageSamples(files, load_processor(folder), tokens=tokens))
+    return Pixels(ImageSamples(files, load_processor(folder), tokens=Model.open(folder).image_tokens))
 
 
 @torch.inference_mode()
@@ -85,23 +82,21 @@ def wanted(target: str, ratio: float, *, compensate: bool, container: str = "any
 def pruned(folder: Path, recipe: Recipe, statistics: Statistics) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        prune(Job(Checkpoint.open(folder), recipe, statistics), out)
+        prune(settle(Request(Model.open(folder), recipe, statistics)), out)
         yield out
 
 
 @contextmanager
 def measured(folder: Path, samples: Samples, folds: int = 1) -> Iterator[Statistics]:
-    checkpoint = Checkpoint.open(folder)
-    family = fitting_family(checkpoint)
+    model = Model.open(folder)
     with tempfile.TemporaryDirectory() as scratch:
         yield measure(
-            checkpoint,
-            family,
+            model,
             samples,
             Path(scratch) / "statistics",
             seed=0,
             folds=folds,
-            collect=everything(family),
+            collect=everything(model),
             device=torch.device("cpu"),
             compute_dtype=torch.float32,
         )
@@ -155,7 +150,7 @@ def sequential(data: Path) -> None:
                 if live is not None:
                     recipe = recipe.model_copy(update={"target": "sequential"})
                 out = Path(scratch) / f"{ratio}-{live is not None}"
-                prune(Job(Checkpoint.open(folder), recipe, None if live else statistics, live), out)
+                prune(settle(Request(Model.open(folder), recipe, None if live else statistics, live)), out)
                 cells.append(compare(logits(out, held_out), dense, held_out.labels))
             (t0, _, k0), (t1, _, k1) = cells
             print(f"| {ratio:.0%} | {t0:.1%} | {t1:.1%} | {k0:.2f} | {k1:.2f} |", flush=True)
@@ -251,7 +246,7 @@ def speed(data: Path) -> None:
     with measured(folder, few) as statistics:
         for target, ratio in (("MLP", 0.5), ("Q/K", 0.5), ("joint", 0.3), ("joint", 0.5)):
             recipe = wanted(target, ratio, compensate=True)
-            job = Job(Checkpoint.open(folder), recipe, statistics)
+            job = settle(Request(Model.open(folder), recipe, statistics))
             flops["dense"], flops[f"{target} {ratio:.0%}"] = job.before.flops, job.output.cost.flops
             with pruned(folder, recipe, statistics) as out:
                 models[f"{target} {ratio:.0%}"] = load_model(out, device="cpu")

@@ -17,16 +17,16 @@ from unittest import mock
 import torch
 from bench_perplexity import SHARED, Subject, subjects, windows_of
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations import learning as rotations
-from ckpt_prune.transform.measuring import measured
-from ckpt_prune.transform.request import LiveSamples
-from tests.families import prune
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 PATTERNS = ("50 %", "2:4", "4:8")
@@ -68,7 +68,7 @@ class Remembered:
 
 def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> None:
     calibration, held_out = windows_of(subject, args.samples, args.windows, "random")
-    checkpoint = Checkpoint.open(subject.folder)
+    model = Model.open(subject.folder)
     device = torch.device(args.device)
     learned: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {}
 
@@ -96,18 +96,16 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     live = LiveSamples(TokenWindows(calibration), 1, torch.float32) if recipe.needs_moments else None
                     one, all_ = learned.setdefault((method, kind), ([], []))
                     start = time.monotonic()
-                    wanted = Job(checkpoint, recipe, live=live, device=device)
                     try:
-                        wanted.check()
+                        settled = settle(Request(model, recipe, live=live, device=device))
                     except UserError as error:
                         print(f"{key}: {error}", flush=True)
                         continue
                     with (
                         mock.patch.object(rotations, "learn", Remembered(rotations.learn, one)),
                         mock.patch.object(rotations, "learn_shared", Remembered(rotations.learn_shared, all_)),
-                        measured(wanted, Path(scratch)) as job,
                     ):
-                        report = prune(job, Path(scratch) / "out", overwrite=True)
+                        report = run(settled, Path(scratch) / "out", overwrite=True).report
                     note: dict[str, Any] = {"method": method, "pattern": pattern, "rotation": kind}
                     note["seconds"] = round(time.monotonic() - start, 1)
                     if report["rotation"]:

@@ -10,12 +10,13 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import (
@@ -25,14 +26,14 @@ from ckpt_prune.calibration.text import (
     read_text,
     token_stream,
 )
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
-from ckpt_prune.transform.request import LiveSamples
-from tests.families import prune
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -78,7 +79,7 @@ def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> t
 
 def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> None:
     calibration, held_out = windows_of(subject, args.samples, args.windows, args.choose)
-    checkpoint = Checkpoint.open(subject.folder)
+    model = Model.open(subject.folder)
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as scratch:
         statistics = None
@@ -100,14 +101,13 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
             if recipe_name == "dense":
                 out = subject.folder
             else:
-                job = Job(checkpoint, recipe, live=live, device=device)
+                request = Request(model, recipe, live=live, device=device)
                 if target == "dense cache" and recipe.needs_moments:
                     if recipe.perplexity_grid:
-                        job = Job(checkpoint, recipe.model_copy(update={"target": "dense"}), live=live, device=device)
+                        request = replace(request, recipe=recipe.model_copy(update={"target": "dense"}))
                     if statistics is None:
                         statistics = measure(
-                            checkpoint,
-                            job.model.family,
+                            model,
                             TokenWindows(calibration),
                             Path(scratch) / "statistics",
                             seed=0,
@@ -116,10 +116,10 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                             device=device,
                             compute_dtype=torch.float32,
                         )
-                    job = Job(checkpoint, job.recipe, statistics, job.request.live, device)
+                    request = replace(request, statistics=statistics)
                     if recipe.target == "sequential" and not recipe.perplexity_grid:
-                        job = Job(checkpoint, recipe, statistics, None, device)
-                report = prune(job, out, overwrite=True)
+                        request = replace(request, live=None)
+                report = run(settle(request), out, overwrite=True).report
                 note = {
                     "parameters": report["after"]["parameters"],
                     "container": report["container"]["model_type"],

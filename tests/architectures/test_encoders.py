@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import family_of, load_family
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_source
@@ -36,9 +37,9 @@ def folders(tmp_path_factory):
 
 
 def refusal(folder) -> str:
-    checkpoint = Checkpoint.open(folder)
+    model = Model.open(folder)
     with pytest.raises(UserError) as caught:
-        check_source(checkpoint, fitting_family(checkpoint))
+        check_source(model)
     return str(caught.value)
 
 
@@ -49,9 +50,9 @@ def test_checkpoints_have_the_published_names(folders, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_class_that_holds_every_tensor_is_found(folders, variant):
-    checkpoint = Checkpoint.open(folders[variant])
-    family = fitting_family(checkpoint)
-    check_source(checkpoint, family)
+    model = Model.open(folders[variant])
+    check_source(model)
+    family = model.family
     assert family.architecture == VARIANTS[variant].architecture
     assert family.block == VARIANTS[variant].disk["block"].replace("{}", "{block}")
     assert family.modality == ("image" if VARIANTS[variant].vision else "text")
@@ -79,13 +80,12 @@ def test_the_description_names_the_tensors_of_every_space(folders, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_units_and_columns(folders, variant):
-    checkpoint, chosen = Checkpoint.open(folders[variant]), VARIANTS[variant]
-    family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
-    assert {s: family.units(config, s) for s in ("qk", "heads", "mlp")} == {"qk": 4, "heads": 4, "mlp": chosen.mlp}
-    assert {s: family.unit_columns(config, s) for s in ("qk", "heads", "mlp")} == {"qk": 1, "heads": 4, "mlp": 1}
+    model, chosen = Model.open(folders[variant]), VARIANTS[variant]
+    assert {s: model.units(s) for s in ("qk", "heads", "mlp")} == {"qk": 4, "heads": 4, "mlp": chosen.mlp}
+    assert {s: model.unit_columns(s) for s in ("qk", "heads", "mlp")} == {"qk": 1, "heads": 4, "mlp": 1}
     for space in ("heads", "mlp"):
-        columns = checkpoint.tensors[chosen.tensor(0, space)].shape[1]
-        assert family.units(config, space) * family.unit_columns(config, space) == columns
+        columns = model.checkpoint.tensors[chosen.tensor(0, space)].shape[1]
+        assert model.units(space) * model.unit_columns(space) == columns
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -157,7 +157,7 @@ def test_position_indices_are_no_weights(tmp_path):
     folder = make(tmp_path / "m", "bert-old-names")
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.tensors["bert.embeddings.position_ids"].dtype == torch.int64
-    check_source(checkpoint, fitting_family(checkpoint))
+    check_source(Model.of(checkpoint))
     name = "bert.encoder.layer.0.output.dense.weight"
     edit_files(folder, lambda tensors, config: tensors | {name: tensors[name].to(torch.int64)})
     assert refusal(folder) == f"{name} is torch.int64: only bfloat16, float16 and float32 checkpoints can be pruned"
@@ -176,9 +176,9 @@ def test_a_config_without_architectures(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config.pop("architectures")
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoint = Checkpoint.open(folder)
-    check_source(checkpoint, fitting_family(checkpoint))
-    assert fitting_family(checkpoint).architecture == "ViTModel"
+    model = Model.open(folder)
+    check_source(model)
+    assert model.family.architecture == "ViTModel"
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "dinov2", "opt", "bert"])
@@ -202,4 +202,4 @@ def test_dinov2_widths_are_those_of_its_class():
                 width = Names(build_skeleton(config, "Dinov2Model")).shape(
                     f"encoder.layer.0.mlp.{'weights_out' if swiglu else 'fc2'}.weight"
                 )[1]
-                assert family.mlp_width(hidden, ratio) == width
+                assert family.multiples["mlp"].width(hidden, ratio) == width

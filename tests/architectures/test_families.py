@@ -17,7 +17,7 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from tests.families import BLOCKS, SIZES, VARIANTS, make, stock
+from tests.families import BLOCKS, SIZES, VARIANTS, make, model_of, stock
 
 KNOWN = "bert, deit, dinov2, llama, mistral, opt, qwen2, qwen3, seed_oss, vit"
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "seed_oss"]
@@ -60,7 +60,7 @@ def test_named_modules_exist(name):
         skeleton.get_submodule(path)
     names = set(skeleton.state_dict())
     for space in family.spaces.values():
-        for module in (*space.producers, space.consumer):
+        for module in (*space.readers, space.consumer):
             assert {family.tensor(block, module) for block in range(BLOCKS)} <= names
     prefixes = tuple(family.block.format(block=block) for block in range(BLOCKS))
     outside = {name for name in names if not name.startswith(prefixes)}
@@ -69,35 +69,36 @@ def test_named_modules_exist(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_and_columns_are_counted_in_units(name):
-    family, config = load_family(name), config_of(name)
-    shapes = shapes_of(config)
+    family, model = load_family(name), model_of({"model_type": name, **UNEQUAL})
+    shapes = shapes_of(config_of(name))
     for key, space in family.spaces.items():
-        units = family.units(config, key)
+        units = model.units(key)
         assert units == {"heads": 2, "mlp": 22}[key]
-        assert shapes[family.tensor(1, space.consumer)][1] == units * family.unit_columns(config, key)
-        assert set(space.producers) == set(ROWS_PER_UNIT[key])
-        for module, stacked in space.producers.items():
-            assert stacked == 1
-            assert shapes[family.tensor(1, module)][0] == units * ROWS_PER_UNIT[key][module]
+        assert shapes[family.tensor(1, space.consumer)][1] == units * model.unit_columns(key)
+        assert set(space.readers) == set(ROWS_PER_UNIT[key])
+        for incidence in space.rows:
+            assert incidence.copies == 1
+            assert shapes[family.tensor(1, incidence.module)][0] == units * ROWS_PER_UNIT[key][incidence.module]
 
 
 @pytest.mark.parametrize("kept", [1, 2])
 @pytest.mark.parametrize("key", ["heads", "mlp"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_config_keys_change_the_widths_of_their_space_and_nothing_else(name, key, kept):
-    family, config = load_family(name), config_of(name)
-    space, dense = family.spaces[key], shapes_of(config)
-    changes = {k: kept * family.per_unit(config, factors) for k, factors in space.config.items()}
+    family, model = load_family(name), model_of({"model_type": name, **UNEQUAL})
+    space, dense = family.spaces[key], shapes_of(model.config)
+    changes = model.config_values({key: kept})
+    assert changes.keys() == space.config.keys()
     pruned = shapes_of(config_of(name, **changes))
     expected = dict(dense)
     for block in range(BLOCKS):
-        for module in space.producers:
+        for module in space.readers:
             for kind in ("weight", "bias"):
                 tensor = family.tensor(block, module, kind)
                 if tensor in expected:
                     expected[tensor] = (kept * ROWS_PER_UNIT[key][module], *expected[tensor][1:])
         tensor = family.tensor(block, space.consumer)
-        expected[tensor] = (expected[tensor][0], kept * family.unit_columns(config, key))
+        expected[tensor] = (expected[tensor][0], kept * model.unit_columns(key))
     assert pruned == expected
 
 
@@ -189,7 +190,7 @@ def test_a_missing_dimension_is_named():
     ],
 )
 def test_whether_attention_is_windowed(name, changes, windowed):
-    assert load_family(name).uses_sliding_window(config_of(name, **changes)) is windowed
+    assert model_of({"model_type": name, **UNEQUAL, **changes}).uses_sliding_window is windowed
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

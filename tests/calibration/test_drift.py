@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration import streams
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.drift import observe_drift
@@ -39,9 +38,7 @@ def twins(tmp_path_factory):
 
 def stream_of(pair: Twins, tensors, *, folds: int = FOLDS, samples=None) -> HiddenStream:
     """In float64, at the first block."""
-    factory = BlockFactory(
-        pair.family, parse_config(pair.checkpoint.config), device=torch.device("cpu"), dtype=torch.float64
-    )
+    factory = BlockFactory(pair.model, device=torch.device("cpu"), dtype=torch.float64)
     read = lambda names: {name: tensors[name] for name in names}  # noqa: E731
     return HiddenStream(factory, list(tensors), read, samples or pair.data, folds=folds)
 
@@ -78,7 +75,9 @@ def test_the_mlp_is_measured_on_its_own_blocks_pruned_attention(twins, variant):
     """In the first block: nothing before it is pruned, so all drift is that of the attention."""
     pair, site = twins(variant), drift.SITES[VARIANTS[variant]]["mlp"]
     altered, pruned = pair.pruned(), pair.dense()
-    attention = {pair.family.tensor(0, m, kind) for m in pair.family.modules("heads") for kind in ("weight", "bias")}
+    attention = {
+        pair.family.tensor(0, m, kind) for m in pair.family.spaces["heads"].modules for kind in ("weight", "bias")
+    }
     changed = {name: tensor for name, tensor in laco.taken(altered, 0).items() if name in attention}
     assert changed
     laco.put(pruned, 0, changed)

@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.calibration.measure import add, linear_widths, statistics_bytes
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.measure import add, statistics_bytes
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import INDEX, Statistics, add_block, check_addable
 from ckpt_prune.calibration.streams import fold_slices
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from tests import families
 from tests.encoders import calibrate
@@ -58,12 +56,12 @@ def test_every_input_is_that_of_the_whole_model(dense, tmp_path, variant):
     sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
     seen = model.tokens(data, sites)
     per_sample = {site: len(tokens) // len(data) for site, tokens in seen.items()}
-    family = fitting_family(Checkpoint.open(folder))
-    source = CachedMoments(statistics, family)
+    opened = Model.open(folder)
+    source = CachedMoments(statistics, opened)
     for block in range(BLOCKS):
         prefix = model.prefix.format(block)
         firsts = [group[0].disk for group in model.inputs]
-        consumers = {space.consumer for space in family.columns.values()}
+        consumers = {space.consumer for space in opened.family.columns.values()}
         names = {f"{prefix}{first}.weight{'' if first in consumers else '/input'}" for first in firsts}
         assert statistics.block(block).keys() == names
         found = source.moments(block, {}, firsts)
@@ -90,15 +88,14 @@ def test_vectors_alone(dense, tmp_path):
 def test_the_size_is_known_before(dense, tmp_path, collect):
     """Of the tensors; headers come on top."""
     folder = dense.folder("opt")
-    checkpoint, data = Checkpoint.open(folder), data_of("opt")
-    family = fitting_family(checkpoint)
-    expected = statistics_bytes(family, checkpoint, collect=collect, folds=2, samples=len(data))
+    model, data = Model.open(folder), data_of("opt")
+    expected = statistics_bytes(model, collect=collect, folds=2, samples=len(data))
     statistics = calibrate(folder, tmp_path / "statistics", data, folds=2, collect=collect)
     tensors = 0
     for name in statistics.index.files:
         raw = (statistics.folder / name).read_bytes()
         tensors += len(raw) - 8 - int.from_bytes(raw[:8], "little")
-    counts = BLOCKS * len(family.inputs) * 2 * 8
+    counts = BLOCKS * len(model.family.inputs) * 2 * 8
     assert tensors == expected + counts
 
 
@@ -172,9 +169,7 @@ def test_a_damaged_input_is_named(dense, tmp_path):
 
 def test_widths(dense):
     """The first of those that read one input, all as wide as the residual stream."""
-    checkpoint = Checkpoint.open(dense.folder("opt"))
-    family = fitting_family(checkpoint)
-    assert linear_widths(family, parse_config(checkpoint.config)) == {
+    assert Model.open(dense.folder("opt")).linear_widths == {
         "model.decoder.layers.{block}.self_attn.q_proj.weight/input": 16,
         "model.decoder.layers.{block}.fc1.weight/input": 16,
     }

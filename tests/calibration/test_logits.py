@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_prune.calibration.logits import LogitMoments, packed_positions, packed_width, smaller_form, total
+from ckpt_prune.calibration.logits import LogitMoments, packed_positions, packed_width, smaller_form
+from ckpt_prune.calibration.moments import total
 from tests.oracles import logits as oracle
 
 HEADS, DIM = 3, 4

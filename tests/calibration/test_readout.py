@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration import readout as module
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.readout import Readout, kl_divergence, relative_error
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -46,7 +44,7 @@ def made(folder: Path, variant: str) -> tuple[Checkpoint, PreTrainedModel]:
 
 
 def factory_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> BlockFactory:
-    return BlockFactory(fitting_family(checkpoint), parse_config(checkpoint.config), device=CPU, dtype=dtype)
+    return BlockFactory(Model.of(checkpoint), device=CPU, dtype=dtype)
 
 
 def readout_of(checkpoint: Checkpoint, factory: BlockFactory | None = None) -> Readout:
@@ -102,12 +100,12 @@ def test_a_stream_carried_to_the_end_gives_the_model_s_own_output(tmp_path, vari
         return checkpoint.read(names)
 
     before = Readout(factory, checkpoint.tensors, reading)
-    inside = {name for block in range(BLOCKS) for name in block_names(checkpoint, factory.family, block)}
+    inside = {name for block in range(BLOCKS) for name in factory.model.block_names(block)}
     assert read
     assert not inside & set(read)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples)
     for block in range(BLOCKS):
-        stream.advance(block, checkpoint.read(block_names(checkpoint, factory.family, block)))
+        stream.advance(block, checkpoint.read(factory.model.block_names(block)))
     after = readout_of(checkpoint, factory)
     batch = samples.batch(slice(0, len(samples)))
     with torch.no_grad():

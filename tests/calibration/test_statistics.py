@@ -7,14 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration import measure as measure_module
-from ckpt_prune.calibration.measure import add, checkpoint_dtype, statistics_bytes
+from ckpt_prune.calibration.measure import add, statistics_bytes
 from ckpt_prune.calibration.statistics import Statistics, StatisticsIndex, add_index, with_effects
 from ckpt_prune.calibration.text import text_fingerprint
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from tests.families import BLOCKS, VARIANTS, calibrate, job_on, make, prune, recipe, windows
+from tests.families import BLOCKS, calibrate, job_on, make, prune, recipe, windows
 
 FIELDS = ("sum", "square", "absolute", "active", "gram")
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -88,9 +89,7 @@ def test_measuring_twice_gives_the_same_bytes(model, measured, tmp_path):
 
 def test_the_announced_size_is_the_written_one(model, measured):
     """Within the headers of a few tensors for each block."""
-    announced = statistics_bytes(
-        VARIANTS["llama"].family, Checkpoint.open(model), collect=("moments", "gram"), folds=2, samples=8
-    )
+    announced = statistics_bytes(Model.open(model), collect=("moments", "gram"), folds=2, samples=8)
     written = sum(path.stat().st_size for path in measured.folder.glob("*.safetensors"))
     headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in measured.folder.glob("*.safetensors"))
     counts = BLOCKS * 2 * 2 * 8
@@ -372,4 +371,4 @@ def test_the_dtype_of_most_bytes(tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"].float()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert checkpoint_dtype(Checkpoint.open(folder)) == "bfloat16"
+    assert Checkpoint.open(folder).dtype == torch.bfloat16

@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from ckpt_prune.architectures.family import load_family
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.errors import UserError
-from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, prune, recipe, stock, windows
+from tests.families import BLOCKS, SIZES, VARIANTS, job_on, logits, make, model_of, prune, recipe, stock, windows
 
 RELABELLED = [
     ("llama", "mistral"),
@@ -86,9 +85,8 @@ def test_an_unnamed_rope_base_is_the_sources_default_not_the_stand_ins():
 
 
 def choose(model_type, raw, biases=frozenset(), widths=None, **options):
-    family = load_family(model_type)
     same = [{"heads": raw["num_key_value_heads"], "mlp": raw["intermediate_size"]}] * BLOCKS
-    return choose_container(family, raw, widths or same, biases, **options)
+    return choose_container(model_of(raw), widths or same, biases, **options)
 
 
 def config_of(model_type, **changes):

@@ -2,17 +2,16 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from ckpt_prune.architectures.family import load_family
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.layout import source_shapes
-from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, one_group, prune, recipe, stock
+from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.settle import settle
+from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -40,7 +39,8 @@ def llama_7b_parameters(heads: int, columns: int) -> int:
 )
 def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, columns):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
-    job = Job(checkpoint_of_config(tmp_path), load_recipe("magnitude", ratio=ratio))
+    model = Model.of(checkpoint_of_config(tmp_path))
+    job = settle(Request(model, load_recipe("magnitude", ratio=ratio)))
     expected = llama_7b_parameters(heads, columns)
     assert f"{expected / 1e9:.3f}" == billions
     assert job.before.parameters == llama_7b_parameters(32, 11008)
@@ -82,10 +82,9 @@ def rotary_flops(counter: FlopCounterMode) -> int:
 
 
 def test_tokens_are_the_context_but_no_more_than_2048():
-    family = load_family("llama")
     for context, tokens in ((512, 512), (2048, 2048), (131072, 2048)):
         config = LLAMA_7B | {"max_position_embeddings": context, "num_hidden_layers": 1}
-        assert cost_of(family, parse_config(config), shapes_of(config)).tokens == tokens
+        assert cost_of(model_of(config)).tokens == tokens
 
 
 def shapes_of(config):
@@ -98,16 +97,10 @@ def test_a_tied_head_on_disk_counts_once_in_parameters_and_twice_in_bytes():
     config = LLAMA_7B | {"tie_word_embeddings": True, "num_hidden_layers": 1}
     shapes = shapes_of(config)
     assert "lm_head.weight" in shapes
-    both = cost_of(load_family("llama"), parse_config(config), shapes)
-    one = cost_of(
-        load_family("llama"), parse_config(config), {n: s for n, s in shapes.items() if n != "lm_head.weight"}
-    )
+    model = model_of(config)
+    both = cost_of(model, shapes)
+    one = cost_of(model, {n: s for n, s in shapes.items() if n != "lm_head.weight"})
+    assert one == cost_of(model)
     assert both.parameters == one.parameters
     assert both.flops == one.flops
     assert both.bytes - one.bytes == 2 * 32000 * 4096
-
-
-def test_source_shapes_are_those_on_disk(tmp_path):
-    folder = make(tmp_path / "m", "qwen3", dtype=torch.float16)
-    on_disk = {n: (t.dtype, tuple(t.shape)) for n, t in load_file(folder / "model.safetensors").items()}
-    assert source_shapes(Checkpoint.open(folder)) == on_disk

@@ -12,10 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.measure import block_names
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
@@ -27,7 +25,7 @@ from ckpt_prune.recovery.training import Split
 from tests import encoders, families
 from tests.encoders import Pixels
 from tests.oracles import laco
-from tests.oracles.masked_model import Model
+from tests.oracles.masked_model import Model as Whole
 from tests.transform.whole import stock, whole
 
 Weights = dict[str, Tensor]
@@ -70,22 +68,26 @@ class Twins:
         return TokenWindows(families.windows(self.samples, WINDOW))
 
     @cached_property
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self.folder)
+    def model(self) -> Model:
+        return Model.open(self.folder)
 
-    @cached_property
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.model.checkpoint
+
+    @property
     def family(self) -> Family:
-        return fitting_family(self.checkpoint)
+        return self.model.family
 
     @cached_property
     def _stock(self) -> PreTrainedModel:
         return stock(self.folder, self.variant).double()
 
-    def dense(self) -> Model:
+    def dense(self) -> Whole:
         """Whole, float64."""
         return whole(copy.deepcopy(self._stock), self.variant)
 
-    def pruned(self) -> Model:
+    def pruned(self) -> Whole:
         """A whole copy with half of every weight zero, at random, float64."""
         model, generator = self.dense(), torch.Generator().manual_seed(1)
         for block in range(BLOCKS):
@@ -96,7 +98,7 @@ class Twins:
             laco.put(model, block, weights)
         return model
 
-    def disk(self, model: Model | None = None, dtype: torch.dtype = torch.float64) -> Weights:
+    def disk(self, model: Whole | None = None, dtype: torch.dtype = torch.float64) -> Weights:
         """All tensors by on-disk name, of blocks' linears what a model has."""
         tensors = self.checkpoint.read(list(self.checkpoint.tensors))
         for block in range(BLOCKS):
@@ -105,11 +107,11 @@ class Twins:
 
     def block(self, index: int, tensors: Mapping[str, Tensor]) -> Weights:
         """Those of a block."""
-        return {name: tensors[name] for name in block_names(self.checkpoint, self.family, index)}
+        return {name: tensors[name] for name in self.model.block_names(index)}
 
     def names(self, index: int, only: str | None = None) -> list[str]:
         """What is trained of a block."""
-        return trained_tensors(self.family, index, block_names(self.checkpoint, self.family, index), only)  # type: ignore[arg-type]
+        return trained_tensors(self.family, index, self.model.block_names(index), only)  # type: ignore[arg-type]
 
     def stream(
         self,
@@ -120,9 +122,7 @@ class Twins:
         allocate: Allocate = in_memory,
     ) -> HiddenStream:
         """At the first block of a model of these tensors."""
-        factory = BlockFactory(
-            self.family, parse_config(self.checkpoint.config), device=torch.device("cpu"), dtype=dtype
-        )
+        factory = BlockFactory(self.model, device=torch.device("cpu"), dtype=dtype)
 
         def read(names: list[str]) -> Weights:
             return {name: tensors[name] for name in names}
