@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.images import ImageFiles, choose_images, find_images
+from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Samples, TokenWindows

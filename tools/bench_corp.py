@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics

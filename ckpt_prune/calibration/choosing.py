@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.calibration.image_files import choose_images, find_images
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import (
     calibration_windows,

@@ -162,7 +162,8 @@ def _pictures(
     folder: Path, reference: Path | None, options: EvaluationOptions, device: Any, as_json: bool, trust: bool
 ) -> None:
     """Measure a model of images: a classifier by its classes, a base model by its features."""
-    from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images
+    from ckpt_prune.calibration.image_files import choose_images, find_images
+    from ckpt_prune.calibration.images import ImageSamples
     from ckpt_prune.cli.evaluate_encoder import auto_class_of, check_same_kind, evaluate_features, reference_of_base
     from ckpt_prune.errors import UserError
 
@@ -215,7 +216,7 @@ def _shared_classes(folder: Path, reference: Path | None) -> dict[int, str]:
 
 
 def _shared_processor(folder: Path, reference: Path | None, trust: bool) -> Any:
-    from ckpt_prune.calibration.images import load_processor
+    from ckpt_prune.calibration.image_processor import load_processor
     from ckpt_prune.errors import UserError
 
     processor = load_processor(folder, trust_remote_code=trust)

@@ -10,9 +10,9 @@ from ckpt_prune.cli.options import table
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ckpt_prune.calibration.images import Split
+    from ckpt_prune.calibration.image_files import Split
+    from ckpt_prune.export.outcome import Case, ProofSamples, Validation
     from ckpt_prune.export.tasks import Task
-    from ckpt_prune.export.validation import Case, ProofSamples, Validation
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """Where nothing is asked for: windows and their length, at most the context; images."""
@@ -80,7 +80,7 @@ def _text(folder: Path, task: "Task", options: ProofOptions, trust: bool) -> "Pr
     from ckpt_prune.calibration.text import evaluation_windows, frame_length, framed, load_tokenizer, read_text
     from ckpt_prune.errors import UserError
     from ckpt_prune.evaluation.loading import config_of
-    from ckpt_prune.export.validation import ProofSamples
+    from ckpt_prune.export.outcome import ProofSamples
 
     config = config_of(folder, trust=trust).get_text_config()
     context = getattr(config, "max_position_embeddings", None) or WINDOW
@@ -149,10 +149,12 @@ def _python_sources() -> tuple[str, str]:
 
 
 def _images(folder: Path, task: "Task", options: ProofOptions, trust: bool, split: "Split") -> "ProofSamples":
-    from ckpt_prune.calibration.images import ImageSamples, choose_images, find_images, load_processor
+    from ckpt_prune.calibration.image_files import choose_images, find_images
+    from ckpt_prune.calibration.image_processor import load_processor
+    from ckpt_prune.calibration.images import ImageSamples
     from ckpt_prune.evaluation.classification import class_names
     from ckpt_prune.evaluation.loading import read_config
-    from ckpt_prune.export.validation import ProofSamples
+    from ckpt_prune.export.outcome import ProofSamples
 
     if options.images is None:
         return ProofSamples(description=_noise(options, "normal noise for pixels, no --images being given"))

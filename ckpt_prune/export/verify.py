@@ -10,8 +10,8 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.export.integrity import check_files, check_operators, present_files
 from ckpt_prune.export.manifest import Manifest, read_manifest
+from ckpt_prune.export.outcome import Validation, read_validation
 from ckpt_prune.export.session import GRAPH, open_session, provider_for
-from ckpt_prune.export.validation import Validation, read_validation
 from ckpt_prune.filenames import VALIDATION
 from ckpt_prune.progress import track
 

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.images import load_processor
+from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.text import load_tokenizer, token_stream

@@ -11,7 +11,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, ViTImageProcessorPil
 from transformers.models.auto import image_processing_auto
 
-from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, find_images, load_processor
+from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.errors import UserError
 from tests.images import ID2LABEL, MEAN, PROCESSOR, SIZE, STD, write_csv, write_image, write_images, write_processor
 

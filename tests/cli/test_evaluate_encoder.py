@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from ckpt_prune.calibration.images import choose_images, find_images
+from ckpt_prune.calibration.image_files import choose_images, find_images
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import frame_length, framed
 from ckpt_prune.evaluation.features import compare_features
@@ -184,7 +184,7 @@ class TestFeaturesOfText:
 def pixels(paths) -> Pixels:
     from PIL import Image
 
-    from ckpt_prune.calibration.images import load_processor
+    from ckpt_prune.calibration.image_processor import load_processor
 
     processor = load_processor(Path("dinov2-model"))
     values = []

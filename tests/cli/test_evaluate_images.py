@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import SwinConfig, SwinForImageClassification
 
-from ckpt_prune.calibration.images import ImageFiles, ImageSamples, choose_images, load_processor
+from ckpt_prune.calibration.image_files import ImageFiles, choose_images
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.cli.options import ImageOptions, options_of
 from ckpt_prune.evaluation import classification
 from ckpt_prune.evaluation.classification import classify, compare_classifiers

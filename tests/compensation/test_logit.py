@@ -15,15 +15,14 @@ from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit import (
     absolute_strength,
-    absorb_mixing,
     choose_strength,
     diagnose_logit,
     held_out_error,
     logit_error,
     logit_system,
     solve_logit,
-    split_factors,
 )
+from ckpt_prune.compensation.mixing import absorb_mixing, split_factors
 from tests.oracles import logits as oracle
 
 FORMS = ("per-sample", "fourth-order")

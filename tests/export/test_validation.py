@@ -20,7 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from ckpt_prune.calibration.images import ImageSamples, find_images, load_processor
+from ckpt_prune.calibration.image_files import find_images
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.export import validation
@@ -28,10 +30,11 @@ from ckpt_prune.export.cases import chunk_cases, prompts, text_cases
 from ckpt_prune.export.integrity import check_files, check_interface, present_files
 from ckpt_prune.export.manifest import Manifest, read_manifest
 from ckpt_prune.export.metrics import Metric, image_metric
+from ckpt_prune.export.outcome import Case, ProofSamples, Validation, read_validation
 from ckpt_prune.export.reference import Reference
 from ckpt_prune.export.session import OnnxModel, complete
 from ckpt_prune.export.tasks import Task
-from ckpt_prune.export.validation import Case, ProofSamples, Validation, read_validation, validate
+from ckpt_prune.export.validation import validate
 from tests import encoders, families
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.graphs import Exported

@@ -13,7 +13,8 @@ import pytest
 from onnx import numpy_helper
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.export.validation import ProofSamples, validate
+from ckpt_prune.export.outcome import ProofSamples
+from ckpt_prune.export.validation import validate
 from ckpt_prune.export.verify import verify_graph
 
 from .exports import made

@@ -10,6 +10,7 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation import logit
+from ckpt_prune.compensation.mixing import absorb_mixing
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import HeadErrors, SitePlan
 from ckpt_prune.planning.selection import in_heads, select_in_heads
@@ -74,7 +75,7 @@ class LogitSolver(Solver):
             rows = kept.to(self.device)
             new = [query[rows].double(), key[rows].double(), *(v if v is None else v[rows].double() for v in values)]
         else:
-            new = list(logit.absorb_mixing(query, key, values[0], values[1], dimensions, M))
+            new = list(absorb_mixing(query, key, values[0], values[1], dimensions, M))
         found = zip([*names, *biases], new, strict=True)
         return plan, {name: tensor.cpu() for name, tensor in found if tensor is not None}
 

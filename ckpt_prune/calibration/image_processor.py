@@ -1,0 +1,98 @@
+"""The image processor of a checkpoint: its settings and its class, without running code that was not asked for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import IMAGE_PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedConfig
+
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration.image_files import reason_of
+from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
+from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.errors import UserError
+
+
+def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the image processor of a checkpoint folder, from local files only.
+
+    Always transformers' Pillow implementation of it. By default transformers takes the torchvision one where that is
+    installed, which resizes by other code: the same command could then measure other numbers on another machine. A
+    processor that has no Pillow implementation loads only where torchvision is installed.
+
+    Args:
+        folder: A checkpoint folder.
+        trust_remote_code: Run the processor's own code where its file names some and transformers has none. The
+            model's code is never run.
+
+    Raises:
+        UserError: The folder has no image processor, it wants code to be run, or transformers cannot load it.
+    """
+    path, described = _settings(folder)
+    config = _stock_config(folder)
+    try:
+        return _from_pretrained(folder, config, trust=False)
+    except Exception as error:  # transformers raises anything here, from KeyError to what a bad value runs into
+        if not _wants_code(described, config):
+            raise UserError(f"{folder}: the image processor does not load: {reason_of(error)}") from error
+        if not trust_remote_code:
+            raise UserError(
+                f"{path} asks for remote code (auto_map); read that code, then say --trust-remote-code to run it"
+            ) from error
+    try:
+        return _from_pretrained(folder, config, trust=True)
+    except Exception as error:  # whatever that code raises
+        raise UserError(f"{folder}: the image processor does not load: {reason_of(error)}") from error
+
+
+def _from_pretrained(folder: Path, config: PreTrainedConfig, *, trust: bool) -> Any:
+    # With a config given, transformers does not load the model's own, which under trust would run the model's code.
+    return AutoImageProcessor.from_pretrained(
+        folder,
+        config=config,
+        local_files_only=True,
+        trust_remote_code=trust,
+        backend="pil",
+        image_processor_filename=PROCESSOR,
+    )
+
+
+def _settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that transformers takes the image processor from, and what it says of it."""
+    of_all, own = folder / PROCESSOR_OF_ALL, folder / PROCESSOR
+    if of_all.is_file():
+        part = read_object(of_all).get("image_processor")
+        if isinstance(part, dict):
+            return of_all, part
+        if part is not None:
+            raise UserError(f"{of_all}: image_processor is not a JSON object; download or restore the file")
+    if not own.is_file():
+        raise UserError(f"{folder}: no image processor ({PROCESSOR}); copy the model's {PROCESSOR} into the folder")
+    return own, read_object(own)
+
+
+def _stock_config(folder: Path) -> PreTrainedConfig:
+    """The model's config as transformers' own class, an empty one where it has none: it says which processor is meant.
+
+    Only looked at where the processor's file does not say.
+    """
+    try:
+        return parse_config(read_object(folder / "config.json"))
+    except (UserError, KeyError):
+        return PreTrainedConfig()
+
+
+def _wants_code(described: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether the processor's file names code for what transformers has no class for, under the names it goes by."""
+    auto_map, name = described.get("auto_map"), described.get("image_processor_type")
+    if not isinstance(auto_map, dict):
+        return False
+    if "AutoImageProcessor" not in auto_map:
+        if name or "AutoFeatureExtractor" not in auto_map:
+            return False
+        name = str(described.get("feature_extractor_type") or "").replace("FeatureExtractor", "ImageProcessor")
+    name = str(name or getattr(config, "image_processor_type", "")).removesuffix("Fast")
+    if name:
+        return not any(hasattr(transformers, name + backend) for backend in ("", "Pil"))
+    return type(config) not in IMAGE_PROCESSOR_MAPPING
