@@ -282,7 +282,7 @@ def test_the_bar_counts_epochs_of_wanted_blocks_and_says_where_it_is(twins):
     ]
     assert seen == [0, 1, 1, 1, 4, 5, 5, 5]
     assert all(math.isfinite(float(text.partition(" loss ")[2])) for text in said if "loss" in text)
-    assert [walk.done(block) for block in range(BLOCKS)] == [0, 4, 8]
+    assert [walk.epochs_until(block) for block in range(BLOCKS)] == [0, 4, 8]
 
 
 # ---- two models that belong together ---------------------------------------------------------------------------------
