@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_prune.benchmark.memory import peak, resident
 from ckpt_prune.errors import UserError
+from ckpt_prune.memory import peak, resident
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmark.workload import Phase
