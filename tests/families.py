@@ -25,6 +25,7 @@ from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import Settled, settle
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
+from tests.reports import comparable
 
 CONTEXT = 32
 BLOCKS = 3
@@ -168,7 +169,7 @@ def job_on(folder: Path, wanted: Recipe, *given: Any, **more: Any) -> Settled:
 
 def prune(settled: Settled, out: Path, **options: Any) -> dict[str, Any]:
     """Run what is settled; the report."""
-    return run(settled, out, **options).report
+    return run(settled, out, **options).report.data()
 
 
 def stock(folder: Path, **options: Any) -> PreTrainedModel:
@@ -186,5 +187,5 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file's bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file's bytes; a report's but for its stages."""
+    return {str(path.relative_to(folder)): comparable(path) for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -9,9 +9,9 @@ import signal
 import warnings
 from multiprocessing.connection import Connection
 
-from ckpt_prune.benchmark.memory import peak, resident
 from ckpt_prune.benchmark.messages import Failure, Memory, Ready, Seat
 from ckpt_prune.errors import UserError
+from ckpt_prune.memory import peak, resident
 
 
 def serve(connection: Connection, seat: Seat) -> None:

@@ -42,10 +42,10 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
       ckpt-prune inspect OUT --sparsity
     """
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
-    from ckpt_prune.cli.setup import report_of
     from ckpt_prune.containers.opening import open_checkpoint
     from ckpt_prune.containers.remote import remote_class
     from ckpt_prune.errors import UserError
+    from ckpt_prune.report.reading import report_of
 
     folder = Path(model)
     config_only = folder.is_dir() and is_config_only(folder)
@@ -58,8 +58,8 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
     else:
         report, show = _describe(checkpoint), _print
         report["weights"] = not config_only
-        made = report_of(checkpoint)
-        report["made_from"] = {"source": made["source"]["name"], "recipe": made["recipe"]["name"]} if made else None
+        made = report_of(checkpoint.path)
+        report["made_from"] = {"source": made.source.name, "recipe": made.recipe.name} if made else None
         _recipe(recipe, 0.0)
         report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
         report["recipe"] = recipe if report["pruned"] else None
@@ -165,10 +165,9 @@ def _describe(checkpoint: Any) -> dict[str, Any]:
 def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
     """What an output with remote code is: it cannot be pruned again, so only its size and what it was made from."""
     from ckpt_prune.architectures.family import family_of
-    from ckpt_prune.cli.setup import report_of
+    from ckpt_prune.report.reading import report_of
 
-    made = report_of(checkpoint)
-    after = made.get("after", {})
+    made = report_of(checkpoint.path)
     return {
         "model": str(checkpoint.path),
         "family": family_of(checkpoint.config).model_type,
@@ -177,11 +176,11 @@ def _describe_remote(checkpoint: Any, remote: str) -> dict[str, Any]:
         "files": len(checkpoint.files),
         "parameters": sum(info.numel for info in checkpoint.tensors.values()),
         "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
-        "flops": after.get("flops"),
-        "tokens": after.get("tokens"),
-        "source": made.get("source", {}).get("name"),
-        "recipe": made.get("recipe", {}).get("name"),
-        "note": made.get("container", {}).get("note"),
+        "flops": made and made.after.flops,
+        "tokens": made and made.after.tokens,
+        "source": made and made.source.name,
+        "recipe": made and made.recipe.name,
+        "note": made and made.container.note,
     }
 
 

@@ -73,12 +73,13 @@ def command(
     """
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import refuse_overlap, write_whole
-    from ckpt_prune.cli.setup import cost_rows, few_tokens, kept_line, warning_lines
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
     from ckpt_prune.planning.sizes import asked_size
+    from ckpt_prune.report.figures import relative_floor
     from ckpt_prune.transform.asked import with_container
     from ckpt_prune.transform.checks import check_plannable, check_request
     from ckpt_prune.transform.planned import make_plan
@@ -129,15 +130,13 @@ def command(
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return
-    click.echo(table(["", "before", "after", "share"], cost_rows(settled)))
+    click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
     click.echo()
     rows = []
     chosen = any(site.margin is not None for site in plan.sites)
     for site in plan.sites:
-        figures = [site.error_uncompensated, site.error_compensated, site.floor, site.rho2, site.error_held_out]
-        if site.floor is not None and site.j0 and site.error_uncompensated is not None:
-            # The floor is per token; as a share of the output's energy it stands beside the errors.
-            figures[2] = site.floor / site.j0 * site.error_uncompensated
+        floor = relative_floor(site)
+        figures = [site.error_uncompensated, site.error_compensated, floor, site.rho2, site.error_held_out]
         strength = "" if site.strength is None else f" {site.strength:g}"
         margin = [] if not chosen else ["-" if site.margin is None else f"{site.margin:.1%}"]
         rows.append(
@@ -156,7 +155,7 @@ def command(
     few = few_tokens(settled, errors="above")
     if few:
         click.echo(few)
-    for line in warning_lines([site.model_dump() for site in plan.sites]):
+    for line in warning_lines(plan.sites):
         click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")

@@ -80,7 +80,7 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
     from ckpt_prune.cli.exporting import GraphStep
-    from ckpt_prune.cli.setup import resumable
+    from ckpt_prune.cli.resuming import resumable
     from ckpt_prune.errors import UserError
     from ckpt_prune.options import PruneOptions
     from ckpt_prune.transform.asked import prune_request, read_asked
@@ -120,7 +120,7 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
     with resumable(out):
         done = run(settled, out, resume=options.resume, overwrite=options.overwrite)
     if as_json:
-        _print_json(done.report, step, out)
+        _print_json(done.report.data(), step, out)
     else:
         _print_done(done, out)
         if step is not None:
@@ -152,38 +152,35 @@ def _print_json(report: dict[str, Any], step: Any, out: Path) -> None:
 
 
 def _print_done(done: Any, out: Path) -> None:
-    from ckpt_prune.cli.setup import cost_rows, kept_line, mask_lines, recovery_lines, warning_lines
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, report_lines
 
     report = done.report
     for message in _messages(done.settled):
         click.echo(message)
-    click.echo(table(["", "before", "after", "share"], cost_rows(done.settled)))
+    click.echo(table(COST_HEADERS, cost_rows(report.before, report.after)))
     if done.settled.recipe.mask is None:
         click.echo(kept_line(done.settled))
-    _print_errors(report)
-    for line in [*mask_lines(report), *warning_lines(report["sites"]), *recovery_lines(report)]:
+    for line in report_lines(report):
         click.echo(line)
-    if report["lambda_search"]:
-        click.echo(f"lambda {report['lambda_search']['chosen']:g}, of least calibration perplexity")
     click.echo(f"written to {out}")
 
 
 def _only_graph_missing(checkpoint: Any, recipe: Any, out: Path) -> bool:
     """Whether OUT is what an interrupted run of this recipe on this model left before its export."""
-    from ckpt_prune.checkpoint.jsonfile import read_object
-    from ckpt_prune.filenames import GRAPH_FOLDER, REPORT
+    from ckpt_prune.filenames import GRAPH_FOLDER
+    from ckpt_prune.report.reading import report_of
 
-    if not (out / REPORT).is_file() or (out / GRAPH_FOLDER).exists():
+    report = None if (out / GRAPH_FOLDER).exists() else report_of(out)
+    if report is None:
         return False
-    report = read_object(out / REPORT)
-    made_from = report.get("source", {}).get("fingerprint")
-    asked = (report.get("asked") or {}).get("digest", report.get("recipe_digest"))
-    return bool(asked == recipe.digest and made_from == checkpoint.fingerprint)
+    asked = report.recipe_digest if report.asked is None else report.asked.digest
+    return bool(asked == recipe.digest and report.source.fingerprint == checkpoint.fingerprint)
 
 
 def _messages(settled: Any) -> list[str]:
     """What a user should know of a job beside its sizes."""
-    from ckpt_prune.cli.setup import few_tokens, masked_before
+    from ckpt_prune.cli.rendering import few_tokens, mask_name
+    from ckpt_prune.report.reading import report_of
 
     found = []
     request, recipe = settled.request, settled.recipe
@@ -192,8 +189,9 @@ def _messages(settled: Any) -> list[str]:
         found.append(f"recipe {recipe.name} is {kind}; with --statistics its dense-cache variant is used")
     if settled.output.container.note:
         found.append(settled.output.container.note)
-    masked = masked_before(settled.model.checkpoint)
-    if masked:
+    made = report_of(settled.model.checkpoint.path)
+    if made is not None and made.mask is not None:
+        masked = mask_name(made.mask.method, made.mask.pattern)
         found.append(
             f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
@@ -204,32 +202,13 @@ def _messages(settled: Any) -> list[str]:
     return found
 
 
-DRIFT = ", of what the dense model's residual stream asks for (target drift), all that came before included"
-
-
-def _print_errors(report: dict[str, Any]) -> None:
-    from ckpt_prune.architectures.spaces import ENDS
-
-    for space in dict.fromkeys(site["space"] for site in report["sites"]):
-        pairs = [(s["error_uncompensated"], s["error_compensated"]) for s in report["sites"] if s["space"] == space]
-        known = [pair for pair in pairs if None not in pair]
-        if known:
-            bare, compensated = (sum(errors) / len(known) for errors in zip(*known, strict=True))
-            what = "logits" if ENDS[space] == "logits" else "outputs"
-            drift = any(s["share"] is not None for s in report["sites"] if s["space"] == space)
-            click.echo(
-                f"{space}: mean error of the {what} on the calibration samples {bare:.4f} bare, "
-                f"{compensated:.4f} compensated{DRIFT if drift else ''}"
-            )
-
-
 def _print_dry(settled: Any) -> None:
-    from ckpt_prune.cli.setup import cost_rows, kept_line, mask_name
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, mask_name
     from ckpt_prune.filenames import GRAPH_FOLDER
 
     for message in _messages(settled):
         click.echo(message)
-    click.echo(table(["", "before", "after", "share"], cost_rows(settled)))
+    click.echo(table(COST_HEADERS, cost_rows(settled.before, settled.output.cost)))
     mask = settled.recipe.mask
     if mask is None:
         click.echo(kept_line(settled))

@@ -72,7 +72,8 @@ def command(
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import refuse_overlap
-    from ckpt_prune.cli.setup import recovery_lines, resumable
+    from ckpt_prune.cli.rendering import LAYER_HEADERS, layer_rows, recovery_lines
+    from ckpt_prune.cli.resuming import resumable
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
@@ -117,9 +118,9 @@ def command(
             settled, out, resume=resume, overwrite=overwrite, announce=lambda line: click.echo(line, err=True)
         )
     if as_json:
-        echo_json(report)
+        echo_json(report.data())
         return
-    click.echo(_layers(report["layers"]))
+    click.echo(table(LAYER_HEADERS, layer_rows(report.layers)))
     for line in recovery_lines(report):
         click.echo(line)
     click.echo(f"written to {out}")
@@ -142,22 +143,3 @@ def _settings(options: Mapping[str, Any]) -> Any:
         first = error.errors()[0]
         option = str(first["loc"][0]).replace("_", "-")
         raise UserError(f"--{option} {first['input']}: {first['msg'].removeprefix('Value error, ')}") from error
-
-
-def _layers(layers: list[dict[str, Any]]) -> str:
-    headers = ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
-    rows = [
-        [
-            str(layer["block"]),
-            *(_figure(layer[f"mse_{when}"], "g") for when in ("before", "start", "after")),
-            *(_figure(layer[f"cka_{when}"], "f") for when in ("before", "after")),
-            str(layer["epochs"]),
-            f"epoch {layer['best_epoch']}" if layer["recovered"] else "old",
-        ]
-        for layer in layers
-    ]
-    return table(headers, rows)
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, f".4{form}")

@@ -26,8 +26,8 @@ def command(source: Path, out: Path | None, overwrite: bool) -> None:
       ckpt-prune report plan.json -o plan.html
     """
     from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.reporting.document import read_document
     from ckpt_prune.reporting.page import page
-    from ckpt_prune.reporting.reading import read_document
 
     document = read_document(source)
     target = _default(source) if out is None else out

@@ -94,8 +94,6 @@ def run(out: Path, device: torch.device) -> list[Row]:
             failed = [check for check in verify(target, folder) if check.passed is False]
             if failed:
                 raise UserError(f"{target} does not verify: {failed[0].name}: {failed[0].detail}")
-            after, container = report["after"], report["container"]["model_type"]
-            rows.append(
-                Row(name, ratio, after["parameters"], after["bytes"], measure_perplexity(target), container, seconds)
-            )
+            after, container = report.after, report.container.model_type
+            rows.append(Row(name, ratio, after.parameters, after.bytes, measure_perplexity(target), container, seconds))
     return rows

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError, field_validator
 
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS
@@ -22,7 +20,10 @@ from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
+from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.progress import track
+from ckpt_prune.report.model import Report
+from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import GroupPattern, parse_pattern
 from ckpt_prune.sparsity.zeros import (
     crowded_groups,
@@ -43,64 +44,6 @@ class Check:
     name: str
     passed: bool | None
     detail: str
-
-
-class _Source(BaseModel):
-    name: str
-    fingerprint: str
-
-
-class _Site(BaseModel):
-    block: int
-    space: SpaceName
-    units: int
-    kept: list[int]
-    method: str = "none"
-
-
-class _Container(BaseModel):
-    padded: list[SpaceName] = []
-
-
-class _Mask(BaseModel):
-    method: str
-    pattern: str
-
-    @field_validator("pattern")
-    @classmethod
-    def _can_be_meant(cls, text: str) -> str:
-        parse_pattern(text)
-        return text
-
-    @property
-    def groups(self) -> GroupPattern | None:
-        """N:M, or None for unstructured."""
-        return parse_pattern(self.pattern)
-
-
-class _Linear(BaseModel):
-    weight: str
-    rows: int
-    columns: int
-    zeros: int
-
-
-class _Report(BaseModel):
-    """What is checked of an output's report; the rest of it is for readers."""
-
-    source: _Source
-    container: _Container
-    files: dict[str, str]
-    sites: list[_Site]
-    mask: _Mask | None = None
-    linears: list[_Linear] = []
-    rotation: Any = None
-    recovery: Any = None
-
-    @property
-    def rewritten(self) -> str | None:
-        """The mask's method where it also changes the weights it keeps."""
-        return self.mask.method if self.mask and self.mask.method not in _ONLY_ZEROING else None
 
 
 def verify(folder: Path, against: Path | None = None) -> list[Check]:
@@ -136,17 +79,32 @@ def guarded(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
     return Check(name, passed, detail)
 
 
-def _report(folder: Path) -> _Report | None:
+def _report(folder: Path) -> Report | None:
+    """What the folder says of itself, where that can be checked at all."""
     path = folder / REPORT
-    if not path.is_file():
-        return None
     try:
-        return _Report.model_validate_json(path.read_bytes())
-    except ValidationError as error:
+        report = report_of(folder)
+        if report is None:
+            return None
+        if "files" not in report.model_fields_set:
+            raise UserError(f"{path} has no digests")
+        _groups(report)
+    except (UserError, ValueError) as error:
         raise UserError(f"{path} is damaged: prune again") from error
+    return report
 
 
-def _dense(folder: Path, report: _Report | None, against: Path) -> Checkpoint:
+def _groups(report: Report) -> GroupPattern | None:
+    """N:M of the report's mask; None for unstructured, or without one. Raises ValueError where none can be meant."""
+    return parse_pattern(report.mask.pattern) if report.mask else None
+
+
+def _rewritten(report: Report) -> str | None:
+    """The mask's method where it also changes the weights it keeps."""
+    return report.mask.method if report.mask and report.mask.method not in _ONLY_ZEROING else None
+
+
+def _dense(folder: Path, report: Report | None, against: Path) -> Checkpoint:
     dense = Checkpoint.open(against)
     if report is None:
         raise UserError(f"{folder} has no {REPORT}: it cannot be compared with the model it was made from")
@@ -179,7 +137,7 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
     return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
 
 
-def _digests(folder: Path, report: _Report | None) -> tuple[bool | None, str]:
+def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
     if report is None:
         return None, f"no {REPORT}: not written by this tool"
     absent = [name for name in report.files if not (folder / name).is_file()]
@@ -191,11 +149,11 @@ def _digests(folder: Path, report: _Report | None) -> tuple[bool | None, str]:
     return True, f"{len(report.files)} file(s) as written"
 
 
-def _sparsity(checkpoint: Checkpoint, report: _Report | None) -> tuple[bool | None, str]:
+def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
     """Every masked weight has the zeros of its mask, and its groups hold the pattern."""
     if report is None or report.mask is None or not report.linears:
         return None, f"no mask recorded; {_found_zeros(checkpoint)}"
-    groups = report.mask.groups
+    groups = _groups(report)
     faults: list[str] = []
     zeros = weights = 0
     for linear in track(report.linears, "checking masks", unit="tensor"):
@@ -210,7 +168,7 @@ def _sparsity(checkpoint: Checkpoint, report: _Report | None) -> tuple[bool | No
     return True, f"{_count(report.linears)}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
 
 
-def _mask_fault(linear: _Linear, tensor: torch.Tensor, zeros: int, groups: GroupPattern | None) -> str | None:
+def _mask_fault(linear: MaskedLinear, tensor: torch.Tensor, zeros: int, groups: GroupPattern | None) -> str | None:
     """What of a masked weight is not as its report says; None where all is."""
     if tensor.shape != (linear.rows, linear.columns):
         return f"has shape {list(tensor.shape)}, its mask {[linear.rows, linear.columns]}"
@@ -234,11 +192,11 @@ def _found_zeros(checkpoint: Checkpoint) -> str:
     return f"{100 * share:.1f} % of block weights are zero{holds}"
 
 
-def _count(linears: list[_Linear]) -> str:
+def _count(linears: list[MaskedLinear]) -> str:
     return f"{len(linears)} masked weight{'s' if len(linears) != 1 else ''}"
 
 
-def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool | None, str]:
+def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """What of the dense model must be there unchanged, is: rows of kept units, and weights that masks keep."""
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense)
@@ -268,10 +226,10 @@ def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]
     )
 
 
-def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
+def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Masked weights are zero or the dense ones, where their method does no more; other tensors are the dense ones."""
     masked = {linear.weight for linear in report.linears}
-    compared = [name for name in checkpoint.tensors if name not in masked or not report.rewritten]
+    compared = [name for name in checkpoint.tensors if name not in masked or not _rewritten(report)]
     for name in track(compared, "comparing", unit="tensor"):
         if name not in dense.tensors:
             return False, f"{name} is not a tensor of the dense model"
@@ -281,8 +239,8 @@ def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) ->
         if name not in masked and not _same(ours, theirs):
             return False, f"{name} has no mask and is not the dense model's"
     others = f"{len(checkpoint.tensors) - len(masked)} other tensors are the dense ones, bit for bit"
-    if report.rewritten:
-        return True, f"{others}; {_count(report.linears)} rewritten by {report.rewritten} and not compared"
+    if _rewritten(report):
+        return True, f"{others}; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"{_count(report.linears)}: what is not zero is the dense model's; {others}"
 
 
@@ -293,7 +251,15 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> boo
     return not bool(((ours != theirs) & (ours != 0)).any()) if zeroed else torch.equal(ours, theirs)
 
 
-def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tuple[bool, str]:
+def _known(space: str, model: Model) -> SpaceName:
+    """A space of the report as the family has it. Raises UserError where it has none."""
+    for name in model.family.spaces:
+        if name == space:
+            return name
+    raise UserError(f"{REPORT} keeps units of {space}, which the dense model has not")
+
+
+def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is folded in."""
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
@@ -301,16 +267,16 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tu
     spaces = model.family.spaces
     compared = folded = 0
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
-        sites = {site.space: site for site in report.sites if site.block == block}
-        for site in sites.values():
-            if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(site.space):
-                return False, f"{REPORT} keeps units of {site.space} in block {block} that the dense model has not"
+        sites = {_known(site.space, model): site for site in report.sites if site.block == block}
+        for space, site in sites.items():
+            if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(space):
+                return False, f"{REPORT} keeps units of {space} in block {block} that the dense model has not"
         kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
         narrow = model.stays({space: units for space, units in kept.items() if space not in padded})
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in dense.tensors or (name in masked and report.rewritten):
+            if module in rewritten or name not in dense.tensors or (name in masked and _rewritten(report)):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
@@ -325,6 +291,6 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: _Report) -> tu
         folded += sum(bool(own) for own in makers.values())
         compared += sum(len(site.kept) < site.units and not makers[space] for space, site in sites.items())
     more = f"; q and k of {folded} blocks are rewritten and not compared" if folded else ""
-    if report.rewritten:
-        more += f"; {_count(report.linears)} rewritten by {report.rewritten} and not compared"
+    if _rewritten(report):
+        more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

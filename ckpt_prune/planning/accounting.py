@@ -2,29 +2,9 @@
 
 from math import prod
 
-from pydantic import BaseModel, ConfigDict
-
 from ckpt_prune.architectures.model import Model, Shapes, patches
 from ckpt_prune.architectures.skeleton import is_stored_buffer
-
-
-class Cost(BaseModel):
-    """Size of one model.
-
-    Attributes:
-        parameters: a tied head counted once, stored buffers not at all.
-        bytes: of its tensors on disk.
-        flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
-            matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
-        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    parameters: int
-    bytes: int
-    flops: int
-    tokens: int
+from ckpt_prune.planning.records import Cost
 
 
 def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import Cost
 from ckpt_prune.planning.fields import Strict
+from ckpt_prune.planning.records import Cost
 
 SizeKind = Literal["params", "bytes", "flops"]
 

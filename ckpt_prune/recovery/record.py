@@ -1,42 +1,47 @@
-"""What an output's report says of recovery."""
+"""What recovery did to one block, for reports."""
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from typing import Annotated
 
-from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer
+from pydantic import BeforeValidator
+
+from ckpt_prune.records import Block, Count, Figure, Fixed
 
 
-def recovery_record(
-    recoverer: Recoverer, dense: Checkpoint, layers: Sequence[RecoveredLayer], *, on_the_fly: bool
-) -> dict[str, Any]:
-    """Keys `recovery` and `layers` of an output's report.
+def _finite(value: float | None) -> float | None:
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
-    Args:
-        recoverer: past the last block.
-        dense: the model whose hidden states were the target.
-        layers: what was done, block by block.
-        on_the_fly: whether each block was recovered right after it was pruned.
+
+# JSON has no infinity.
+_Finite = Annotated[Figure, BeforeValidator(_finite)]
+
+
+class RecoveredLayer(Fixed):
+    """What recovery did to one block, on held-out samples, against the dense model's hidden states after it.
+
+    Figures are None where hidden states are not finite.
+
+    Attributes:
+        block: its index.
+        mse_before, cka_before: of the blocks as they were pruned, one after the other, none recovered. That is the
+            pruned model itself, except where pruning looks at the recovered blocks before (on the fly, sequential).
+        mse_start: of the block as it was pruned, behind recovered blocks.
+        mse_after, cka_after: of the block as it is written, behind recovered blocks.
+        epochs: how many were run, at all rates.
+        best_epoch: whose weights were kept; 0: the old ones.
+        rate: the learning rate they were trained at; None for the old ones.
+        diverged: whether training got lost, at some rate.
+        recovered: whether the block has new weights.
     """
-    settings, samples = recoverer.settings, recoverer.pruned.samples
-    chosen = settings.model_dump(mode="json", exclude={"samples", "seed"}) | {
-        "lr": recoverer.rate,
-        "seed": recoverer.seed,
-    }
-    return {
-        "recovery": {
-            "dense": {"name": dense.path.resolve().name, "fingerprint": dense.fingerprint},
-            "on_the_fly": on_the_fly,
-            "settings": chosen,
-            "data": {
-                "modality": recoverer.pruned.factory.family.modality,
-                "data": samples.fingerprint,
-                "samples": len(samples),
-                "held_out": len(recoverer.split.held_out),
-                "window": samples.tokens,
-                "tokens": len(samples) * samples.tokens,
-            },
-            "perplexity_after": recoverer.perplexities(),
-        },
-        "layers": [layer.model_dump() for layer in layers],
-    }
+
+    block: Block
+    mse_before: _Finite = None
+    mse_start: _Finite = None
+    mse_after: _Finite = None
+    cka_before: _Finite = None
+    cka_after: _Finite = None
+    epochs: Count
+    best_epoch: Count
+    rate: Figure = None
+    diverged: bool
+    recovered: bool

@@ -4,10 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated
 
 import torch
-from pydantic import BaseModel, BeforeValidator
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.states import Allocate, in_memory
@@ -15,6 +13,7 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import Meter
+from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.similarity import Similarity
 from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
@@ -23,45 +22,6 @@ _UNLIKE = 0.3
 """Relative difference of the hidden states entering the first block, above which two models have nothing in common."""
 _COMPARED_TOKENS = 32768
 """Held-out tokens that mean squared errors and CKA are of, or all (a Gram of the hidden size takes time)."""
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-# JSON has no infinity.
-_Figure = Annotated[float | None, BeforeValidator(_finite)]
-
-
-class RecoveredLayer(BaseModel):
-    """What recovery did to one block, on held-out samples, against the dense model's hidden states after it.
-
-    Figures are None where hidden states are not finite.
-
-    Attributes:
-        block: its index.
-        mse_before, cka_before: of the blocks as they were pruned, one after the other, none recovered. That is the
-            pruned model itself, except where pruning looks at the recovered blocks before (on the fly, sequential).
-        mse_start: of the block as it was pruned, behind recovered blocks.
-        mse_after, cka_after: of the block as it is written, behind recovered blocks.
-        epochs: how many were run, at all rates.
-        best_epoch: whose weights were kept; 0: the old ones.
-        rate: the learning rate they were trained at; None for the old ones.
-        diverged: whether training got lost, at some rate.
-        recovered: whether the block has new weights.
-    """
-
-    block: int
-    mse_before: _Figure
-    mse_start: _Figure
-    mse_after: _Figure
-    cka_before: _Figure
-    cka_after: _Figure
-    epochs: int = 0
-    best_epoch: int = 0
-    rate: float | None = None
-    diverged: bool = False
-    recovered: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,25 @@
 """The page itself: everything in one file, nothing to load, nothing to run."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.planning.records import HeadErrors, MaskedLinear, SiteRecord
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.figures import (
+    cost_changes,
+    kind_of,
+    mask_figures,
+    relative_change,
+    relative_floor,
+    rotation_figures,
+    verdict,
+)
+from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.reporting.charts import draw, swatch
+from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
-from ckpt_prune.reporting.plots import Figure, figures, outcome, shown, steps_taken, words
-from ckpt_prune.reporting.reading import Document, Layer, Learned, Linear, Perplexity, Record, Rotation, Site
+from ckpt_prune.reporting.plots import Figure, count_of_steps, figures, outcome, shown, words
 
 MARKER = '<meta name="generator" content="ckpt-prune report">'
 """By which a page of this tool is known."""
@@ -20,8 +31,8 @@ _MISSING = "–"
 def page(document: Document) -> str:
     """The HTML of a report, the same for the same input."""
     style = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
-    learned = _learned(document)
-    plots = figures(document.sites, document.layers, document.linears, learned, document.perplexities)
+    perplexities = document.recovered.perplexities if document.recovered else []
+    plots = figures(document.sites, document.layers, document.linears, document.learned, perplexities)
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -35,9 +46,10 @@ def page(document: Document) -> str:
         "</div>" if plots else _nothing(document),
         *_site_tables(document.sites),
         *_linear_table(document.linears),
-        *_rotation_table(learned),
+        *_rotation_table(document.learned),
         *_layer_table(document.layers),
-        *_perplexity_table(document.perplexities),
+        *_perplexity_table(perplexities),
+        *_stage_table(document.stages),
         "</body>\n</html>\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -48,7 +60,7 @@ def _header(document: Document) -> Iterable[str]:
     if document.recipe.summary:
         yield f'<p class="soft">{text(document.recipe.summary)}</p>'
     sentences = [
-        *(*_verdict(document.sites), *_masked(document), *_rotated(document.rotation)),
+        *(*_verdict(document.sites), *_masked(document), *_rotated(document)),
         *(*_recovered(document), *_perplexities(document)),
     ]
     yield from (f"<p>{text(sentence)}</p>" for sentence in sentences)
@@ -58,36 +70,33 @@ def _header(document: Document) -> Iterable[str]:
 
 
 def _costs(document: Document) -> str:
-    before, after = document.before, document.after
-    flops = "FLOPs" if before.tokens is None else f"FLOPs of {before.tokens:,} tokens"
-    rows = [
-        (name, show(a), show(b), f"{b / a:.1%}")
-        for name, show, a, b in (
-            ("Parameters", human_count, before.parameters, after.parameters),
-            ("Bytes", human_bytes, before.bytes, after.bytes),
-            (flops, human_count, before.flops, after.flops),
-        )
-    ]
+    tokens = document.before.tokens
+    names = {
+        "parameters": "Parameters",
+        "bytes": "Bytes",
+        "flops": "FLOPs" if tokens is None else f"FLOPs of {tokens:,} tokens",
+    }
+    rows = []
+    for cost in cost_changes(document.before, document.after):
+        show = human_bytes if cost.key == "bytes" else human_count
+        rows.append((names[cost.key], show(cost.before), show(cost.after), f"{cost.share:.1%}"))
     return _table(("", "before", "after", "share"), rows, left=1)
 
 
-def _verdict(sites: Sequence[Site]) -> list[str]:
+def _verdict(sites: Sequence[SiteRecord]) -> list[str]:
     """Whether compensation did what it is for, on the tokens it was fitted to and on others; where not, by name."""
     sentences = []
-    for key, where in (("error_compensated", "calibration data"), ("error_held_out", "held-out data")):
-        pairs = [
-            (site, before, after)
-            for site in sites
-            if site.pruned and site.method != "none"
-            if (before := site.figure("error_uncompensated")) is not None and (after := site.figure(key)) is not None
-        ]
-        if not pairs:
+    for found, where in (
+        (verdict(sites, "error_compensated"), "calibration data"),
+        (verdict(sites, "error_held_out"), "held-out data"),
+    ):
+        if found is None:
             continue
-        failed = [site for site, before, after in pairs if after >= before and before > 0]
-        count = f"{len(pairs) - len(failed)} of {len(pairs)} sites"
+        count = f"{found.sites - len(found.failed)} of {found.sites} sites"
         sentence = f"Compensation lowers the error on {where} at {count}"
-        if failed:
-            sentence += f"; not at {_listed([f'{words(site.space).label} of block {site.block}' for site in failed])}"
+        if found.failed:
+            names = [f"{words(site.space).label} of block {site.block}" for site in found.failed]
+            sentence += f"; not at {_listed(names)}"
         sentences.append(f"{sentence}.")
     return sentences
 
@@ -100,102 +109,74 @@ def _listed(names: Sequence[str]) -> str:
 
 def _masked(document: Document) -> Iterable[str]:
     """What a mask zeroed, what that did to outputs, and where the Hessian was singular as it was."""
-    linears, mask = document.linears, document.mask
-    if not linears:
+    mask, found = document.mask, mask_figures(document.linears, document.recipe.damp)
+    if found is None:
         return
-    zeros, size = sum(linear.zeros for linear in linears), sum(linear.size for linear in linears)
-    count = "1 linear" if len(linears) == 1 else f"{len(linears):,} linears"
+    count = "1 linear" if found.linears == 1 else f"{found.linears:,} linears"
     how = f" ({mask.method}, {mask.pattern})" if mask else ""
     yield (
-        f"{zeros / size:.2%} of {human_count(size)} weights in {count} were zeroed{how}. Shapes stay as they were: "
-        "parameters, bytes and FLOPs count zeros like any other weight."
+        f"{found.share:.2%} of {human_count(found.size)} weights in {count} were zeroed{how}. Shapes stay as they "
+        "were: parameters, bytes and FLOPs count zeros like any other weight."
     )
-    errors = [(linear, error) for linear in linears if (error := linear.figure("error")) is not None]
-    if errors:
-        worst, most = max(errors, key=lambda pair: pair[1])
-        mean = sum(error for _, error in errors) / len(errors)
+    if found.mean_error is not None and found.worst is not None:
+        worst, most = found.worst
         yield (
-            f"The error of their outputs on calibration data is {shown(mean)} on average, "
+            f"The error of their outputs on calibration data is {shown(found.mean_error)} on average, "
             f"{shown(most)} at most ({_place(worst)})."
         )
     elif mask and mask.method == "magnitude":
         yield "The error of their outputs was not measured: a magnitude mask looks at no calibration data."
     else:
         yield "The error of their outputs was not measured: it needs --diagnostics and the Grams of their inputs."
-    asked = document.asked_damp
-    more = [
-        f"{_place(linear)} ({damp:g})"
-        for linear in linears
-        if asked is not None and (damp := linear.figure("damp")) is not None and damp > asked
-    ]
-    if more:
+    if found.damped:
+        more = [f"{_place(linear)} ({damp:g})" for linear, damp in found.damped]
         yield (
-            f"At {len(more)} of {count} the Hessian was singular with the damping of {asked:g} asked for and was given "
-            f"more: {_listed(more)}. More calibration data may help."
+            f"At {len(more)} of {count} the Hessian was singular with the damping of {found.asked:g} asked for and was "
+            f"given more: {_listed(more)}. More calibration data may help."
         )
 
 
-def _place(linear: Linear) -> str:
-    return f"{words(linear.kind).label} of block {linear.block}"
+def _place(linear: MaskedLinear) -> str:
+    return f"{words(kind_of(linear)).label} of block {linear.block}"
 
 
-def _learned(document: Document) -> list[Learned]:
-    """Rotations by block; one that all blocks share has none."""
-    entries = document.rotation.learned if document.rotation else []
-    return sorted(entries, key=lambda entry: -1 if entry.block is None else entry.block)
-
-
-def _rotated(rotation: Rotation | None) -> Iterable[str]:
-    """Whether rotations concentrated what they are for."""
-    if rotation is None:
+def _rotated(document: Document) -> Iterable[str]:
+    """Whether rotations concentrated what they are for, and how long the shortest and the longest were trained."""
+    rotation, found = document.rotation, rotation_figures(document.learned)
+    if rotation is None or found is None:
         return
-    before, after = ([e.figure(f"entropy_{when}") for e in rotation.learned] for when in ("before", "after"))
-    known = [(b, a) for b, a in zip(before, after, strict=True) if b is not None and a is not None]
-    if not known or len(known) < len(rotation.learned):
-        return
-    start, end = (math.fsum(values) for values in zip(*known, strict=True))
-    change = f" ({end / start - 1:+.1%})" if start > 0 else ""
+    change = "" if found.change is None else f" ({found.change:+.1%})"
     importance = f"{rotation.importance} importance" if rotation.importance else "importance"
+    steps = ""
+    if found.steps is not None:
+        least, most = found.steps
+        span = f"{least:,} to {count_of_steps(most)}" if least != most else count_of_steps(most)
+        shared = document.learned[0].block is None
+        steps = f", in {span}{'' if shared else ' per block'}"
     yield (
-        f"Entropy of the {importance} of weights: {shown(start)} nats before rotation ({rotation.kind}), "
-        f"{shown(end)} nats after{change}{_steps(rotation)}."
+        f"Entropy of the {importance} of weights: {shown(found.before)} nats before rotation ({rotation.kind}), "
+        f"{shown(found.after)} nats after{change}{steps}."
     )
-
-
-def _steps(rotation: Rotation) -> str:
-    """How long the rotations were trained, the shortest and the longest."""
-    entries = sorted((e for e in rotation.learned if steps_taken(e)), key=lambda e: e.figure("steps") or 0)
-    if not entries:
-        return ""
-    span = steps_taken(entries[-1])
-    if entries[0].figure("steps") != entries[-1].figure("steps"):
-        span = f"{entries[0].figure('steps'):,.0f} to {span}"
-    return f", in {span}{'' if entries[0].block is None else ' per block'}"
 
 
 def _recovered(document: Document) -> Iterable[str]:
     """How many blocks have new weights, where training diverged, and how near the dense model that brought them."""
-    recovery, layers = document.recovery, document.layers
-    if recovery is None:
+    recovery, found = document.recovery, document.recovered
+    if recovery is None or found is None:
         return
-    if layers:
-        kept = len(layers) - sum(layer.recovered for layer in layers)
-        sentence = f"LaCo recovered {len(layers) - kept} of {len(layers)} blocks against {recovery.dense.name}"
+    if found.blocks:
+        sentence = f"LaCo recovered {found.recovered} of {found.blocks} blocks against {recovery.dense.name}"
+        kept = found.blocks - found.recovered
         yield f"{sentence}; the others kept their old weights." if kept else f"{sentence}."
-    diverged = [f"block {layer.block}" for layer in layers if layer.diverged]
-    if diverged:
-        yield f"Training diverged and was rolled back at {_listed(diverged)}."
-    for key, name in (("mse", "Mean squared error"), ("cka", "Linear CKA")):
-        pairs = [(layer.figure(f"{key}_before"), layer.figure(f"{key}_after")) for layer in layers]
-        known = [(b, a) for b, a in pairs if b is not None and a is not None]
-        if not known:
-            continue
-        before, after = (math.fsum(values) / len(known) for values in zip(*known, strict=True))
-        change = f" ({after / before - 1:+.1%})" if key == "mse" and before > 0 else ""
-        count = "1 block" if len(known) == 1 else f"{len(known)} blocks"
+    if found.diverged:
+        yield f"Training diverged and was rolled back at {_listed([f'block {block}' for block in found.diverged])}."
+    for key, means in found.means.items():
+        change = relative_change(means.before, means.after) if key == "mse" else None
+        count = "1 block" if means.blocks == 1 else f"{means.blocks} blocks"
         yield (
-            f"{name} of the hidden states against the dense model, held-out samples, mean of {count}: "
-            f"{shown(before)} before recovery, {shown(after)} after{change}."
+            f"{'Mean squared error' if key == 'mse' else 'Linear CKA'} of the hidden states against the dense model, "
+            f"held-out samples, mean of {count}: {shown(means.before)} before recovery, {shown(means.after)} after"
+            f"{'' if change is None else f' ({change:+.1%})'}."
         )
     if document.sites or document.linears:
         yield f"Errors of single {'sites' if document.sites else 'linears'}, where measured, are from before recovery."
@@ -203,13 +184,15 @@ def _recovered(document: Document) -> Iterable[str]:
 
 def _perplexities(document: Document) -> Iterable[str]:
     """The first and the last perplexity; never without its window."""
-    known = [(p.blocks, value) for p in document.perplexities if (value := p.figure("perplexity")) is not None]
-    if not known or document.recovery is None:
+    found = document.recovered
+    if found is None:
         return
-    window = document.recovery.data.figure("window")
-    of = "" if window is None else f" of {window:,.0f} tokens"
+    known = [(entry.blocks, entry.perplexity) for entry in found.perplexities if entry.perplexity is not None]
+    if not known:
+        return
+    of = "" if found.window is None else f" of {found.window:,} tokens"
     ends = known[:1] + known[1:][-1:]
-    told = ", ".join(f"{shown(value)} {_so_far(blocks, len(document.layers))}" for blocks, value in ends)
+    told = ", ".join(f"{shown(value)} {_so_far(blocks, found.blocks)}" for blocks, value in ends)
     yield f"Perplexity on held-out windows{of}: {told}."
 
 
@@ -249,14 +232,14 @@ def _nothing(document: Document) -> str:
     )
 
 
-Column = tuple[str, Callable[[Site], float | None]]
+Column = tuple[str, Callable[[SiteRecord], float | None]]
 _COLUMNS: tuple[Column, ...] = (
     ("uncompensated", lambda site: site.figure("error_uncompensated")),
     ("compensated", lambda site: site.figure("error_compensated")),
     ("held out", lambda site: site.figure("error_held_out")),
     ("margin", lambda site: site.figure("margin")),
     ("drift share", lambda site: site.figure("share")),
-    ("floor", lambda site: site.floor),
+    ("floor", relative_floor),
     ("ρ²", lambda site: site.figure("rho2")),
     ("effective rank", lambda site: site.figure("effective_rank")),
     ("k95", lambda site: site.figure("k95")),
@@ -270,7 +253,7 @@ _HEAD_COLUMNS = {
 }
 
 
-_LINEAR_COLUMNS: dict[str, Callable[[Linear], float | None]] = {
+_LINEAR_COLUMNS: dict[str, Callable[[MaskedLinear], float | None]] = {
     "error": lambda linear: linear.figure("error"),
     "damping": lambda linear: linear.figure("damp"),
     "dead inputs": lambda linear: linear.figure("dead"),
@@ -280,7 +263,7 @@ _LINEAR_COLUMNS: dict[str, Callable[[Linear], float | None]] = {
 # The tables have the numbers behind the plots, for those who want them and for screens that have no pointer.
 
 
-def _site_tables(sites: Sequence[Site]) -> Iterable[str]:
+def _site_tables(sites: Sequence[SiteRecord]) -> Iterable[str]:
     if not sites:
         return
     columns = [(name, pick) for name, pick in _COLUMNS if any(pick(site) is not None for site in sites)]
@@ -306,14 +289,14 @@ def _site_tables(sites: Sequence[Site]) -> Iterable[str]:
         yield _details("Every head", ("block", "space", "head", *_HEAD_COLUMNS), heads, left=2)
 
 
-def _linear_table(linears: Sequence[Linear]) -> Iterable[str]:
+def _linear_table(linears: Sequence[MaskedLinear]) -> Iterable[str]:
     if not linears:
         return
     columns = {n: pick for n, pick in _LINEAR_COLUMNS.items() if any(pick(linear) is not None for linear in linears)}
     rows = [
         (
             str(linear.block),
-            words(linear.kind).label,
+            words(kind_of(linear)).label,
             linear.weight,
             f"{linear.rows:,} × {linear.columns:,}",
             f"{linear.zeros:,}",
@@ -329,16 +312,17 @@ def _linear_table(linears: Sequence[Linear]) -> Iterable[str]:
 def _rotation_table(learned: Sequence[Learned]) -> Iterable[str]:
     rows = []
     for entry in learned:
-        before, after, steps = (entry.figure(key) for key in ("entropy_before", "entropy_after", "steps"))
-        change = None if before is None or after is None or before <= 0 else f"{after / before - 1:+.1%}"
+        before, after = entry.entropy_before, entry.entropy_after
+        change = relative_change(before, after)
         block = "all" if entry.block is None else str(entry.block)
-        rows.append((block, _cell(before), _cell(after), change or _MISSING, _cell(steps)))
+        told = _MISSING if change is None else f"{change:+.1%}"
+        rows.append((block, _cell(before), _cell(after), told, _cell(entry.steps)))
     if rows:
         headers = ("blocks", "entropy before (nats)", "entropy after (nats)", "change", "steps")
         yield _details("Every rotation", headers, rows, left=1)
 
 
-def _layer_table(layers: Sequence[Layer]) -> Iterable[str]:
+def _layer_table(layers: Sequence[RecoveredLayer]) -> Iterable[str]:
     keys = ("mse_before", "mse_start", "mse_after", "cka_before", "cka_after")
     rows = [
         (str(layer.block), outcome(layer), f"{layer.epochs:,}", *(_cell(layer.figure(key)) for key in keys))
@@ -355,7 +339,29 @@ def _perplexity_table(perplexities: Sequence[Perplexity]) -> Iterable[str]:
         yield _details("Every perplexity", ("blocks recovered", "perplexity"), rows, left=1)
 
 
-def _of(head: Record, column: str) -> float | None:
+def _stage_table(stages: Sequence[Stage]) -> Iterable[str]:
+    """What the run took: memory of the process is the largest so far, that of an accelerator the stage's own."""
+    if not stages:
+        return
+    device = any(stage.device_peak_bytes is not None for stage in stages)
+    rows = [
+        (
+            stage.name,
+            _MISSING if stage.seconds is None else f"{stage.seconds:,.1f}",
+            _bytes(stage.peak_bytes),
+            *([_bytes(stage.device_peak_bytes)] if device else []),
+        )
+        for stage in stages
+    ]
+    headers = ("stage", "seconds", "memory, largest so far", *(["device memory"] if device else []))
+    yield _details("Every stage", headers, rows, left=1)
+
+
+def _bytes(size: int | None) -> str:
+    return _MISSING if size is None else human_bytes(size)
+
+
+def _of(head: HeadErrors, column: str) -> float | None:
     return head.figure(_HEAD_COLUMNS[column])
 
 

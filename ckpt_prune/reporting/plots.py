@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.records import Record
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.figures import inputs_of, kind_of, relative_floor
+from ckpt_prune.report.model import Learned, Perplexity
 from ckpt_prune.reporting.charts import Point, Series, Style
-from ckpt_prune.reporting.reading import Layer, Learned, Linear, Perplexity, Record, Site
 
 Pick = Callable[[Any], Sequence[tuple[str, float]]]
 """The named values of a site (or of another record): none where it was not measured, one, or one per head, which are
@@ -103,7 +107,7 @@ KINDS = {
         *(("gate", "plus"), ("up", "cross"), ("down", "bar")),
     )
 }
-"""The kinds of linears (`reading.Linear.kind`)."""
+"""The kinds of linears (`Family.labels`)."""
 _BEFORE, _AFTER = Style("before", "circle"), Style("after", "square")
 _HELD_OUT, _FLOOR = Style("held-out", "diamond", "5 3"), Style("floor", "triangle", "1.5 3")
 _START = Style("other", "diamond", "5 3")
@@ -121,7 +125,7 @@ def figure(key: str) -> Pick:
 def of_heads(key: str) -> Pick:
     """The number under a key, head by head."""
 
-    def pick(site: Site) -> list[tuple[str, float]]:
+    def pick(site: SiteRecord) -> list[tuple[str, float]]:
         found = [(f"head {head.head}", head.figure(key)) for head in site.heads or []]
         return [(name, value) for name, value in found if value is not None]
 
@@ -131,26 +135,30 @@ def of_heads(key: str) -> Pick:
 def share_of_width(key: str) -> Pick:
     """The number under a key as a share of the inputs of the consumer."""
 
-    def pick(site: Site) -> list[tuple[str, float]]:
-        value = site.figure(key)
-        return _named(None if value is None or site.width is None else value / site.width)
+    def pick(site: SiteRecord) -> list[tuple[str, float]]:
+        value, width = site.figure(key), inputs_of(site)
+        return _named(None if value is None or width is None else value / width)
 
     return pick
 
 
 def steps_taken(learned: Learned) -> str:
     """How many steps a rotation was trained; empty where that is not known."""
-    steps = learned.figure("steps")
-    return "" if steps is None else f"{steps:,.0f} step{'' if steps == 1 else 's'}"
+    return "" if learned.steps is None else count_of_steps(learned.steps)
 
 
-def outcome(layer: Layer) -> str:
+def count_of_steps(steps: int) -> str:
+    """Steps in words."""
+    return f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def outcome(layer: RecoveredLayer) -> str:
     """Which weights a block ended with."""
     kept = f"weights of epoch {layer.best_epoch:,}" if layer.recovered else "old weights kept"
     return f"training diverged, {kept}" if layer.diverged else kept
 
 
-def _unless_recovered(layer: Layer) -> str:
+def _unless_recovered(layer: RecoveredLayer) -> str:
     """Its outcome where that is not what recovery is for."""
     return "" if layer.recovered and not layer.diverged else outcome(layer)
 
@@ -164,7 +172,7 @@ PLOTS = (
             Line("uncompensated", _BEFORE, figure("error_uncompensated")),
             Line("compensated", _AFTER, figure("error_compensated")),
             Line("held out", _HELD_OUT, figure("error_held_out")),
-            Line("floor", _FLOOR, lambda site: _named(site.floor)),
+            Line("floor", _FLOOR, lambda site: _named(relative_floor(site))),
         ),
     ),
     Plot(
@@ -268,9 +276,9 @@ PLOTS = (
 
 
 def figures(
-    sites: Sequence[Site],
-    layers: Sequence[Layer] = (),
-    linears: Sequence[Linear] = (),
+    sites: Sequence[SiteRecord],
+    layers: Sequence[RecoveredLayer] = (),
+    linears: Sequence[MaskedLinear] = (),
     learned: Sequence[Learned] = (),
     perplexities: Sequence[Perplexity] = (),
     plots: Sequence[Plot] = PLOTS,
@@ -289,7 +297,7 @@ def figures(
     parts: dict[str, list[tuple[Space, Sequence[Record]]]] = {
         "sites": _apart(SPACES, [(site.space, site) for site in sites]),
         "layers": [(words(""), layers)],
-        "linears": _apart(KINDS, [(linear.kind, linear) for linear in linears]),
+        "linears": _apart(KINDS, [(kind_of(linear), linear) for linear in linears]),
         "learned": [(words(""), [entry for entry in learned if entry.block is not None])],
         "perplexities": [(words(""), perplexities)],
     }

@@ -14,8 +14,9 @@ from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoment
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import Cost, cost_of
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
+from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.decisions import Decision, Decisions, keep_count, kept_units

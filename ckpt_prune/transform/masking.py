@@ -12,7 +12,7 @@ from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_recipe import MaskRecipe
-from ckpt_prune.planning.plan import MaskedLinear
+from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
 from ckpt_prune.transform.engine import check_overflow, fill_biases
@@ -69,14 +69,15 @@ class Masker:
                 whole = total(folds).to(self.device) if folds else None
                 for module in groups[first]:
                     name = self.family.tensor(block, module)
-                    new, record = self.linear(block, name, current[name], whole)
+                    new, record = self.linear(block, module, current[name], whole)
                     masked.append(record)
                     current[name] = new.to(current[name].dtype).cpu()
         check_overflow(tensors, current)
         return current, masked
 
-    def linear(self, block: int, name: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
+    def linear(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
         """One weight with its zeros, float64, and what was done to it."""
+        name = self.family.tensor(block, module)
         weight = tensor.to(self.device)
         damp, dead = None, None
         if self.mask.method == "sparsegpt":
@@ -101,6 +102,7 @@ class Masker:
         return new, MaskedLinear(
             block=block,
             weight=name,
+            kind=self.family.labels[module],
             rows=weight.shape[0],
             columns=weight.shape[1],
             zeros=int((~keep).sum()),

@@ -6,7 +6,8 @@ from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.filenames import ROTATIONS
-from ckpt_prune.planning.accounting import Cost, cost_of
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.learning import RotationSizes
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.transform.layout import Layout, plan_layout

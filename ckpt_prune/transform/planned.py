@@ -2,7 +2,8 @@
 
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.plan import Plan, SitePlan, StatisticsReference
+from ckpt_prune.planning.plan import Plan, SitePlan
+from ckpt_prune.planning.records import StatisticsReference
 from ckpt_prune.progress import track
 from ckpt_prune.transform.checks import check_plannable
 from ckpt_prune.transform.settle import Settled

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -16,30 +16,29 @@ from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
-from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.staging import refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.containers.checking import check_source, check_stored
 from ckpt_prune.containers.container import Container, stored_container
 from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import ELSEWHERE, REPORT, ROTATIONS
-from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.filenames import REPORT, ROTATIONS
 from ckpt_prune.planning.names import RotationKind
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
-from ckpt_prune.recovery.record import recovery_record
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.reporting.reading import read_document
+from ckpt_prune.report.model import Report
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import layout_of
 from ckpt_prune.transform.publish import publish
+from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
 from ckpt_prune.transform.steps import RecoverStep
 from ckpt_prune.transform.walk import Sink, walk
-from ckpt_prune.versions import versions
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,13 @@ class SettledRecovery:
     Attributes:
         request: as it was given.
         container: what the pruned checkpoint is stored as, with the linear modules that have a bias in it.
-        report: what the pruned checkpoint says of itself; nothing where another tool made it.
+        report: what the pruned checkpoint says of itself; None where another tool made it.
         rotated: the dense model in the basis of the pruned one's hidden states, where that was rotated.
     """
 
     request: RecoveryRequest
     container: Container
-    report: dict[str, Any]
+    report: Report | None
     rotated: RotatedCheckpoint | None
 
     @property
@@ -91,11 +90,10 @@ class SettledRecovery:
         pruned, dense = self.request.pruned.checkpoint, self.request.dense.checkpoint
         if pruned.fingerprint == dense.fingerprint:
             return f"{pruned.path} and {dense.path} are the same model: there is nothing to recover"
-        source = self.report.get("source")
-        if not isinstance(source, dict) or source.get("fingerprint") == dense.fingerprint:
+        if self.report is None or self.report.source.fingerprint == dense.fingerprint:
             return None
         return (
-            f"{pruned.path} says it was made from another model ({source.get('name')}) than {dense.path}: "
+            f"{pruned.path} says it was made from another model ({self.report.source.name}) than {dense.path}: "
             "right where it was pruned more than once, else give the dense model it was made from"
         )
 
@@ -148,12 +146,8 @@ def settle_recovery(request: RecoveryRequest) -> SettledRecovery:
     Raises:
         UserError: the two models do not belong together, or the settings do not suit them.
     """
-    folder = request.pruned.checkpoint.path
-    report: dict[str, Any] = {}
-    if (folder / REPORT).is_file():
-        # It is added to when all is done: damaged, it would cost all the training.
-        read_document(folder)
-        report = read_object(folder / REPORT)
+    # It is added to when all is done: damaged, it would cost all the training.
+    report = report_of(request.pruned.checkpoint.path)
     check_models(request.pruned, request.dense)
     check_trainable(len(request.samples))
     request.settings.blocks(request.pruned.blocks)
@@ -162,14 +156,15 @@ def settle_recovery(request: RecoveryRequest) -> SettledRecovery:
     return SettledRecovery(request, container, report, _rotated(request, report))
 
 
-def _rotated(request: RecoveryRequest, report: dict[str, Any]) -> RotatedCheckpoint | None:
-    rotation = report.get("rotation")
-    kind = rotation.get("kind") if isinstance(rotation, dict) else None
-    if kind is None or kind == "values":
+def _rotated(request: RecoveryRequest, report: Report | None) -> RotatedCheckpoint | None:
+    named = report.rotation.kind if report and report.rotation else None
+    if named is None or named == "values":
         return None
     folder = request.pruned.checkpoint.path
-    if kind not in get_args(RotationKind):
-        raise UserError(f"{folder / REPORT} names an unknown rotation {kind!r}: prune again")
+    kinds: dict[str, RotationKind] = {kind: kind for kind in get_args(RotationKind)}
+    if named not in kinds:
+        raise UserError(f"{folder / REPORT} names an unknown rotation {named!r}: prune again")
+    kind = kinds[named]
     rotations = WrittenRotations.of_output(folder, RotationSizes.of(kind, request.dense))
     return RotatedCheckpoint(request.dense, kind, rotations, request.device)
 
@@ -236,7 +231,7 @@ def recover(
     resume: bool = False,
     overwrite: bool = False,
     announce: Callable[[str], None] = lambda _line: None,
-) -> dict[str, Any]:
+) -> Report:
     """Train what a pruned checkpoint has left, block by block, into a copy of it (LaCo, Algorithm 1).
 
     Shapes, dtypes, names, zeros and all that is outside the blocks' linear modules stay as they are. The output is
@@ -266,47 +261,26 @@ def recover(
     if not writer.done:
         pruned.check_finite()
         dense.check_finite()
+    stages = Stages(request.device)
     with writer:
-        recoverer, sink = settled.recoverer(), Sink(writer, layout)
+        with stages.stage("hidden states"):
+            recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):
             announce(line)
-        with meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
+        with stages.stage("blocks"), meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
             step = RecoverStep(recoverer, epochs)
             walk(settled.dense, [step], sink, start=request.pruned.read_block, say=None)
-        sink.write_rest(settled.pruned)
-        report = _base(settled) | versions()
-        earlier = {key: report.get(key) for key in ("recovery", "layers")} if report.get("recovery") else None
-        report |= recovery_record(recoverer, dense, step.layers, on_the_fly=False)
-        report["recovery"]["earlier"] = earlier
+        with stages.stage("rest"):
+            sink.write_rest(settled.pruned)
+        report = report_of_recovery(
+            settled.report,
+            request.pruned,
+            request.dense,
+            settled.container,
+            recovery_of(recoverer, dense, on_the_fly=False),
+            step.layers,
+        )
         asides = [ROTATIONS] if (pruned.path / ROTATIONS).is_file() else []
         for name in asides:
             writer.copy(pruned.path / name)
-        return publish(writer, report, settled.container, pruned, [*layout, *asides])
-
-
-def _base(settled: SettledRecovery) -> dict[str, Any]:
-    """The report to add to: the pruned checkpoint's own, or what is known of one that another tool made."""
-    dense, pruned = settled.request.dense, settled.request.pruned
-    known = {
-        "version": 1,
-        "source": {"name": dense.checkpoint.path.resolve().name, "fingerprint": dense.checkpoint.fingerprint},
-        "recipe": {"name": ELSEWHERE},
-        "recipe_digest": "",
-        "calibration": {},
-        "plan": None,
-        "lambda_search": None,
-        "container": {
-            "model_type": settled.container.model_type,
-            "remote_code": settled.container.remote_class is not None,
-            "auto_class": pruned.family.auto_class,
-            "padded": [],
-            "note": None,
-        },
-        "before": cost_of(dense).model_dump(),
-        "after": cost_of(pruned).model_dump(),
-        "mask": None,
-        "rotation": None,
-        "sites": [],
-        "linears": [],
-    }
-    return known | settled.report
+        return publish(writer, report, settled.container, pruned, [*layout, *asides], stages)

@@ -2,38 +2,31 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.planning.plan import MaskedLinear, SitePlan
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.progress import meter
-from ckpt_prune.recovery.record import recovery_record
+from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
+from ckpt_prune.report.model import Recovery, Report, StrengthSearch
+from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import Learner, WrittenRotations
 from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.publish import publish
+from ckpt_prune.transform.reporting import recovery_of, report_of_prune
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.steps import FollowStep, PruneStep, RecoverStep, Step
 from ckpt_prune.transform.walk import Sink, walk
-from ckpt_prune.versions import versions
 
 Records = Sequence[SitePlan | MaskedLinear]
 """What was done: to spaces that lost units, or to linears that got zeros."""
-
-
-@dataclass(frozen=True)
-class StrengthSearch:
-    """Strength → calibration perplexity, and the strength chosen."""
-
-    chosen: float
-    perplexities: dict[float, float]
 
 
 def search_strength(settled: Settled) -> StrengthSearch:
@@ -59,7 +52,7 @@ def search_strength(settled: Settled) -> StrengthSearch:
         nll = stream.nll()
         found[strength] = math.exp(nll) if nll < 700 else math.inf
     chosen = min(found, key=lambda value: (found[value], -value))
-    return StrengthSearch(chosen, found)
+    return StrengthSearch(chosen=chosen, perplexity={f"{strength:g}": value for strength, value in found.items()})
 
 
 def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -83,7 +76,7 @@ class Done:
     """
 
     settled: Settled
-    report: dict[str, Any]
+    report: Report
 
 
 def run(settled: Settled, out: Path, *, resume: bool = False, overwrite: bool = False) -> Done:
@@ -102,11 +95,12 @@ def run(settled: Settled, out: Path, *, resume: bool = False, overwrite: bool = 
     """
     check_trained(settled.request)
     check_output(settled.model.checkpoint.path, out, resume=resume, overwrite=overwrite)
-    with measured(settled, out.absolute().parent) as ready:
-        return Done(ready, _run(ready, out, resume=resume, overwrite=overwrite))
+    stages = Stages(settled.request.device)
+    with measured(settled, out.absolute().parent, stages) as ready:
+        return Done(ready, _run(ready, out, stages, resume=resume, overwrite=overwrite))
 
 
-def _run(settled: Settled, out: Path, *, resume: bool, overwrite: bool) -> dict[str, Any]:
+def _run(settled: Settled, out: Path, stages: Stages, *, resume: bool, overwrite: bool) -> Report:
     output, checkpoint = settled.output, settled.model.checkpoint
     writer = CheckpointWriter(
         out,
@@ -120,46 +114,70 @@ def _run(settled: Settled, out: Path, *, resume: bool, overwrite: bool) -> dict[
     if not writer.done:
         checkpoint.check_finite()
     with writer:
-        search = _searched(settled, writer)
+        search = _searched(settled, writer, stages)
         ready = settled if search is None else settled.with_strength(search.chosen)
         learned = None
         if ready.recipe.rotation is not None:
-            learner = learner_of(ready)
-            learned = learner.run(writer, out.absolute().parent)
+            with stages.stage("rotations"):
+                learner = learner_of(ready)
+                learned = learner.run(writer, out.absolute().parent)
             ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
-        report = _write(ready, Sink(writer, output.layout), search, learned)
-        return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside])
+        sink = Sink(writer, output.layout)
+        with stages.stage("blocks"):
+            written = _write_blocks(ready, sink)
+        with stages.stage("rest"):
+            sink.write_rest(ready.dense)
+        report = report_of_prune(
+            ready,
+            written.records,
+            search=search,
+            learned=learned,
+            recovery=written.recovery,
+            layers=written.layers,
+        )
+        return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside], stages)
 
 
-def _searched(settled: Settled, writer: CheckpointWriter) -> StrengthSearch | None:
+def _searched(settled: Settled, writer: CheckpointWriter, stages: Stages) -> StrengthSearch | None:
     """The strength of least calibration perplexity, where it is to be searched; found once, also when resumed."""
     if not settled.recipe.perplexity_grid or settled.request.plan is not None:
         return None
     note = writer.notes.get("search")
     if note is not None:
-        return StrengthSearch(note["chosen"], dict(note["perplexities"]))
-    search = search_strength(settled)
-    writer.commit("search", note={"chosen": search.chosen, "perplexities": list(search.perplexities.items())})
+        return StrengthSearch.model_validate(note)
+    with stages.stage("lambda search"):
+        search = search_strength(settled)
+    writer.commit("search", note=search.model_dump())
     return search
 
 
-def _write(
-    settled: Settled, sink: Sink, search: StrengthSearch | None, learned: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """Write blocks and what stands outside them; returns the report."""
+@dataclass(frozen=True)
+class _Written:
+    """What became of the blocks.
+
+    Attributes:
+        records: of what was pruned.
+        recovery, layers: how blocks were recovered, where they were.
+    """
+
+    records: Records
+    recovery: Recovery | None = None
+    layers: Sequence[RecoveredLayer] = ()
+
+
+def _write_blocks(settled: Settled, sink: Sink) -> _Written:
+    """Let the recipe's steps act on every block, and write it."""
     dense = settled.dense
     pruned = PruneStep(settled.engine(), settled.moments())
-    recoverer = recoverer_of(settled) if settled.recipe.recovery is not None else None
-    recovery: dict[str, Any] = {}
-    with meter(recoverer.epochs, "recovering", unit="epoch") if recoverer else nullcontext() as epochs:
-        if recoverer is None or epochs is None:
-            walk(dense, [pruned], sink)
-        else:
-            recovered = RecoverStep(recoverer, epochs)
-            walk(dense, [pruned, recovered], sink)
-            recovery = recovery_record(recoverer, settled.model.checkpoint, recovered.layers, on_the_fly=True)
-    sink.write_rest(dense)
-    return _report(settled, pruned.records, search, learned) | recovery
+    if settled.recipe.recovery is None:
+        walk(dense, [pruned], sink)
+        return _Written(pruned.records)
+    recoverer = recoverer_of(settled)
+    with meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
+        recovered = RecoverStep(recoverer, epochs)
+        walk(dense, [pruned, recovered], sink)
+    recovery = recovery_of(recoverer, settled.model.checkpoint, on_the_fly=True)
+    return _Written(pruned.records, recovery, recovered.layers)
 
 
 def recoverer_of(settled: Settled) -> Recoverer:
@@ -191,45 +209,3 @@ def learner_of(settled: Settled) -> Learner:
 
     learner = Learner(settled.model, recipe.rotation, recipe.importance, source, request.device)
     return learner
-
-
-def _report(
-    job: Settled, records: Records, search: StrengthSearch | None, learned: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    container, recipe, request = job.output.container, job.recipe, job.request
-    source, asked = job.model.checkpoint, request.asked
-    return {
-        "version": 1,
-        **versions(),
-        "source": {"name": source.path.resolve().name, "fingerprint": source.fingerprint},
-        "recipe": job.recipe.model_dump(mode="json", by_alias=True),
-        "recipe_digest": job.recipe.digest,
-        "asked": None if asked is None else {"size": asked.size and asked.size.model_dump(), "digest": asked.digest},
-        "calibration": job.provenance(),
-        "plan": request.plan.digest if request.plan else None,
-        "lambda_search": None
-        if search is None
-        else {"chosen": search.chosen, "perplexity": {f"{k:g}": v for k, v in search.perplexities.items()}},
-        "container": {
-            "model_type": container.model_type,
-            "remote_code": container.remote_class is not None,
-            "auto_class": job.model.family.auto_class,
-            "padded": sorted(container.padded),
-            "note": container.note,
-        },
-        "before": job.before.model_dump(),
-        "after": job.output.cost.model_dump(),
-        "mask": None
-        if recipe.mask is None
-        else {"method": recipe.mask.method, "pattern": recipe.mask.pattern, "ratio": recipe.ratio},
-        "rotation": None
-        if recipe.rotation is None or learned is None
-        else {
-            "kind": recipe.rotation.kind,
-            "importance": recipe.importance,
-            "turns": job.rotated is not None and bool(job.rotated.turns),
-            "learned": learned,
-        },
-        "sites": [r.model_dump(mode="json", exclude={"scores"}) for r in records if isinstance(r, SitePlan)],
-        "linears": [r.model_dump(mode="json") for r in records if isinstance(r, MaskedLinear)],
-    }

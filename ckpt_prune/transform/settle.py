@@ -15,8 +15,9 @@ from ckpt_prune.calibration.sources import (
     SequentialMoments,
 )
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import Cost, cost_of
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
 from ckpt_prune.transform.budgets import at_size, decide

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.planning.plan import MaskedLinear, SitePlan
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.progress import Meter
-from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.masking import Masker
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.planning.accounting import Cost
 from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import Cost
 from ckpt_prune.transform.budgets import dense_scores
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.cli.setup import resolve_device
+from ckpt_prune.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
 
 INDEX = "sharded/model.safetensors.index.json"

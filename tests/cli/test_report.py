@@ -270,7 +270,7 @@ def test_what_prune_writes_of_masks_and_rotations(place):
     assert heading("rotated.report.html") == "dense, pruned by denoise-rotator-sparsegpt-2-4"
     assert [words(h) for h in root.iter("h3")] == ["Output error of the linears", "Entropy of the importance"]
     assert [words(li) for li in next(root.iter("ul"))] == ["q", "k", "v", "o", "gate", "up", "down"]
-    assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every rotation"]
+    assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every rotation", "Every stage"]
     sentences = [words(p) for p in root.find(".//header").iter("p")]
     assert sentences[1].startswith("50.00% of ")
     assert " linears were zeroed (sparsegpt, 2:4). " in sentences[1]
@@ -279,7 +279,7 @@ def test_what_prune_writes_of_masks_and_rotations(place):
     ok("report", "masked")
     root = parse(Path("masked.report.html").read_text(encoding="utf-8"))
     assert list(root.iter("h3")) == []
-    assert [words(s) for s in root.iter("summary")] == ["Every linear"]
+    assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every stage"]
 
 
 def test_what_prune_and_plan_write(place):

@@ -13,6 +13,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.evaluation.verify import Check, verify
 from tests.evaluation.tiny import tiny_llama
+from tests.reporting import examples
 
 UP = "model.layers.0.mlp.up_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -34,16 +35,15 @@ class Output:
         self.dense, self.folder = dense, folder
         self.tensors = load_file(dense / FILE)
         linears = [name for name in self.tensors if ".layers." in name and self.tensors[name].ndim == 2]
-        self.report: dict[str, Any] = {
-            "version": 1,
-            "source": {"name": "dense", "fingerprint": Checkpoint.open(dense).fingerprint},
-            "container": {"model_type": "llama", "padded": []},
-            "files": {},
-            "sites": [],
-            "mask": {"method": method, "pattern": pattern, "ratio": 0.5, "more": 1},
-            "rotation": None,
-            "linears": [self.zero(name, kept) for name in sorted(linears)],
-        }
+        self.report = examples.report(
+            [],
+            source={"name": "dense", "fingerprint": Checkpoint.open(dense).fingerprint},
+            container={"model_type": "llama", "padded": []},
+            files={},
+            mask={"method": method, "pattern": pattern, "ratio": 0.5, "more": 1},
+            rotation=None,
+            linears=[self.zero(name, kept) for name in sorted(linears)],
+        )
 
     def zero(self, name: str, kept: str) -> dict[str, Any]:
         """Zero a weight's columns where `kept` says 0, over and over, and say so as the report does."""
@@ -254,7 +254,7 @@ def test_a_mask_that_rewrites(output):
 @pytest.mark.parametrize("sites", [False, True])
 def test_a_rotation_leaves_nothing_to_compare(output, method, sites):
     made = output(method=method)
-    made.report["rotation"] = {"kind": "shared"}
+    made.report["rotation"] = {"kind": "shared", "learned": []}
     made.report["sites"] = [SITE] * sites
     for name in made.tensors:
         made.tensors[name] *= 1.5
@@ -274,7 +274,7 @@ RECOVERED = Check(
 @pytest.mark.parametrize("sites", [False, True])
 def test_recovered_weights_are_not_compared(output, sites):
     made = output()
-    made.report |= {"recovery": {"on_the_fly": False}, "sites": [SITE] * sites}
+    made.report |= {"recovery": examples.recovery(), "sites": [SITE] * sites}
     for name in made.tensors:
         made.tensors[name] *= 1.5 if "_proj" in name else 1
     assert made.check("kept units") == RECOVERED
@@ -287,7 +287,7 @@ def test_recovered_weights_are_not_compared(output, sites):
 @pytest.mark.parametrize("change", [lambda t: t * 1.0001, lambda t: t.double(), torch.zeros_like])
 def test_what_recovery_leaves_alone_is_compared(output, name, change):
     made = output()
-    made.report["recovery"] = {"on_the_fly": True}
+    made.report["recovery"] = examples.recovery(on_the_fly=True)
     made.tensors[name] = change(made.tensors[name])
     assert made.check("kept units") == Check(
         "kept units", False, f"{name} is no weight that recovery changes and is not the dense model's"
@@ -296,7 +296,7 @@ def test_what_recovery_leaves_alone_is_compared(output, name, change):
 
 def test_a_tensor_that_the_dense_model_has_not_in_a_recovered_one(output):
     made = output()
-    made.report["recovery"] = {"on_the_fly": True}
+    made.report["recovery"] = examples.recovery(on_the_fly=True)
     made.tensors["new.weight"] = torch.zeros(2)
     with quiet_transformers():
         found = verify(made.write(), made.dense)[-1]
@@ -307,17 +307,17 @@ def test_a_tensor_that_the_dense_model_has_not_in_a_recovered_one(output):
 def test_a_bias_that_was_opened_is_recovered_too(output):
     """Compensation adds them to linears; the dense model has none."""
     made = output()
-    made.report["recovery"] = {"on_the_fly": True}
+    made.report["recovery"] = examples.recovery(on_the_fly=True)
     made.tensors[UP.replace("weight", "bias")] = torch.ones(24)
     with quiet_transformers():
         found = verify(made.write(), made.dense)[-1]
     assert found == RECOVERED
 
 
-@pytest.mark.parametrize("recovery", [None, {"on_the_fly": True}])
+@pytest.mark.parametrize("recovery", [None, examples.recovery(on_the_fly=True)])
 def test_rotated_and_recovered_leaves_nothing_to_compare(output, recovery):
     made = output()
-    made.report |= {"rotation": {"kind": "values"}, "recovery": recovery}
+    made.report |= {"rotation": {"kind": "values", "learned": []}, "recovery": recovery}
     for name in made.tensors:
         made.tensors[name] *= 1.5
     assert made.check("kept units") == Check(

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ckpt_prune.planning.accounting import Cost
+from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.sizes import Size, TargetSize, cost_in, parse_size
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 

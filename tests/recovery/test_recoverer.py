@@ -14,7 +14,8 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import Meter, meter
 from ckpt_prune.recovery import recoverer as module
-from ckpt_prune.recovery.recoverer import RecoveredLayer, Recoverer, check_same_start
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.recovery.recoverer import Recoverer, check_same_start
 from tests.oracles import laco, similarity
 from tests.oracles.perplexity import perplexity
 

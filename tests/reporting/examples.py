@@ -66,11 +66,17 @@ def report(sites: list[Json], **changes: Any) -> Json:
     } | changes
 
 
+KINDS = {f"self_attn.{kind}_proj": kind for kind in "qkvo"}
+KINDS |= {f"mlp.{kind}_proj": kind for kind in ("gate", "up", "down")}
+"""What the report calls the linears of a llama."""
+
+
 def linear(block: int, module: str = "self_attn.q_proj", **changes: Any) -> Json:
     """What a mask did to one linear of a llama."""
     return {
         "block": block,
         "weight": f"model.layers.{block}.{module}.weight",
+        "kind": KINDS.get(module, module),
         "rows": 8,
         "columns": 4,
         "zeros": 16,

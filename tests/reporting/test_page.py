@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
 from ckpt_prune.reporting.plots import KINDS, PLOTS, SPACES
 from ckpt_prune.reporting.plots import words as space_words
-from ckpt_prune.reporting.reading import read_document
 
 from .examples import (
     Drawn,
@@ -305,7 +305,8 @@ def test_the_order_of_linears_does_not_matter(rendered):
 
 def test_nothing_from_a_masks_report_is_markup(rendered):
     mask = {"method": EVIL, "pattern": EVIL, "ratio": 0.5}
-    made = masked([linear(0, weight=EVIL), linear(1, weight=EVIL)], learned(0), kind=EVIL, mask=mask)
+    evil = {"weight": EVIL, "kind": EVIL}
+    made = masked([linear(0, **evil), linear(1, **evil)], learned(0), kind=EVIL, mask=mask)
     made["rotation"]["importance"] = EVIL
     made["linears"][0]["damp"] = 1
     html = rendered(made)

@@ -3,14 +3,17 @@
 import pytest
 
 from ckpt_prune.architectures.family import known_families, load_family, variants_of
+from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.figures import kind_of
+from ckpt_prune.report.model import Learned, Perplexity
 from ckpt_prune.reporting.plots import KINDS, PLOTS, Figure, Line, Plot, Style, figure, figures, outcome, shown
-from ckpt_prune.reporting.reading import Layer, Learned, Linear, Perplexity, Site
 
 from .examples import Json, bare, kept, layer, learned, linear, site
 
 
 def figures_of(*sites: Json) -> dict[str, Figure]:
-    found = figures([Site.model_validate(s) for s in sites])
+    found = figures([SiteRecord.read(s) for s in sites])
     assert len({f.title for f in found}) == len(found)
     return {f.title: f for f in found}
 
@@ -133,8 +136,8 @@ def test_a_plot_is_one_entry():
     style = Style("after", "square")
     new = Plot("Norm", "Higher is better.", "norm", (Line("after", style, figure("norm")),), (0, 1), of="layers")
     own = Plot("{space}: spread", "", "", (Line("a", style, figure("new")), Line("b", style, figure("k95"))))
-    layers = [Layer.model_validate(layer(b, norm=v)) for b, v in enumerate((0.9, None, 0.8))]
-    found = figures([Site.model_validate(site(0, new=3))], layers, plots=(new, own))
+    layers = [RecoveredLayer.read(layer(b, norm=v)) for b, v in enumerate((0.9, None, 0.8))]
+    found = figures([SiteRecord.read(site(0, new=3))], layers, plots=(new, own))
     assert [(f.title, values(f)) for f in found] == [
         ("Norm", {"after": {0: 0.9, 2: 0.8}}),
         ("MLP: spread", {"a": {0: 3.0}, "b": {0: 4.0}}),
@@ -142,9 +145,7 @@ def test_a_plot_is_one_entry():
 
 
 def masked(linears: list[Json], rotations: list[Json] | None = None) -> dict[str, Figure]:
-    found = figures(
-        [], (), [Linear.model_validate(v) for v in linears], [Learned.model_validate(v) for v in rotations or []]
-    )
+    found = figures([], (), [MaskedLinear.read(v) for v in linears], [Learned.read(v) for v in rotations or []])
     return {f.title: f for f in found}
 
 
@@ -186,7 +187,8 @@ def families() -> list[tuple[str, str | None]]:
 @pytest.mark.parametrize(("name", "variant"), families())
 def test_every_linear_of_every_family_has_a_kind_of_its_own(name, variant):
     family = load_family(name, variant)
-    found = [Linear.model_validate(linear(10, weight=family.tensor(10, module))).kind for module in family.linears]
+    assert set(family.labels) == set(family.linears)
+    found = list(family.labels.values())
     assert set(found) <= set(KINDS)
     assert len(set(found)) == len(found)
     assert set("qkvo") <= set(found)
@@ -195,16 +197,21 @@ def test_every_linear_of_every_family_has_a_kind_of_its_own(name, variant):
 @pytest.mark.parametrize(
     ("weight", "kind"),
     [
-        ("model.layers.11.self_attn.v_proj.weight", "v"),
-        ("layers.11.mlp.down_proj.weight", "down"),
-        ("model.decoder.layers.11.fc1.weight", "up"),
+        ("model.layers.11.self_attn.v_proj.weight", "self_attn.v_proj"),
+        ("layers.11.mlp.down_proj.weight", "mlp.down_proj"),
+        ("model.decoder.layers.11.fc1.weight", "fc1"),
         ("model.layers.11.mlp.experts.11.up_proj.weight", "mlp.experts.11.up_proj"),
         ("model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.v_proj"),
         ("", ""),
     ],
 )
-def test_kinds(weight, kind):
-    assert Linear.model_validate(linear(11, weight=weight)).kind == kind
+def test_a_linear_without_a_kind_has_the_name_of_its_module(weight, kind):
+    """Reports of before there was one."""
+    found = linear(11, weight=weight)
+    assert kind_of(MaskedLinear.read(found | {"kind": None})) == kind
+    del found["kind"]
+    assert kind_of(MaskedLinear.read(found)) == kind
+    assert kind_of(MaskedLinear.read(found | {"kind": "gate"})) == "gate"
 
 
 def test_a_kind_of_a_later_version_is_shown_by_its_name():
@@ -233,8 +240,8 @@ def test_a_shared_rotation_has_no_place_over_depth():
 def recovered(*layers: Json, perplexities: list[Json] | None = None) -> dict[str, Figure]:
     found = figures(
         [],
-        [Layer.model_validate(entry) for entry in layers],
-        perplexities=[Perplexity.model_validate(entry) for entry in perplexities or []],
+        [RecoveredLayer.read(entry) for entry in layers],
+        perplexities=[Perplexity.read(entry) for entry in perplexities or []],
     )
     return {f.title: f for f in found}
 
@@ -281,7 +288,7 @@ OUTCOMES = [
 @pytest.mark.parametrize(("entry", "became", "remark"), OUTCOMES)
 def test_what_became_of_a_block(entry, became, remark):
     """In words; beside its value only where it is not what recovery is for."""
-    assert outcome(Layer.model_validate(entry)) == became
+    assert outcome(RecoveredLayer.read(entry)) == became
     told = [[line.points[0].text for line in plot.series] for plot in recovered(entry).values()]
     assert told == [["0.500", "0.400", f"0.250{remark}"], ["0.750", f"0.875{remark}"]]
 

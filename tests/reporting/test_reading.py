@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.reporting.reading import read_document
+from ckpt_prune.reporting.document import read_document
 
 from .examples import Json, elsewhere, layer, recovery, write
 

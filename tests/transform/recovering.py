@@ -17,8 +17,9 @@ from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.training import Split
-from ckpt_prune.transform.recover import RecoveryRequest, SettledRecovery, recover, settle_recovery
+from ckpt_prune.transform.recover import RecoveryRequest, SettledRecovery, settle_recovery
 from tests import encoders, families
+from tests.reports import recover
 
 from .whole import masked, stock, tensors_of
 

@@ -229,7 +229,7 @@ def test_ties_and_overflows_go_to_the_larger_strength(sources, monkeypatch):
         monkeypatch.setattr(HiddenStream, "nll", lambda self, answers=answers: next(answers))
         found = search_strength(job)
         assert found.chosen == chosen
-        assert list(found.perplexities.values()) == [math.exp(v) if v < 700 else math.inf for v in values]
+        assert list(found.perplexity.values()) == [math.exp(v) if v < 700 else math.inf for v in values]
 
 
 @pytest.mark.parametrize(

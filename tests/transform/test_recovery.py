@@ -13,8 +13,8 @@ from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.filenames import REPORT, ROTATIONS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
-from ckpt_prune.reporting.reading import read_document
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
 

@@ -14,11 +14,12 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT, ROTATIONS
-from ckpt_prune.transform.recover import check_same_reader, recover
+from ckpt_prune.transform.recover import check_same_reader
 from tests import encoders, families
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import contents, windows
 from tests.images import write_processor
+from tests.reports import recover
 
 from .recovering import (
     pruned_by,

@@ -22,12 +22,13 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.recovery import recoverer
 from ckpt_prune.transform.measuring import measured
-from ckpt_prune.transform.recover import SettledRecovery, recover
+from ckpt_prune.transform.recover import SettledRecovery
 from ckpt_prune.transform.request import RecoverySamples
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
 from tests.oracles import masked_model
+from tests.reports import recover
 
 from .recovering import (
     QUICK,

@@ -12,7 +12,8 @@ from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.mixing import absorb_mixing
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.plan import HeadErrors, SitePlan
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import HeadErrors
 from ckpt_prune.planning.selection import in_heads, select_in_heads
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.transform.decisions import Decision

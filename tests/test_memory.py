@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.benchmark import memory
+from ckpt_prune import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
 
 PROGRAM = """
-from ckpt_prune.benchmark import memory
+from ckpt_prune import memory
 before = memory.resident(), memory.peak()
 held = bytearray(b"x") * (64 << 20)
 held = None

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.transform.card import model_card
+from ckpt_prune.report.card import model_card
+from ckpt_prune.report.model import Report
 from tests.reporting.examples import Json, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
 
 DENSE = (
@@ -32,10 +33,12 @@ def card(made: Json, **changes: Any) -> list[str]:
     """Its lines."""
     calibration = {"modality": "text", "samples": 128, "window": 2048, "target": "sequential"}
     return model_card(
-        {"mask": None, "rotation": None, "linears": []}
-        | made
-        | {"calibration": calibration, "container": container()}
-        | changes
+        Report.read(
+            {"mask": None, "rotation": None, "linears": []}
+            | made
+            | {"calibration": calibration, "container": container()}
+            | changes
+        )
     ).split("\n")
 
 

@@ -1,0 +1,221 @@
+"""What commands print of settled requests, plans and reports: lines and rows; `report.figures` has the figures."""
+
+from collections.abc import Iterable, Sequence
+
+from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.planning.records import Cost, SiteRecord
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.figures import (
+    cost_changes,
+    held_out_errors,
+    mask_figures,
+    recovery_figures,
+    rotation_figures,
+    space_errors,
+    unsolved,
+    worse_on_held_out,
+)
+from ckpt_prune.report.model import Report
+from ckpt_prune.sparsity.patterns import UNSTRUCTURED
+from ckpt_prune.transform.settle import Settled
+
+COST_HEADERS = ["", "before", "after", "share"]
+LAYER_HEADERS = ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
+DRIFT = ", of what the dense model's residual stream asks for (target drift), all that came before included"
+
+
+def kept_line(settled: Settled) -> str:
+    """Units kept per block, under which ratio or for which size."""
+    asked = settled.recipe.size or (settled.request.asked.size if settled.request.asked is not None else None)
+    model, recipe, widths = settled.model, settled.recipe, settled.widths
+    if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
+        return f"nothing is dropped: the model is within {asked.words} as it is"
+    kept = []
+    for space in recipe.spaces:
+        counts = sorted({width[space] for width in widths})
+        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        told = f"ratio {recipe.ratio_of(space):g}"
+        if recipe.allocation == "least-error":
+            told = f"the size of {told}" if asked is None else asked.words
+        kept.append(f"{space} {span}/{model.units(space)} ({told})")
+    return f"kept per block: {', '.join(kept)}"
+
+
+def few_tokens(settled: Settled, *, errors: str) -> str | None:
+    """A warning where the calibration tokens are too few for the fits to be more than memory, or None.
+
+    Args:
+        settled: what was measured on how much.
+        errors: where they stand: above or below.
+    """
+    request, model, recipe = settled.request, settled.model, settled.recipe
+    tokens = request.statistics.index.tokens if request.statistics else 0
+    if request.live is not None and not tokens:
+        tokens = len(request.live.samples) * request.live.samples.tokens
+    widths = [
+        max(width[space] for width in settled.widths) * model.unit_columns(space)
+        for space in recipe.spaces
+        if recipe.needs_gram(space)
+    ]
+    if recipe.mask is not None and recipe.mask.method == "sparsegpt":
+        widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
+    if not widths or tokens >= 2 * max(widths):
+        return None
+    return (
+        f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
+        f"the errors {errors} are a fit, not a prediction; use more samples"
+    )
+
+
+def report_lines(report: Report) -> Iterable[str]:
+    """All that is said of an output below its costs and widths, as far as one line each can say it."""
+    yield from error_lines(report.sites)
+    yield from mask_lines(report)
+    yield from warning_lines(report.sites)
+    yield from recovery_lines(report)
+    if report.lambda_search is not None:
+        yield f"lambda {report.lambda_search.chosen:g}, of least calibration perplexity"
+
+
+def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
+    """Parameters, bytes and FLOPs before and after, for a table."""
+    rows = []
+    for cost in cost_changes(before, after):
+        show = human_bytes if cost.key == "bytes" else human_count
+        name = f"FLOPs / {before.tokens} tokens" if cost.key == "flops" else cost.key
+        rows.append([name, show(cost.before), show(cost.after), f"{cost.share:.1%}"])
+    return rows
+
+
+def error_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
+    """Mean errors of every space on the calibration samples."""
+    for errors in space_errors(sites):
+        what = "logits" if all(site.consumer is None for site in sites if site.space == errors.space) else "outputs"
+        yield (
+            f"{errors.space}: mean error of the {what} on the calibration samples {errors.uncompensated:.4f} bare, "
+            f"{errors.compensated:.4f} compensated{DRIFT if errors.drift else ''}"
+        )
+
+
+def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
+    """What a user should know of single sites: solves that stopped short, and compensation that does not help.
+
+    The latter is what cross-validation over folds says: on samples that the fit has not seen.
+    """
+    for site, residual in unsolved(sites):
+        yield (
+            f"the logits of block {site.block} are not solved to the end (relative residual {residual:.1g}): "
+            "use more samples or a larger lambda"
+        )
+    for space, error in held_out_errors(sites).items():
+        yield f"{space}: mean error on held-out folds, compensated, {error:.4f}"
+    worse = [f"{site.space} of block {site.block}" for site in worse_on_held_out(sites)]
+    if worse:
+        named = ", ".join(worse[:5]) + (f" and {len(worse) - 5} more" if len(worse) > 5 else "")
+        yield f"compensation does not help on held-out samples at {named}: use more samples or a larger lambda"
+
+
+def mask_lines(report: Report) -> Iterable[str]:
+    """What a mask did, and the rotations before it."""
+    rotation, mask = report.rotation, mask_figures(report.linears, report.recipe.damp)
+    entropy = rotation_figures(rotation.learned) if rotation is not None else None
+    if rotation is not None and entropy is not None:
+        change = "" if entropy.change is None else f" ({entropy.change:+.1%})"
+        steps = "" if entropy.steps is None else f", {_span(*entropy.steps)} steps"
+        yield (
+            f"rotation {rotation.kind}: entropy of {rotation.importance} importance {entropy.before:.0f} -> "
+            f"{entropy.after:.0f} nats{change}{steps}"
+        )
+    if mask is None or report.mask is None:
+        return
+    how = mask_name(report.mask.method, report.mask.pattern)
+    yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
+    if mask.mean_error is not None:
+        yield f"mean error of the outputs on the calibration samples {mask.mean_error:.4f}"
+    if mask.damped:
+        weights = [linear.weight for linear, _ in mask.damped]
+        named = ", ".join(weights[:3]) + (", ..." if len(weights) > 3 else "")
+        yield (
+            f"{len(weights)} of {mask.linears} Hessians were singular with damping {mask.asked:g} and took up to "
+            f"{max(damp for _, damp in mask.damped):g}: use more samples ({named})"
+        )
+
+
+def mask_name(method: str, pattern: str) -> str:
+    """A mask in a line: its method, and its pattern where it has one."""
+    return method if pattern == UNSTRUCTURED else f"{method} {pattern}"
+
+
+def recovery_lines(report: Report) -> Iterable[str]:
+    """What recovery did."""
+    figures = recovery_figures(report.recovery, report.layers)
+    if figures is None or not report.layers:
+        return
+
+    def mean(key: str, form: str) -> str:
+        value = figures.complete[key]
+        return "not finite" if value is None else format(value, form)
+
+    yield (
+        f"recovered {figures.recovered} of {figures.blocks} blocks; means over blocks on "
+        f"{_counted(figures.held_out, 'held-out sample')}: squared error "
+        f"{mean('mse_before', '.4g')} -> {mean('mse_after', '.4g')}, CKA {mean('cka_before', '.4f')} -> "
+        f"{mean('cka_after', '.4f')}"
+    )
+    if figures.broken:
+        yield f"the hidden states after block {figures.broken[0]} are not finite: what follows cannot be recovered"
+    if figures.idle:
+        yield (
+            f"no epoch was better than the old weights in {_blocks(figures.idle)}, with lr {figures.lr:.3g} and less: "
+            "use more samples or epochs"
+        )
+    if figures.worse:
+        yield (
+            "after the last block the squared error is larger than without recovery: measure what it is worth with "
+            "`ckpt-prune evaluate`, or use more samples"
+        )
+    if figures.diverged:
+        yield (
+            f"training diverged in {_blocks(figures.diverged)} and was taken back there: use a smaller lr than "
+            f"{figures.lr:.3g}"
+        )
+    if figures.perplexities:
+        curve = ", ".join(f"{_perplexity(entry.perplexity)} with {entry.blocks}" for entry in figures.perplexities)
+        yield (
+            f"perplexity on {_counted(figures.held_out, 'held-out window')} of {figures.window} tokens: {curve} "
+            "blocks recovered"
+        )
+
+
+def layer_rows(layers: Sequence[RecoveredLayer]) -> list[list[str]]:
+    """What recovery did to every block, for a table with `LAYER_HEADERS`."""
+    return [
+        [
+            str(layer.block),
+            *(_figure(value, "g") for value in (layer.mse_before, layer.mse_start, layer.mse_after)),
+            *(_figure(value, "f") for value in (layer.cka_before, layer.cka_after)),
+            str(layer.epochs),
+            f"epoch {layer.best_epoch}" if layer.recovered else "old",
+        ]
+        for layer in layers
+    ]
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, f".4{form}")
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _blocks(numbers: Sequence[int]) -> str:
+    return f"{_counted(len(numbers), 'block')} ({', '.join(map(str, numbers))})"
+
+
+def _counted(number: int | None, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _perplexity(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.3f}"

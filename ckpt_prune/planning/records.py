@@ -1,0 +1,160 @@
+"""What plans and reports say of a model: its cost, its sites, its masked linears.
+
+Nothing here needs torch: reading a report must not take seconds.
+"""
+
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from ckpt_prune.records import Amount, Block, Count, Figure, Fixed
+
+RecipeT = TypeVar("RecipeT")
+SiteT = TypeVar("SiteT")
+
+
+class Cost(Fixed):
+    """Size of one model.
+
+    Attributes:
+        parameters: a tied head counted once, stored buffers not at all.
+        bytes: of its tensors on disk.
+        flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
+            matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
+        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens. None in a
+            file that does not say.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    parameters: Annotated[int, Field(ge=1, le=2**63)]
+    bytes: Annotated[int, Field(ge=1, le=2**63)]
+    flops: Annotated[int, Field(ge=1, le=2**100)]
+    tokens: Count | None = None
+
+
+class HeadErrors(Fixed):
+    """Errors of one head's logits, as shares of Σ‖Q Kᵀ‖²; rho2 as in `SiteRecord`."""
+
+    head: Count
+    error_uncompensated: Figure = None
+    error_compensated: Figure = None
+    floor: Figure = None
+    rho2: Figure = None
+
+
+class SiteRecord(Fixed):
+    """What was done at a site: one space of one block.
+
+    Attributes:
+        block, space, expert: the site. `expert` is None where the block has none, and then left out of JSON.
+        consumer: on-disk name of the consumer's weight; None for a space that ends in logits.
+        units: units of the dense site. A site of q and k has all rows as units.
+        kept: units that stay, ascending.
+        method: the compensation; none where nothing is dropped.
+        strength: in the recipe's units; None where the method has none.
+        share: share of the drift that the weights are fitted to correct; None without drift.
+        runner_up, margin: the next best method on held-out folds, and by how much its held-out error is larger,
+            relative to the chosen method's. None unless the method was chosen on folds.
+        error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² without and with compensation, at the
+            consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
+            the residual stream back to the dense model's. None without second moments.
+        error_held_out: the compensated error over all folds, each scored by a fit to the others. None with one fold,
+            or where it was neither asked for nor chosen by.
+        residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
+        j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, or per sample for logits. None
+            unless asked for. None, too, where the target is drift: they say nothing about it.
+        width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
+            CORP Table 9); None unless asked for.
+        heads: errors of every head; None unless asked for, and but for q and k.
+    """
+
+    block: Block
+    space: str
+    expert: Count | None = None
+    consumer: str | None = None
+    units: Annotated[int, Field(ge=1, le=2**63)]
+    kept: list[int]
+    method: str
+    strength: Figure = None
+    share: Figure = None
+    runner_up: str | None = None
+    margin: Figure = None
+    error_uncompensated: Figure = None
+    error_compensated: Figure = None
+    error_held_out: Figure = None
+    residual: Figure = None
+    j0: Figure = None
+    floor: Figure = None
+    rho2: Figure = None
+    width: Amount = None
+    effective_rank: Figure = None
+    k95: Amount = None
+    active: Figure = None
+    heads: list[HeadErrors] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_expert(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files of models without experts do not change."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "expert" or value is not None}
+
+
+class MaskedLinear(Fixed):
+    """What a mask did to one linear module of one block.
+
+    Attributes:
+        block: index.
+        weight: on-disk name.
+        kind: what tables call the module (`Family.labels`); None in files of before there was this key.
+        rows, columns: of the weight.
+        zeros: weights that the mask zeroed. Weights that were zero before are among them.
+        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens; None without Grams.
+        damp: what SparseGPT added to the diagonal of the Hessian, as a share of its mean; None for other methods.
+        dead: number of inputs that were zero on every calibration token. SparseGPT zeroes their columns. None for other
+            methods.
+    """
+
+    block: Block
+    weight: str
+    kind: str | None = None
+    rows: Annotated[int, Field(ge=1, le=2**31)]
+    columns: Annotated[int, Field(ge=1, le=2**31)]
+    zeros: Count
+    error: Figure = None
+    damp: Figure = None
+    dead: Amount = None
+
+    @model_validator(mode="after")
+    def _within(self) -> Self:
+        if self.zeros > self.size:
+            raise ValueError("more zeros than weights")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its weights."""
+        return self.rows * self.columns
+
+
+class StatisticsReference(Fixed):
+    """Which statistics a plan was made from."""
+
+    path: str
+    digest: str
+
+
+class PlanFile(Fixed, Generic[RecipeT, SiteT]):
+    """A plan as its file has it; `planning.plan` says which recipe and sites a plan has that can be applied."""
+
+    version: Literal[1] = 1
+    model: str
+    model_path: str
+    recipe: RecipeT
+    recipe_digest: str = ""
+    statistics: StatisticsReference | None = None
+    container: str
+    container_note: str | None = None
+    before: Cost
+    after: Cost
+    sites: list[SiteT]

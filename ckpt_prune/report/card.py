@@ -1,0 +1,178 @@
+"""The model card of an output."""
+
+from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
+from ckpt_prune.report.model import Report
+
+_PACKED = (
+    "For 2:4 `torch.sparse.to_sparse_semi_structured` does, on NVIDIA GPUs of compute capability 8.0 or later; vLLM "
+    "removed its support of 2:4."
+)
+
+_LACO = "LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342"
+
+_LIKENESS: dict[Likeness, str] = {"mse": "mean squared error of the hidden states", "cka": "their linear CKA"}
+_CHANGED = " That is the shipped recipe of this name; it was changed here, and `ckpt_prune.json` has it as it was used."
+
+
+def model_card(report: Report) -> str:
+    """README.md of an output, from its report: what it is, how it was made, how to load it."""
+    recipe, container = report.recipe, report.container
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [ckpt-prune, pruned]",
+        "---",
+        "",
+        f"# {report.source.name}, {_how(report)}",
+        "",
+        f"Made by ckpt_prune {report.ckpt_prune} from `{report.source.name}`. {recipe.summary}"
+        f"{_CHANGED if _is_changed(report) else ''}".rstrip(),
+        f"Source of the method: {recipe.source}." if recipe.source else "",
+        "",
+        "| | before | after | share |",
+        "|---|---|---|---|",
+    ]
+    for cost in cost_changes(report.before, report.after):
+        show = human_bytes if cost.key == "bytes" else human_count
+        name = f"FLOPs of a sample of {report.before.tokens} tokens" if cost.key == "flops" else cost.key
+        lines.append(f"| {name} | {show(cost.before)} | {show(cost.after)} | {cost.share:.1%} |")
+    lines += ["", *_calibration(report), *_mask(report), *_rotation(report), *_recovery(report)]
+    if container.note:
+        lines.append(f"Container: {container.note}.")
+    if _turns(report):
+        lines.append(
+            "Load it as below: plain `from_pretrained` refuses it, by the shape of the norms' gains, of which one "
+            "number is left."
+        )
+    elif container.remote_code:
+        lines.append(
+            "Load it as below; plain `from_pretrained` either refuses it or, where only biases have no slot, drops "
+            "them with a mere warning."
+        )
+    auto = container.auto_class
+    loader = (
+        'import ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
+        f"from transformers import {auto}  # without ckpt_prune\n\n"
+        f'model = {auto}.from_pretrained("PATH", trust_remote_code=True)'
+        if container.remote_code
+        else f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("PATH")'
+    )
+    lines += ["", "```python", loader, "```", "", _record(report), ""]
+    return "\n".join(lines)
+
+
+def _how(report: Report) -> str:
+    """What was done, in the words of a heading."""
+    recipe = report.recipe
+    pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
+    return f"{pruned} and recovered" if report.recovery else pruned
+
+
+def _calibration(report: Report) -> list[str]:
+    """What moments were measured on."""
+    calibration = report.calibration
+    window = calibration.amount("window")
+    if window is None:
+        return []
+    what = "images" if calibration.text("modality") == "image" else "windows"
+    return [
+        f"Calibrated on {calibration.amount('samples')} {what} of {window} tokens, target {calibration.text('target')}."
+    ]
+
+
+def _mask(report: Report) -> list[str]:
+    """What was zeroed, and what that is good for."""
+    mask, figures = report.mask, mask_figures(report.linears, report.recipe.damp)
+    if mask is None or figures is None:
+        return []
+    sentences = [
+        f"Mask by {mask.method}, pattern {mask.pattern}: {figures.share:.2%} zeros in {figures.linears} linear "
+        f"weights of {human_count(figures.size)} parameters."
+    ]
+    if figures.zeros:
+        sentences.append(
+            "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless "
+            "a runtime makes use of the zeros."
+        )
+    if figures.zeros and mask.pattern == "2:4":
+        sentences.append(_PACKED)
+    return [" ".join(sentences)]
+
+
+def _is_changed(report: Report) -> bool:
+    """Whether the recipe bears the name of a shipped one and is another."""
+    name = report.recipe.name
+    return name in shipped_recipes() and load_recipe(name).digest != report.recipe_digest
+
+
+def _turns(report: Report) -> bool:
+    """Whether rotations stay in the model, as matrices between blocks."""
+    return report.rotation is not None and report.rotation.turns
+
+
+def _rotation(report: Report) -> list[str]:
+    """What was turned, and what of it remains at run time."""
+    if report.rotation is None:
+        return []
+    kind = report.rotation.kind
+    if kind == "values":
+        what = (
+            "the values of every head turn, which is folded away into the weights before and after them and adds no "
+            "computation at run time"
+        )
+    elif _turns(report):
+        what = (
+            "every block has its own basis of the residual stream, so a d x d matrix per block (d is the width of the "
+            "stream) turns the stream at run time, which takes remote code"
+        )
+    else:
+        what = (
+            "all blocks share one basis of the residual stream, which is folded away into the weights and adds no "
+            "computation at run time"
+        )
+    return [f"Rotation {kind}: {what}."]
+
+
+def _recovery(report: Report) -> list[str]:
+    """What was trained towards which model, and how much nearer that brought the hidden states."""
+    recovery, figures = report.recovery, recovery_figures(report.recovery, report.layers)
+    if recovery is None or figures is None:
+        return []
+    which = "" if figures.only is None else f"{'MLP' if figures.only == 'mlp' else figures.only} "
+    where = "" if figures.layers is None else f" of layers `{figures.layers}`"
+    when = "each block right after it was pruned" if recovery.on_the_fly else "block by block after pruning"
+    samples = "images" if figures.images else f"windows of {figures.window} tokens"
+    sentences = [
+        f"Recovered with {_LACO}: the {which}weights that pruning left{where} were trained towards the hidden states "
+        f"of `{recovery.dense.name}`, {when}, on {figures.samples} {samples}, {figures.held_out} of them held "
+        f"out, up to {figures.epochs} epochs at a learning rate of {figures.lr:.3g}. {figures.recovered} of "
+        f"{figures.blocks} blocks have new weights; zeros stay zero."
+    ]
+    if recovery.earlier is not None:
+        sentences.append("It had been recovered before; that record is in `ckpt_prune.json` as `recovery.earlier`.")
+    changes = [f"{_LIKENESS[name]} {means.before:.4g} -> {means.after:.4g}" for name, means in figures.means.items()]
+    if changes:
+        sentences.append(f"On held-out samples, mean over blocks, before -> after: {', '.join(changes)}.")
+    return [" ".join(sentences)]
+
+
+def _record(report: Report) -> str:
+    """What else there is to read of the output."""
+    if report.mask is not None:
+        measured = any(linear.error is not None for linear in report.linears)
+        what = "How much of every linear weight was zeroed"
+        found = f"{what} and the error at its output are" if measured else f"{what} is"
+    elif report.recovery and not report.sites:
+        return "Errors of every block before and after recovery are in `ckpt_prune.json`."
+    else:
+        found = "Kept units and errors of every layer are"
+    found += " in `ckpt_prune.json`"
+    if report.recovery:
+        found += ", with errors of every block before and after recovery"
+    if report.rotation is not None:
+        found += ", with entropies before and after rotation; the rotations themselves, which no loader needs, are in "
+        found += f"`{ROTATIONS}`"
+    return f"{found}."

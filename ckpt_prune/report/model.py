@@ -1,0 +1,236 @@
+"""`ckpt_prune.json`: the model that writes it and reads it.
+
+Files of every version with version number 1 are read: keys that are absent have defaults, keys that are not known stay.
+Nothing here needs torch.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from ckpt_prune.filenames import ELSEWHERE
+from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
+from ckpt_prune.recovery.record import RecoveredLayer
+
+UNKNOWN = "?"
+"""Stands for a version in a file that does not say."""
+
+
+class UsedRecipe(Record):
+    """The recipe as it was used, whole; of what another tool pruned, a name alone.
+
+    Attributes:
+        version: of the recipe format.
+        name, summary, source: as the recipe has them.
+    """
+
+    version: int | None = None
+    name: str
+    summary: str = ""
+    source: str = ""
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another tool pruned, so that there was no recipe."""
+        return self.name == ELSEWHERE
+
+    @property
+    def damp(self) -> float | None:
+        """Damping of Hessians that the recipe's mask asks for, as a share of their mean diagonal; None without one."""
+        mask = self.entries.get("mask")
+        return Record.read(mask).figure("damp") if isinstance(mask, dict) else None
+
+
+class Source(Fixed):
+    """Which model: the name of its folder, and `Checkpoint.fingerprint`."""
+
+    name: str
+    fingerprint: str
+
+
+class Asked(Fixed):
+    """What was asked for where the recipe was changed to reach it.
+
+    Attributes:
+        size: to come down to, as the recipe had it, or None.
+        digest: of the recipe that was asked for.
+    """
+
+    size: dict[str, Any] | None = None
+    digest: str
+
+
+class StrengthSearch(Fixed):
+    """The λ that was chosen, and the calibration perplexity of every λ that was tried, by its text."""
+
+    chosen: float
+    perplexity: dict[str, float] = Field(default_factory=dict)
+
+
+class StoredAs(Fixed):
+    """What the output is stored as.
+
+    Attributes:
+        model_type: in its config.json.
+        remote_code: whether code of this tool travels with it.
+        auto_class: the transformers Auto class that loads it.
+        padded: spaces that have zeros in place of what was dropped.
+        note: why it is not what one might expect, or None.
+    """
+
+    model_type: str
+    remote_code: bool = False
+    auto_class: str = "AutoModel"
+    padded: list[str] = Field(default_factory=list)
+    note: str | None = None
+
+
+class Mask(Fixed):
+    """Which weights were zeroed: by whose score, in which pattern, and which share of them was asked for."""
+
+    method: str
+    pattern: str
+    ratio: Figure = None
+
+
+class Learned(Fixed):
+    """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training."""
+
+    block: Block | None
+    entropy_before: Figure = None
+    entropy_after: Figure = None
+    steps: Amount = None
+
+
+class Rotation(Fixed):
+    """What was rotated before the mask.
+
+    Attributes:
+        kind: as recipes have it.
+        importance: whose importance of weights was to concentrate.
+        turns: whether matrices between blocks stay in the model.
+        learned: what was learned, by block.
+    """
+
+    kind: str
+    importance: str | None = None
+    turns: bool = False
+    learned: list[Learned]
+
+
+class Perplexity(Fixed):
+    """The perplexity of a model of which only the first blocks are recovered (LaCo, Figure 3).
+
+    Attributes:
+        blocks: how many.
+        perplexity: None where it is too large for a float.
+    """
+
+    blocks: Block
+    perplexity: Figure = None
+
+
+class Earlier(Fixed):
+    """The record of a recovery that this one followed."""
+
+    recovery: "Recovery"
+    layers: list[RecoveredLayer] | None = None
+
+
+class Recovery(Fixed):
+    """How blocks were recovered after they were pruned.
+
+    Attributes:
+        dense: the model whose hidden states were the target.
+        on_the_fly: whether each block was recovered right after it was pruned.
+        settings: of training, as `RecoverySettings` has them, with the learning rate and seed that were used.
+        data: which samples, how many of them held out, and their tokens.
+        perplexity_after: by how many blocks are recovered; None for models that have no perplexity.
+        earlier: what the pruned checkpoint's own report said; absent where blocks were recovered on the fly.
+    """
+
+    dense: Source
+    on_the_fly: bool
+    settings: Record
+    data: Record
+    perplexity_after: list[Perplexity] | None = None
+    earlier: Earlier | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
+
+
+class Stage(Fixed):
+    """What one stage of the run took; of a resumed run, what was left of it.
+
+    Attributes:
+        name: of the stage.
+        seconds: wall time.
+        peak_bytes: largest resident memory of the process from its start to the stage's end: a stage that is larger
+            than the one before has set it. None where the system does not say.
+        device_peak_bytes: largest memory allocated on the accelerator during the stage; None without one.
+    """
+
+    name: str
+    seconds: Figure = None
+    peak_bytes: Count | None = None
+    device_peak_bytes: Count | None = None
+
+
+class Report(Fixed):
+    """What an output's `ckpt_prune.json` holds.
+
+    Attributes:
+        version: of the file's format.
+        ckpt_prune, torch, transformers: versions of what wrote it.
+        recipe, recipe_digest: as used.
+        source: what was pruned.
+        asked: what the recipe was changed for, or None.
+        calibration: where the moments came from; empty of what another tool pruned.
+        plan: digest of the plan that was applied, or None.
+        lambda_search: where λ was chosen by perplexity.
+        container: what the output is stored as.
+        before, after: cost of the source and of the output.
+        mask, rotation: None where units were dropped.
+        sites: what was pruned.
+        linears: what was masked.
+        recovery, layers: what recovery did, block by block; None and empty without it.
+        stages: what the run took, in order.
+        files: file → sha256.
+    """
+
+    version: Literal[1] = 1
+    ckpt_prune: str = UNKNOWN
+    torch: str = UNKNOWN
+    transformers: str = UNKNOWN
+    recipe: UsedRecipe
+    recipe_digest: str = ""
+    source: Source
+    asked: Asked | None = None
+    calibration: Record
+    plan: str | None = None
+    lambda_search: StrengthSearch | None = None
+    container: StoredAs
+    before: Cost
+    after: Cost
+    mask: Mask | None = None
+    rotation: Rotation | None = None
+    sites: list[SiteRecord]
+    linears: list[MaskedLinear] = Field(default_factory=list)
+    recovery: Recovery | None = None
+    layers: list[RecoveredLayer] = Field(default_factory=list)
+    stages: list[Stage] = Field(default_factory=list)
+    files: dict[str, str] = Field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it; without a recovery, the keys of one are absent."""
+        values = self.model_dump(mode="json")
+        if self.recovery is None:
+            del values["recovery"], values["layers"]
+        return values

@@ -1,0 +1,76 @@
+"""Reading reports and plans from disk, whole or damaged, without torch."""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT
+from ckpt_prune.planning.records import PlanFile, SiteRecord
+from ckpt_prune.report.model import Report, UsedRecipe
+
+AnyPlan = PlanFile[UsedRecipe, SiteRecord]
+"""A plan of any version, to be shown."""
+_WANTED = "give a folder that `ckpt-prune prune` wrote, or a plan file"
+
+
+def report_of(folder: Path) -> Report | None:
+    """What an output of this tool says of itself; None for other checkpoints.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / REPORT
+    return _read_report(path) if path.is_file() else None
+
+
+def read_report_or_plan(path: Path) -> Report | AnyPlan:
+    """Read the report of an output folder, or a plan.
+
+    Args:
+        path: the folder, the report inside it, or the plan file.
+
+    Raises:
+        UserError: not there, not written by this tool, or damaged.
+    """
+    file = _file(path)
+    if file.name == REPORT:
+        return _read_report(file)
+    try:
+        values = parse_object(_bytes(file))
+        return AnyPlan.read(values) if "model_path" in values else Report.read(values)
+    except ValueError as error:  # pydantic's are ValueErrors as well
+        raise UserError(f"{file} is no plan ({_reason(error)}): {_WANTED}") from error
+
+
+def _read_report(file: Path) -> Report:
+    try:
+        return Report.read(parse_object(_bytes(file)))
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({_reason(error)}): prune again") from error
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): {_WANTED}") from error
+
+
+def _file(path: Path) -> Path:
+    try:
+        is_folder = path.is_dir()
+    except OSError:  # a name that no file can have
+        is_folder = False
+    if is_folder and not (path / REPORT).is_file():
+        raise UserError(f"{path} has no {REPORT}: {_WANTED}")
+    return path / REPORT if is_folder else path
+
+
+def _reason(error: ValueError) -> str:
+    """In one line: the place of the first thing that does not fit, or what the JSON parser says."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return " ".join(str(error).split())

@@ -1,0 +1,41 @@
+"""Measuring what the stages of a run take: wall time and memory."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ckpt_prune.memory import peak
+from ckpt_prune.report.model import Stage
+
+
+class Stages:
+    """Records of the stages of one run, in the order in which they ended.
+
+    Args:
+        device: where the run computes; memory of an accelerator is counted from the start of each stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.records: list[Stage] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record what the body takes, unless it raises."""
+        cuda = self._device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        start = time.perf_counter()
+        yield
+        if cuda:
+            torch.cuda.synchronize(self._device)
+        self.records.append(
+            Stage(
+                name=name,
+                seconds=round(time.perf_counter() - start, 3),
+                peak_bytes=peak(),
+                device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
+            )
+        )

@@ -1,0 +1,180 @@
+"""Making the report of what a job has done, all but the digests of its files."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.container import Container
+from ckpt_prune.filenames import ELSEWHERE
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.records import Record
+from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.recovery.recoverer import Recoverer
+from ckpt_prune.report.model import (
+    Asked,
+    Earlier,
+    Learned,
+    Mask,
+    Perplexity,
+    Recovery,
+    Report,
+    Rotation,
+    Source,
+    StoredAs,
+    StrengthSearch,
+    UsedRecipe,
+)
+from ckpt_prune.transform.settle import Settled
+from ckpt_prune.versions import versions
+
+
+def report_of_prune(
+    settled: Settled,
+    records: Sequence[SitePlan | MaskedLinear],
+    *,
+    search: StrengthSearch | None = None,
+    learned: Sequence[dict[str, Any]] | None = None,
+    recovery: Recovery | None = None,
+    layers: Sequence[RecoveredLayer] = (),
+) -> Report:
+    """What pruning did.
+
+    Args:
+        settled: what was run.
+        records: of sites that lost units, or of linears that got zeros.
+        search: of λ by perplexity.
+        learned: rotations, as `RotationLearner.run` gives them.
+        recovery: `recovery_of`, where blocks were recovered as well.
+        layers: what that did, block by block.
+    """
+    recipe, asked, output = settled.recipe, settled.request.asked, settled.output
+    mask = rotation = None
+    if recipe.mask is not None:
+        mask = Mask(method=recipe.mask.method, pattern=recipe.mask.pattern, ratio=recipe.ratio)
+    if recipe.rotation is not None and learned is not None:
+        rotation = Rotation(
+            kind=recipe.rotation.kind,
+            importance=recipe.importance,
+            turns=settled.rotated is not None and bool(settled.rotated.turns),
+            learned=[Learned.model_validate(entry) for entry in learned],
+        )
+    used = versions()
+    return Report(
+        ckpt_prune=used["ckpt_prune"],
+        torch=used["torch"],
+        transformers=used["transformers"],
+        recipe=UsedRecipe.model_validate(recipe.model_dump(mode="json", by_alias=True)),
+        recipe_digest=recipe.digest,
+        source=source_of(settled.model.checkpoint),
+        asked=None if asked is None else _asked(asked),
+        calibration=Record.model_validate(settled.provenance()),
+        plan=settled.request.plan.digest if settled.request.plan else None,
+        lambda_search=search,
+        container=stored_as(output.container, settled.model.family),
+        before=settled.before,
+        after=output.cost,
+        mask=mask,
+        rotation=rotation,
+        sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],
+        linears=[record for record in records if isinstance(record, MaskedLinear)],
+        recovery=recovery,
+        layers=list(layers),
+    )
+
+
+def report_of_recovery(
+    own: Report | None,
+    pruned: Model,
+    dense: Model,
+    container: Container,
+    recovery: Recovery,
+    layers: Sequence[RecoveredLayer],
+) -> Report:
+    """What recovery did to a checkpoint that was pruned before: its own report, and what was added.
+
+    Args:
+        own: what the pruned checkpoint says of itself; None where another tool made it.
+        pruned: what was recovered.
+        dense: whose hidden states were the target.
+        container: what both the pruned checkpoint and the output are stored as.
+        recovery: `recovery_of`, without `earlier`.
+        layers: what was done, block by block.
+    """
+    earlier = None
+    if own is not None and own.recovery is not None:
+        earlier = Earlier(recovery=own.recovery, layers=own.layers)
+    base = _elsewhere(pruned, dense, container) if own is None else own
+    told = recovery.model_copy(update={"earlier": earlier})
+    return base.model_copy(update={**versions(), "recovery": told, "layers": list(layers)})
+
+
+def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:
+    """How blocks were recovered.
+
+    Args:
+        recoverer: past the last block.
+        dense: the model whose hidden states were the target.
+        on_the_fly: whether each block was recovered right after it was pruned.
+    """
+    settings, samples = recoverer.settings, recoverer.pruned.samples
+    chosen = settings.model_dump(mode="json", exclude={"samples", "seed"})
+    perplexities = recoverer.perplexities()
+    return Recovery(
+        dense=source_of(dense),
+        on_the_fly=on_the_fly,
+        settings=Record.model_validate(chosen | {"lr": recoverer.rate, "seed": recoverer.seed}),
+        data=Record.model_validate(
+            {
+                "modality": recoverer.pruned.factory.family.modality,
+                "data": samples.fingerprint,
+                "samples": len(samples),
+                "held_out": len(recoverer.split.held_out),
+                "window": samples.tokens,
+                "tokens": len(samples) * samples.tokens,
+            }
+        ),
+        perplexity_after=None if perplexities is None else [Perplexity.model_validate(entry) for entry in perplexities],
+    )
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """Which model a checkpoint is."""
+    return Source(name=checkpoint.path.resolve().name, fingerprint=checkpoint.fingerprint)
+
+
+def stored_as(container: Container, family: Family) -> StoredAs:
+    """What an output is stored as."""
+    return StoredAs(
+        model_type=container.model_type,
+        remote_code=container.remote_class is not None,
+        auto_class=family.auto_class,
+        padded=sorted(container.padded),
+        note=container.note,
+    )
+
+
+def _asked(recipe: Recipe) -> Asked:
+    return Asked(size=None if recipe.size is None else recipe.size.model_dump(), digest=recipe.digest)
+
+
+def _without_scores(site: SitePlan) -> SiteRecord:
+    return SiteRecord.model_validate(site.model_dump(exclude={"scores"}))
+
+
+def _elsewhere(pruned: Model, dense: Model, container: Container) -> Report:
+    """What is known of a checkpoint that another tool pruned."""
+    return Report(
+        recipe=UsedRecipe(name=ELSEWHERE),
+        source=source_of(dense.checkpoint),
+        calibration=Record(),
+        # What else it has to be noted of its container is not known, nor what is padded.
+        container=stored_as(container, pruned.family).model_copy(update={"padded": [], "note": None}),
+        before=cost_of(dense),
+        after=cost_of(pruned),
+        sites=[],
+    )

@@ -1,0 +1,73 @@
+"""Stages: wall time and memory, as another clock and the system see them."""
+
+import time
+
+import pytest
+import torch
+
+from ckpt_prune import memory
+from ckpt_prune.report import stages as module
+from ckpt_prune.report.stages import Stages
+
+
+def test_time_is_that_of_the_body(monkeypatch):
+    ticks = iter([10.0, 12.5, 20.0, 20.25])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
+    found = Stages(torch.device("cpu"))
+    with found.stage("first"):
+        pass
+    with found.stage("second"):
+        pass
+    assert [(stage.name, stage.seconds) for stage in found.records] == [("first", 2.5), ("second", 0.25)]
+
+
+def test_a_real_clock():
+    found = Stages(torch.device("cpu"))
+    with found.stage("sleep"):
+        time.sleep(0.05)
+    assert found.records[0].seconds is not None
+    assert 0.04 < found.records[0].seconds < 5
+
+
+def test_memory_is_the_largest_so_far():
+    if memory.peak() is None:
+        pytest.skip("the system does not say")
+    found = Stages(torch.device("cpu"))
+    with found.stage("before"):
+        pass
+    start = memory.resident()
+    assert start is not None
+    with found.stage("large"):
+        large = torch.ones(64 << 20)  # 256 MiB, every page touched
+        del large
+    with found.stage("after"):
+        pass
+    before, during, after = (stage.peak_bytes for stage in found.records)
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert during >= max(before, start + (250 << 20))
+    assert after >= during
+    assert all(stage.device_peak_bytes is None for stage in found.records)
+
+
+def test_a_stage_that_fails_is_not_recorded():
+    found = Stages(torch.device("cpu"))
+    with pytest.raises(RuntimeError), found.stage("broken"):
+        raise RuntimeError
+    assert found.records == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_memory_of_a_gpu_is_the_stages_own():
+    device = torch.device("cuda")
+    found = Stages(device)
+    with found.stage("large"):
+        large = torch.ones(64 << 20, device=device)
+        del large
+    with found.stage("small"):
+        pass
+    first, second = (stage.device_peak_bytes for stage in found.records)
+    assert first is not None
+    assert second is not None
+    assert first - second >= 256 << 20

@@ -1,0 +1,33 @@
+"""What recovering reports, as JSON has it; and files of two runs, compared but for the time they took."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.checkpoint.jsonfile import pretty
+from ckpt_prune.filenames import REPORT
+from ckpt_prune.transform import recover as recovering
+from ckpt_prune.transform.recover import SettledRecovery
+
+
+def recover(settled: SettledRecovery, out: Path, **options: Any) -> dict[str, Any]:
+    return recovering.recover(settled, out, **options).data()
+
+
+def comparable(path: Path) -> bytes:
+    """A file's bytes; of a report all but its stages: time and memory differ from run to run."""
+    data = path.read_bytes()
+    if path.name != REPORT:
+        return data
+    try:
+        report = json.loads(data)
+    except ValueError:
+        return data
+    if not isinstance(report, dict) or pretty(report).encode() != data:
+        return data
+    return pretty(without_stages(report)).encode()
+
+
+def without_stages(report: dict[str, Any]) -> dict[str, Any]:
+    """A report but for the time and memory that its run took."""
+    return {key: value for key, value in report.items() if key != "stages"}
