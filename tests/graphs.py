@@ -41,6 +41,8 @@ def _shallow(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
     config["num_hidden_layers"] = LAYERS
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:LAYERS]
+    for key in ("stage_names", "out_features", "out_indices"):  # a backbone counts its layers there
+        config.pop(key, None)
     return {name: tensor for name, tensor in tensors.items() if f".{LAYERS}." not in name}
 
 
@@ -88,3 +90,6 @@ def undisturbed() -> Iterator[None]:
             yield
     finally:
         gc.enable()
+        # What tracing leaves in torch's caches stays: every later export would have it searched for garbage again.
+        gc.collect()
+        gc.freeze()
