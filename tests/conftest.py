@@ -15,7 +15,8 @@ from tests.stored import Sources
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = (
     "architectures/test_families.py",
-    "calibration/test_[ilmt]*.py",  # images, linears, logits, moments, text
+    "calibration/test_[imt]*.py",  # images, moments, text
+    "calibration/test_logits.py",
     "calibration/test_statistics.py",
     "checkpoint/test_[dhsuw]*.py",  # all but resuming and reading, which start processes
     "cli/test_help.py",
