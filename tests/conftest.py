@@ -1,7 +1,9 @@
 """What rooms share: a folder for each test, checkpoints made once, and one thread, because tensors here are tiny."""
 
+import gc
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,57 @@ from tests.families import calibrate, make
 from tests.stored import Sources
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICK = (
+    "architectures/test_families.py",
+    "calibration/test_[imt]*.py",  # images, moments, text
+    "calibration/test_logits.py",
+    "calibration/test_statistics.py",
+    "checkpoint/test_[dhsuw]*.py",  # all but resuming and reading, which start processes
+    "cli/test_help.py",
+    "cli/test_plan.py",
+    "cli/test_recipe.py",
+    "compensation/test_*.py",
+    "containers/test_containers.py",
+    "planning/test_[brs]*.py",  # budgets, recipes, selection, sizes
+    "recovery/test_similarity.py",
+    "reporting/test_*.py",
+    "rotations/test_[fi]*.py",  # folding, importance
+    "scoring/test_*.py",
+    "sparsity/test_*.py",
+    "test_*.py",
+    "transform/test_families.py",
+)
+"""What `--quick` runs: formulas, formats and messages, and every language model pruned once; it traces no graph."""
 
 torch.set_num_threads(1)
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only the files that `QUICK` in tests/conftest.py names")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Other files are not even imported."""
+    if not config.getoption("--quick") or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT / "tests").as_posix()
+    return None if any(fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in QUICK) else True
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the collector need not look at it again at every few thousand objects."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_disks() -> Iterator[None]:
+    """A pruning waits some twenty times until a file is on disk, in case of a power cut; no test has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

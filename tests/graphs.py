@@ -1,49 +1,95 @@
 """Tiny models and their graphs, each exported once for all tests of a run; tests copy what they break."""
 
-import tempfile
-from collections.abc import Callable
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.export.folder import EMBEDDED_BYTES, GraphWriter
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests import encoders, families
+from tests.once import once, run_folder
 
 Exported = Callable[..., tuple[Path, Path]]
+Maker = Callable[[Path], Path]
+"""Makes a model below a folder → the model's folder."""
+
+LAYERS = 2
 
 
 def make(folder: Path, variant: str) -> Path:
-    """Save a variant of `tests.families` or `tests.encoders`; where both have the name, that of families."""
+    """Save a variant of `tests.families` or `tests.encoders` with `LAYERS`; where both have the name, that of families.
+
+    Two layers are traced in two thirds of the time, and what holds for one next to another holds for more.
+    """
     with quiet_transformers():
-        return families.make(folder, variant) if variant in families.VARIANTS else encoders.make(folder, variant)
+        (families if variant in families.VARIANTS else encoders).make(folder, variant)
+    encoders.edit_files(folder, _shallow)
+    return folder
 
 
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """(variant, settings of the graph) → the model's folder and that of its graph, made when first asked for.
+def _shallow(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    config["num_hidden_layers"] = LAYERS
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    for key in ("stage_names", "out_features", "out_indices"):  # a backbone counts its layers there
+        config.pop(key, None)
+    return {name: tensor for name, tensor in tensors.items() if f".{LAYERS}." not in name}
+
+
+def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker] | None = None) -> Exported:
+    """(name, settings of the graph) → the model's folder and that of its graph, made when first asked for.
 
     `embedded` says above how many bytes weights go to a file of their own, as in `GraphWriter.write`. Nothing in
-    either folder may be changed: copy it. The same for all rooms, whichever asks first.
+    either folder may be changed: copy it. The same for all rooms and all workers, whichever asks first.
+
+    Args:
+        tmp_path_factory: of the session.
+        models: what is made otherwise than as a variant by `make`; a name always means the same model.
     """
-    return _exports(tmp_path_factory.getbasetemp())
-
-
-@cache
-def _exports(base: Path) -> Exported:
-    root = Path(tempfile.mkdtemp(prefix="exports-", dir=base))
+    root = run_folder(tmp_path_factory) / "graphs"
+    makers = models or {}
 
     @cache
-    def model(variant: str) -> Path:
-        return make(root / variant, variant)
+    def model(name: str) -> Path:
+        maker: Maker = makers.get(name, lambda place: make(place / name, name))
+        return once(root / "models" / name, maker)
 
     @cache
-    def export(variant: str, *, embedded: int = EMBEDDED_BYTES, **settings: Any) -> tuple[Path, Path]:
-        out = Path(tempfile.mkdtemp(dir=root)) / variant
-        GraphWriter(Checkpoint.open(model(variant)), out, GraphSettings(**settings)).write(embedded=embedded)
-        return model(variant), out
+    def export(name: str, *, embedded: int = EMBEDDED_BYTES, **settings: Any) -> tuple[Path, Path]:
+        def write(place: Path) -> Path:
+            with undisturbed():
+                writer = GraphWriter(Checkpoint.open(model(name)), place / name, GraphSettings(**settings))
+                writer.write(embedded=embedded)
+            return place / name
+
+        told = repr((embedded, sorted(settings.items())))
+        return model(name), once(root / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}", write)
 
     return export
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """As a command exports, whichever test asks first; and in four fifths of the time, without looking for garbage.
+
+    In inference mode torch traces other operators.
+    """
+    gc.disable()
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        gc.enable()
+        # What tracing leaves in torch's caches stays: every later export would have it searched for garbage again.
+        gc.collect()
+        gc.freeze()

@@ -1,14 +1,18 @@
 """Running commands as a shell would, and what is allowed to come of bad input."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
+from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli.main import main
+from tests.interrupting import interrupt_at
 from tests.reports import comparable
 
 TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "16")
@@ -49,6 +53,27 @@ def misused(*args: str) -> str:
     assert result.stderr.startswith("Usage: ")
     assert listing() == before
     return result.stderr.splitlines()[-1].removeprefix("Error: ")
+
+
+def interrupted(job: list[str], commit: int) -> None:
+    """Run a job with the output `out`, Ctrl-C just before a commit: what is done is kept, and nothing else is left."""
+    before = {Path(name).parts[0] for name in listing()}
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", commit)
+        result = run(*job, "-o", "out")
+    assert (result.exit_code, result.stderr) == (
+        130,
+        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+    )
+    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
+
+
+def resumed(job: list[str]) -> None:
+    """Continue what was interrupted: the files of `whole`, byte for byte. The output is gone afterwards."""
+    ok(*job, "-o", "out", "--resume")
+    assert same_files("out", "whole")
+    assert not Path("out.partial").exists()
+    shutil.rmtree("out")
 
 
 def listing() -> dict[str, tuple[int, int]]:

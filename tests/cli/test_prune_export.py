@@ -16,7 +16,8 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.export import folder as export_folder
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.cli.test_prune import COSTS
-from tests.export.exports import traced_before, undisturbed
+from tests.export.exports import traced_before
+from tests.graphs import undisturbed
 
 PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)
 EXPORT = ("--set", "export.format=onnx")

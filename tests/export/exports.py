@@ -1,13 +1,9 @@
 """Graphs run by onnxruntime alone, the stock model they are held against, and outputs of this tool to export."""
 
-import gc
 import inspect
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import load_reported, quiet_transformers
 from ckpt_prune.export import folder as export_folder
-from ckpt_prune.export.folder import GraphWriter
 from ckpt_prune.export.manifest import read_manifest
-from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families, graphs
 from tests.families import prune
@@ -42,23 +35,6 @@ WINDOW = 6
 # ---- models and their graphs ---------------------------------------------------------------------------------------
 
 
-def shallow(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """Two layers are traced in two thirds of the time, and what holds for one next to another holds for more."""
-    config["num_hidden_layers"] = 2
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][:2]
-    return {name: tensor for name, tensor in tensors.items() if ".2." not in name}
-
-
-def _two_layers(variant: str) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        folder = graphs.make(root / variant, variant)
-        encoders.edit_files(folder, shallow)
-        return folder
-
-    return make
-
-
 def _windowed(root: Path) -> Path:
     """A mistral whose attention looks at `WINDOW` tokens."""
     sizes = families.SIZES | {"head_dim": 6, "sliding_window": WINDOW, "num_hidden_layers": 2}
@@ -72,7 +48,7 @@ def _windowed(root: Path) -> Path:
 
 def _two_heads(root: Path) -> Path:
     """A BERT as it is pre-trained, which says which of its heads it has."""
-    folder = _two_layers("bert-pretraining")(root)
+    folder = graphs.make(root / "bert-pretraining", "bert-pretraining")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertForPreTraining"]}))
     return folder
@@ -80,7 +56,7 @@ def _two_heads(root: Path) -> Path:
 
 def _uneven(root: Path) -> Path:
     """A llama whose blocks have widths of their own, and so has its cache."""
-    dense = _two_layers("llama-gqa-tied")(root)
+    dense = graphs.make(root / "llama-gqa-tied", "llama-gqa-tied")
     statistics = families.calibrate(dense, root / "statistics")
     prune(families.job_on(dense, load_recipe("flap-global", ratio=0.3), statistics), root / "uneven")
     return root / "uneven"
@@ -88,7 +64,7 @@ def _uneven(root: Path) -> Path:
 
 def _pruned(variant: str, ratios: dict[str, float], container: str) -> Callable[[Path], Path]:
     def make(root: Path) -> Path:
-        dense = _two_layers(variant)(root)
+        dense = graphs.make(root / variant, variant)
         statistics = encoders.calibrate(dense, root / "statistics", encoders.samples(variant))
         prune(encoders.job_on(dense, encoders.recipe(ratios, container=container), statistics), root / "pruned")
         return root / "pruned"
@@ -100,15 +76,13 @@ def _rotated(variant: str, kind: str) -> Callable[[Path], Path]:
     def make(root: Path) -> Path:
         with pytest.MonkeyPatch.context() as patch:
             random_rotations(patch)
-            prune(encoders.job_on(_two_layers(variant)(root), rotating(kind)), root / "rotated")
+            prune(encoders.job_on(graphs.make(root / variant, variant), rotating(kind)), root / "rotated")
         return root / "rotated"
 
     return make
 
 
-TWO_LAYERS = ["llama", "llama-biases", "qwen2", "qwen3", "seed_oss", "opt", "opt-350m-like", "vit", "deit"]
-MODELS: dict[str, Callable[[Path], Path]] = {
-    **{variant: _two_layers(variant) for variant in TWO_LAYERS},
+MODELS: dict[str, graphs.Maker] = {
     "mistral-window": _windowed,
     "bert-two-heads": _two_heads,
     "uneven-llama": _uneven,
@@ -119,47 +93,12 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "rotated-llama": _rotated("llama", "shared"),
     "padded-vit": _pruned("vit", {"qk": 0.5}, "padded"),
 }
-"""Families, and every kind of output of this tool."""
+"""Every kind of output of this tool, and what no variant is."""
 
 
 def made(tmp_path_factory: pytest.TempPathFactory) -> graphs.Exported:
     """As `tests.graphs.exports`, of `MODELS` too."""
-    return _made(tmp_path_factory.getbasetemp(), graphs.exports(tmp_path_factory))
-
-
-@cache
-def _made(base: Path, exported: graphs.Exported) -> graphs.Exported:
-    root = Path(tempfile.mkdtemp(prefix="made-", dir=base))
-
-    @cache
-    def model(name: str) -> Path:
-        (root / name).mkdir()
-        return MODELS[name](root / name)
-
-    @cache
-    def export(name: str, **settings: Any) -> tuple[Path, Path]:
-        with undisturbed():
-            if name not in MODELS:
-                return exported(name, **settings)
-            out = Path(tempfile.mkdtemp(dir=root)) / name
-            GraphWriter(Checkpoint.open(model(name)), out, GraphSettings(**settings)).write()
-            return model(name), out
-
-    return export
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """As a command exports, whichever test asks first; and in four fifths of the time, without looking for garbage.
-
-    In inference mode torch traces other operators.
-    """
-    gc.disable()
-    try:
-        with torch.inference_mode(False):
-            yield
-    finally:
-        gc.enable()
+    return graphs.exports(tmp_path_factory, MODELS)
 
 
 def in_pytorch(folder: Path) -> PreTrainedModel:

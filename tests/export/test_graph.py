@@ -21,6 +21,7 @@ from ckpt_prune.export.graph import _captured, build_graph
 from ckpt_prune.export.tasks import Task
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests.graphs import Exported
+from tests.once import run_folder
 
 from .exports import graphs, made
 
@@ -130,7 +131,7 @@ def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory
     data = (folder / "model.onnx").read_bytes()
     for word in (b".py", b"site-packages", b"stack_trace", b"forward", b"File ", b"/tmp", b"/home", b"/root"):
         assert word not in data, word
-    for path in (Path.home(), Path.cwd(), Path(torch.__file__).parent, tmp_path_factory.getbasetemp()):
+    for path in (Path.home(), Path.cwd(), Path(torch.__file__).parent, run_folder(tmp_path_factory)):
         assert str(path).encode() not in data
     stated = onnx.load(folder / "model.onnx")
     assert (stated.producer_name, stated.doc_string, list(stated.metadata_props)) == ("ckpt_prune", "", [])

@@ -37,7 +37,7 @@ from ckpt_prune.export.tasks import Task
 from ckpt_prune.export.validation import validate
 from tests import encoders, families
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
-from tests.graphs import Exported
+from tests.graphs import LAYERS, Exported
 from tests.images import write_csv, write_image, write_processor
 from tests.oracles.perplexity import perplexity
 
@@ -603,7 +603,7 @@ def test_each_way_to_be_wrong_shows_in_the_cases_made_for_it_and_in_no_other(
         assert not any(case.passed for case in steps)
         assert checks(found)["generation"] is False
     else:
-        assert {case.output for case in failed(found)} <= {f"present.{i}.key" for i in range(families.BLOCKS)}
+        assert {case.output for case in failed(found)} <= {f"present.{i}.key" for i in range(LAYERS)}
 
 
 def test_segments_that_are_not_looked_at_show_in_batches(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,15 +100,19 @@ def test_a_chosen_strength_takes_the_grids_place():
 def test_the_schema_accepts_shipped_recipes_and_refuses_mistakes():
     jsonschema = pytest.importorskip("jsonschema")
     schema = json_schema()
+    checker = jsonschema.validators.validator_for(schema)
+    checker.check_schema(schema)
+    # `jsonschema.validate` would check the schema again each time: a fifth of a second.
+    validate = checker(schema).validate
     for path in shipped_recipes().values():
-        jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema)
+        validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     for old, new in (("ratio:", "raito:"), ("ratio: 0.3", "ratio: 1"), ("score: rcpu", "score: nothing")):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(yaml.safe_load(GOOD.replace(old, new)), schema)
-    jsonschema.validate(yaml.safe_load(GOOD + "recovery: {}\n"), schema)
+            validate(yaml.safe_load(GOOD.replace(old, new)))
+    validate(yaml.safe_load(GOOD + "recovery: {}\n"))
     for bad in ("{epoch: 1}", "{epochs: 0}", "{held_out: 1}", "{lr: 0}", "{only: heads}", "true"):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(yaml.safe_load(GOOD + f"recovery: {bad}\n"), schema)
+            validate(yaml.safe_load(GOOD + f"recovery: {bad}\n"))
 
 
 def test_the_schema_names_every_score_and_method():

@@ -43,6 +43,7 @@ from tests.encoders import (
 from tests.evaluation.tiny import random_windows
 from tests.families import prune
 from tests.oracles import perplexity
+from tests.pairs import dealt
 from tests.stored import Sources, run_elsewhere
 
 BIASED = {"bias", "centred-rotation", "affine"}
@@ -195,8 +196,13 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     return report
 
 
-@pytest.mark.parametrize("method", [*STRENGTHLESS, *WITH_STRENGTH])
-@pytest.mark.parametrize("variant", ["vit", "dinov2-classifier", "opt", "bert-mlm"])
+METHODS = [*STRENGTHLESS, *WITH_STRENGTH]
+IMAGES, TEXTS = ["vit", "dinov2-classifier"], ["opt", "bert-mlm"]
+OTHERS = [variant for variant in VARIANTS if variant not in IMAGES + TEXTS]
+
+
+# A closed form knows no classes: every method on images and on text, every class with and without a new bias.
+@pytest.mark.parametrize(("method", "variant"), [*dealt(METHODS, IMAGES), *dealt(METHODS, TEXTS)])
 def test_equals_folds_made_from_activations(dense, variant, method, tmp_path):
     report = check_against_whole(dense, variant, method, tmp_path / "out")
     assert report["container"]["remote_code"] == (variant != "vit")
@@ -204,8 +210,14 @@ def test_equals_folds_made_from_activations(dense, variant, method, tmp_path):
     assert before["model_type"] == after["model_type"]
 
 
-@pytest.mark.parametrize("method", ["none", "affine"])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in ("vit", "dinov2-classifier", "opt", "bert-mlm")])
+# With a new bias, which says where all tensors of a consumer are; without one, each kind of model once.
+@pytest.mark.parametrize(
+    ("variant", "method"),
+    [
+        *((variant, "affine") for variant in OTHERS),
+        *((variant, "none") for variant in ("vit-no-qkv-bias", "deit", "dinov2-swiglu", "opt-no-bias", "bert-model")),
+    ],
+)
 def test_every_class_and_naming(dense, variant, method, tmp_path):
     check_against_whole(dense, variant, method, tmp_path / "out")
 

@@ -22,6 +22,7 @@ from tests.families import (
     stock,
     windows,
 )
+from tests.pairs import dealt
 
 from .oracle import BIASED, STRENGTH, STRENGTHLESS, WITH_STRENGTH, prune_whole
 
@@ -47,8 +48,12 @@ def pruned_recipe(variant, method, **top):
     return recipe(method, heads=one_group(variant), mlp=0.25, lam=lam, **top)
 
 
-@pytest.mark.parametrize("method", [*STRENGTHLESS, *WITH_STRENGTH])
-@pytest.mark.parametrize("variant", VARIANTS)
+METHODS = [*STRENGTHLESS, *WITH_STRENGTH]
+PLAIN = [method for method in METHODS if method not in BIASED]
+
+
+# Whether a bias is added decides on the container: every variant with and without, and every method on several.
+@pytest.mark.parametrize(("variant", "method"), [*dealt(VARIANTS, sorted(BIASED)), *dealt(VARIANTS, PLAIN)])
 def test_equals_folds_made_from_activations(sources, variant, method, tmp_path):
     expected_type = STORED_AS[variant][method in BIASED]
     container = "remote" if expected_type == "remote" else "auto"

@@ -37,6 +37,7 @@ from tests.encoders import (
 )
 from tests.families import prune
 from tests.oracles import logits, perplexity
+from tests.pairs import dealt, pairwise
 from tests.reports import comparable
 from tests.stored import Sources
 
@@ -73,8 +74,8 @@ def logits_of(model, variant, data, block) -> list[np.ndarray]:
 # ---- nothing dropped -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("container", ["auto", "any", *CONTAINERS])
-@pytest.mark.parametrize("variant", CHOSEN)
+# The source's container stays whichever is asked for: each variant with two of them.
+@pytest.mark.parametrize(("variant", "container"), dealt(CHOSEN, ["auto", "remote", "any", "padded"], 2))
 def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
     wanted = recipe({"qk": 0.0}, container=container)
     _, model = run(dense, variant, tmp_path / "out", wanted)
@@ -86,9 +87,8 @@ def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
 # ---- compensation --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("variant", CHOSEN)
+# Every class in both containers, where the scale is kept in another way, and with every width.
+@pytest.mark.parametrize(("variant", "ratio", "container"), pairwise(CHOSEN, [0.25, 0.5, 0.75], CONTAINERS))
 def test_logits_are_those_of_the_dense_kronecker_solve(dense, variant, ratio, container, tmp_path):
     """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
     report, model = run(dense, variant, tmp_path / "out", recipe({"qk": ratio}, container=container))
@@ -273,10 +273,16 @@ def test_attention_keeps_the_scale_of_the_original_head(dense, variant, containe
 TOGETHER = [{"qk": 0.5, "mlp": 0.3}, {"qk": 0.5, "heads": 0.25}, {"qk": 0.25, "heads": 0.5, "mlp": 0.3}]
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("target", ["dense", "sequential"])
-@pytest.mark.parametrize("ratios", TOGETHER, ids=lambda ratios: "+".join(ratios))
-@pytest.mark.parametrize("variant", ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"])
+# Every two of them: each class with each combination of spaces, each target and each container, and these in turn.
+@pytest.mark.parametrize(
+    ("variant", "ratios", "target", "container"),
+    pairwise(
+        ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"],
+        TOGETHER,
+        ["dense", "sequential"],
+        CONTAINERS,
+    ),
+)
 def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
     """In the order of computation; sequentially, each measured after what comes before it is pruned."""
     methods = {"heads": "affine", "mlp": "affine", "qk": "logit"}
@@ -354,9 +360,10 @@ def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
     ).read_bytes()
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("method", ["none", "logit"])
-@pytest.mark.parametrize("variant", ["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"])
+@pytest.mark.parametrize(
+    ("variant", "method", "container"),
+    pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], ["none", "logit"], CONTAINERS),
+)
 def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path):
     """Also where heads are counted anew around padded queries and keys."""
     wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods={"qk": method}, container=container)
@@ -365,8 +372,8 @@ def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path
     assert [(check.name, check.detail) for check in checks if check.passed is False] == []
 
 
-@pytest.mark.parametrize("ratios", [{"qk": 0.5}, *TOGETHER], ids=lambda ratios: "+".join(ratios))
-@pytest.mark.parametrize("variant", CHOSEN)
+# Both are held against the whole model above: two combinations a class, all four for each kind of class.
+@pytest.mark.parametrize(("variant", "ratios"), dealt(CHOSEN, [{"qk": 0.5}, *TOGETHER], 2))
 def test_padded_and_remote_are_the_same_function(dense, variant, ratios, tmp_path):
     models, reports = {}, {}
     for container in CONTAINERS:

@@ -1,0 +1,36 @@
+"""Fewer tests than a full product, where one path serves many values: what still occurs is said by the function."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows that hold every pair of values of every two axes, three and more at a time only as they come.
+
+    Greedy: each next row is the first of the product that holds most of the pairs still missing.
+    """
+    values = [list(axis) for axis in axes]
+    rows = list(itertools.product(*(range(len(axis)) for axis in values)))
+    missing = {pair for row in rows for pair in _pairs(row)}
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(missing & _pairs(row)))
+        missing -= _pairs(best)
+        chosen.append(best)
+    return [tuple(axis[i] for axis, i in zip(values, row, strict=True)) for row in sorted(chosen)]
+
+
+def _pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+    return {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(row)), 2)}
+
+
+def dealt(first: Iterable[Any], second: Sequence[Any], each: int = 1) -> list[tuple[Any, Any]]:
+    """Each value of the first axis with `each` values of the second, dealt in turn: every value of both occurs.
+
+    Values of the first that stand side by side get different ones.
+    """
+    turn = itertools.cycle(second)
+    found = [(one, next(turn)) for one in first for _ in range(each)]
+    assert len(found) >= len(second), "the second axis is longer"
+    return found
