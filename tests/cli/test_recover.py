@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
-from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli import recover_command
 from ckpt_prune.errors import UserError
@@ -378,17 +378,22 @@ def test_perplexity_after_what_is_not_there(place, after):
     )
 
 
+def four_blocks() -> Model:
+    dense = Model.open("dense")
+    return dense.with_config(parse_config(dense.checkpoint.config | {"num_hidden_layers": 4}))
+
+
 @pytest.mark.parametrize(
     ("after", "expected"), [(None, set()), ("all", {0, 1, 2, 3, 4}), (" all ", {0, 1, 2, 3, 4}), ("4,1, 1", {1, 4})]
 )
 def test_numbers_of_blocks(place, after, expected):
-    assert asked_after(after, fitting_family(Checkpoint.open(Path("dense"))), 4) == expected
+    assert asked_after(after, four_blocks()) == expected
 
 
 @pytest.mark.parametrize("after", ["5", "1,,2", "1;2", "some", "٣", "1,", f"{10**30}"])
 def test_what_is_no_number_of_blocks(place, after):
     with pytest.raises(UserError, match="from 0 to 4") as error:
-        asked_after(after, fitting_family(Checkpoint.open(Path("dense"))), 4)
+        asked_after(after, four_blocks())
     assert "\n" not in str(error.value)
 
 
