@@ -26,7 +26,7 @@ class Costs:
     per_pair: int
 
     def flops(self, workload: Workload, phase: Phase) -> int:
-        """Of one timing of a phase: the whole batch, or in decode one step, the mean over all of them.
+        """The cost of one timing of a phase: of the whole batch, or in decode of one step, the mean over all steps.
 
         Step i after T tokens: one query over T + i keys, i from 1.
         """
@@ -64,5 +64,5 @@ def _reading(config: Any, tokens: int) -> Any:
 
 
 def weights_bytes(checkpoint: Checkpoint) -> int:
-    """Of the files that hold the tensors."""
+    """The size of the files that hold the tensors."""
     return sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)

@@ -18,7 +18,7 @@ class Seat:
     """As the user named it."""
     runtime: Runtime
     folder: str
-    """Of the checkpoint, or of the graph."""
+    """The folder of the checkpoint, or of the graph."""
     device: str
     """As torch names it: cpu, cuda or cuda:1."""
     threads: int

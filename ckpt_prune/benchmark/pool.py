@@ -46,7 +46,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
+        """The exit code of its process."""
         return self._process.pid
 
     def ready(self) -> Ready:

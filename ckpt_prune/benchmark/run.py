@@ -30,22 +30,22 @@ class Settings:
     """Also in onnxruntime; exported folders run in nothing else."""
     batches: tuple[int, ...] = (1,)
     tokens: int | None = None
-    """Of a text; None for 128, or what the context has room for."""
+    """The tokens of a text; None for 128, or what the context has room for."""
     steps: int | None = None
     """Generated after the text; None for 16, or half the context where that is less, where both models can."""
     rounds: int = 30
     warmup: int = 3
     """Rounds that are run before and not counted."""
     threads: int | None = None
-    """Of each model; None for as many as torch takes."""
+    """The threads of each model; None for as many as torch takes."""
     device: str = "cpu"
-    """Of PyTorch."""
+    """The device of PyTorch."""
     provider: Literal["cpu", "cuda"] | None = None
-    """Of onnxruntime; None for CUDA where PyTorch's device is one, else the CPU."""
+    """The provider of onnxruntime; None for CUDA where PyTorch's device is one, else the CPU."""
     optimize: Literal["none", "cpu", "cuda"] | None = None
     """What graphs are fused for; None for graphs as they are found, or made without."""
     dtype: Literal["fp32", "fp16"] | None = None
-    """Of both runtimes; None for fp32, and for graphs as they are found."""
+    """The type of both runtimes; None for fp32, and for graphs as they are found."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
 
@@ -132,7 +132,7 @@ def take_turns(
         tick: is called after every round.
 
     Returns:
-        Of each, round by round, its timings.
+        The timings of each, round by round.
     """
     found: list[list[Timing]] = [[] for _ in timed]
     for number in range(warmup + rounds):

@@ -49,7 +49,7 @@ class Workload:
     modality: Literal["text", "image"]
     batch: int
     tokens: int
-    """Of each text; 0 of images."""
+    """The length of each text; 0 for images."""
     steps: int
     """Tokens that are generated after the text, each with the keys and values of all before it."""
     generates: bool

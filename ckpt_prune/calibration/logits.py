@@ -150,7 +150,7 @@ class LogitMoments:
         return LogitMoments(samples, tokens, self.heads, self.head_dim, fourth=fourth)
 
     def as_fourth(self, dtype: torch.dtype = torch.float32) -> "LogitMoments":
-        """The same in fourth-order form: exact, summed in float64 and rounded once to `dtype`."""
+        """These moments in fourth-order form: exact, summed in float64 and rounded once to `dtype`."""
         if self.fourth is not None:
             return self
         return LogitMoments(self.samples, self.tokens, self.heads, self.head_dim, fourth=self._fourth_order(dtype))
@@ -166,7 +166,7 @@ class LogitMoments:
         return fourth
 
     def of_head(self, head: int) -> "LogitMoments":
-        """Those of one head, as views."""
+        """The moments of one head, as views."""
         one = slice(head, head + 1)
         if self.fourth is not None:
             return LogitMoments(self.samples, self.tokens, 1, self.head_dim, fourth=self.fourth[one])
@@ -174,7 +174,7 @@ class LogitMoments:
         return LogitMoments(self.samples, self.tokens, 1, self.head_dim, queries[one], keys[one])
 
     def restricted(self, kept: Tensor) -> "LogitMoments":
-        """Those of the dimensions `kept` (H, d') int64 of each head, in the same form."""
+        """The moments of the dimensions `kept` (H, d') int64 of each head, in the same form."""
         size = kept.shape[1]
         rows, columns = torch.triu_indices(size, size, device=kept.device)
         positions = packed_positions(self.head_dim, kept.device)

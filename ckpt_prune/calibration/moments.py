@@ -131,7 +131,7 @@ class Moments:
 
     @property
     def width(self) -> int:
-        """D."""
+        """The number of inputs, d."""
         return self.sum.shape[0]
 
     @property

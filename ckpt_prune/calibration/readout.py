@@ -71,8 +71,8 @@ class Readout:
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
         """How far outputs are from those of the reference, summed over samples.
 
-        Of each sample: the mean over its positions of KL(reference ‖ outputs) in nats, added up over several logits;
-        of a model without a head ‖h′ − h‖² / ‖h‖² of its last hidden states.
+        A sample counts with the mean over its positions of KL(reference ‖ outputs) in nats, added up over several
+        logits. Without a head it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states.
 
         Args:
             reference: as `outputs` returns them.

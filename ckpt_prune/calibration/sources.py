@@ -87,7 +87,7 @@ class SequentialMoments:
 class DriftMoments(SequentialMoments):
     """Measured on the already pruned prefix, with its drift from the dense model (METHODS section 1).
 
-    Of queries and keys the moments are the sequential ones. Two blocks and two sets of hidden states are held: the
+    The moments of queries and keys are the sequential ones. Two blocks and two sets of hidden states are held: the
     dense block runs again for every stage, and once more as the streams go on, for nothing of it is kept between.
 
     Args:

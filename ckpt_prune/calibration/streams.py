@@ -169,7 +169,8 @@ class HiddenStream:
     ) -> dict[Key, SpaceMoments]:
         """Moments of what is named, a tuple over folds.
 
-        Of a space: of its consumer's input, or of queries and keys. Of a linear module: of its input.
+        The moments of a space are those of its consumer's input, or of queries and keys. Those of a linear module are
+        of its input.
 
         Args:
             index: the block.

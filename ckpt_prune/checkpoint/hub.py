@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def resolve(model: str, *, revision: str | None = None) -> Path:
     """The folder of a checkpoint: `model` itself where it is a folder, else the Hub snapshot of that id.
 
-    Of a snapshot only safetensors, JSON, text and tokenizer files and the model card are downloaded. `HF_HUB_OFFLINE=1`
+    Only safetensors, JSON, text and tokenizer files and the model card of a snapshot are downloaded. `HF_HUB_OFFLINE=1`
     is honoured: the cache answers or nothing does.
 
     Raises:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """Where nothing is asked for: windows and their length, at most the context; images."""
 CHARACTERS = 400_000
-"""Of the standard library's text: enough windows for any tokenizer."""
+"""Bytes of the standard library's text: enough windows for any tokenizer."""
 
 
 class ProofOptions(BaseModel):

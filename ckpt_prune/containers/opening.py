@@ -30,7 +30,7 @@ def open_checkpoint(model: str, *, trust: bool = False) -> Checkpoint:
 
 
 def open_model(model: str, *, trust: bool = False) -> Model:
-    """The same with its family and config.
+    """Open a checkpoint to be measured or pruned, with its family and config.
 
     Raises:
         UserError: also where the family is not known.

@@ -86,7 +86,7 @@ def classify(
 ) -> Classification:
     """Measure top-1 and top-5 accuracy.
 
-    The model is put in evaluation mode. Of classes with equal logits the one of lower index comes first.
+    The model is put in evaluation mode. Where classes have equal logits, the one of lower index comes first.
 
     Args:
         model: Any image classifier.

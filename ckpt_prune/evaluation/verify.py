@@ -169,7 +169,7 @@ def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | Non
 
 
 def _mask_fault(linear: MaskedLinear, tensor: torch.Tensor, zeros: int, groups: GroupPattern | None) -> str | None:
-    """What of a masked weight is not as its report says; None where all is."""
+    """How a masked weight differs from what its report says; None where it does not."""
     if tensor.shape != (linear.rows, linear.columns):
         return f"has shape {list(tensor.shape)}, its mask {[linear.rows, linear.columns]}"
     if zeros < linear.zeros:
@@ -197,7 +197,7 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
-    """What of the dense model must be there unchanged, is: rows of kept units, and weights that masks keep."""
+    """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense)
     if report.rotation is not None:

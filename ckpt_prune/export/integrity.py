@@ -21,7 +21,7 @@ _OWN = {"SimplifiedLayerNormalization"}
 """Operators that onnxruntime registers under ONNX's own name, where ONNX's schemas do not have them."""
 
 Shapes = Sequence[tuple[int, ...]]
-"""Of one output, for several sizes of batch and length."""
+"""Shapes of one output, for several sizes of batch and length."""
 
 
 def present_files(folder: Path, manifest: Manifest) -> dict[str, str]:
@@ -65,7 +65,7 @@ def _changed_weights(folder: Path, manifest: Manifest) -> str:
 
 
 def _digest(tensor: Any) -> str | None:
-    """Of a weight's bytes; None where the file ends before them."""
+    """The digest of a weight's bytes; None where the file ends before them."""
     try:
         return None if tensor is None else hashlib.sha256(tensor.tobytes()).hexdigest()
     except (OSError, ValueError):

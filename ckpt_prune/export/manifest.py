@@ -63,7 +63,7 @@ class Manifest(BaseModel):
 
     @property
     def float_type(self) -> str:
-        """Of its floating-point inputs and outputs, as numpy names it."""
+        """The type of its floating-point inputs and outputs, as numpy names it."""
         return "float16" if self.dtype == "fp16" else "float32"
 
 
@@ -89,7 +89,7 @@ def tensor_digests(graph: onnx_ir.Model) -> dict[str, str]:
 
 
 def runtime_versions() -> dict[str, str]:
-    """Of all that makes and runs a graph."""
+    """Versions of all that makes and runs a graph."""
     return versions() | {
         "onnx": onnx.__version__,
         "onnxscript": onnxscript.__version__,

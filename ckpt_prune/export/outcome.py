@@ -32,7 +32,7 @@ class ProofSamples:
 
     @property
     def seed(self) -> int:
-        """Of noise."""
+        """The seed of noise."""
         return int((self.description or {}).get("seed") or 0)
 
 
@@ -61,7 +61,7 @@ class Case(BaseModel):
 
     batch: int
     tokens: int | None
-    """Of each text, generated ones included; None for images."""
+    """The tokens of each text, generated ones included; None for images."""
     padding: Padding
     cache: Literal["none", "chunks", "steps"]
     """Whether the text went through it in one pass, in pieces or token by token."""
@@ -78,9 +78,9 @@ class Case(BaseModel):
     """Share of texts, tokens or images where both put the same token or class first; None for other outputs."""
     passed: bool
     where: Place | None = None
-    """Of a failed case: where the difference is largest."""
+    """Where the difference of a failed case is largest."""
     note: str | None = None
-    """Of a failed case: what is wrong, where that is no matter of rounding."""
+    """What is wrong with a failed case, where that is no matter of rounding."""
 
 
 class Validation(BaseModel):

@@ -144,8 +144,8 @@ class Recoverer:
     def perplexities(self) -> list[dict[str, float | None]] | None:
         """After the last block: perplexity on held-out windows with the first k blocks recovered, ascending k.
 
-        Of none and all, and of the numbers asked for. None for models that are no causal language models, and in place
-        of what is too large for a float.
+        Numbers of blocks are none, all, and those asked for. A perplexity too large for a float is None, and so is
+        everything for a model that is no causal language model.
         """
         if not self.pruned.factory.family.causal:
             return None

@@ -29,7 +29,7 @@ def trained_tensors(family: Family, block: int, tensors: Iterable[str], only: Pa
 def survivors(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Which elements of a tensor are free to change, bool of its shape (LaCo eq. 9, the support of the mask).
 
-    Of a weight those that are not zero. Of a bias all, an empty slot's zeros among them, except zeros of rows whose
+    In a weight these are the elements that are not zero. In a bias they are all but the zeros of rows whose
     whole weight is zero: there a padded container holds a dropped unit.
 
     Args:

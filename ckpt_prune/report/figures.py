@@ -175,7 +175,7 @@ class MaskFigures:
 
     @property
     def share(self) -> float:
-        """Of zeros."""
+        """The share of zeros."""
         return self.zeros / self.size
 
 
@@ -230,7 +230,7 @@ class RotationFigures:
 
 
 def rotation_figures(learned: Sequence[Learned]) -> RotationFigures | None:
-    """Of all rotations together; None where an entropy is not known."""
+    """The figure for all rotations together; None where an entropy is not known."""
     known = [
         (entry.entropy_before, entry.entropy_after)
         for entry in learned

@@ -180,7 +180,7 @@ def after_rotation(moments: Moments, right: Side | None, residual: Tensor | None
         heads: R2 of every KV head.
 
     Returns:
-        As `before_norm`.
+        Count, sum, square and Gram, float64; absolute values and activity are unknown, NaN.
     """
     if moments.gram is None:
         raise ValueError("moments without a Gram")

@@ -55,7 +55,7 @@ class RotationSizes:
 
     @classmethod
     def of(cls, kind: RotationKind, model: Model) -> "RotationSizes":
-        """Those of a model."""
+        """The sizes of a model's rotations."""
         return cls(kind, *map(model.dimension, ("layers", "hidden", "kv_heads", "head_dim")))
 
     def residual_name(self, block: int) -> str | None:
@@ -141,7 +141,7 @@ class Learner:
 
     @property
     def sizes(self) -> RotationSizes:
-        """Of the rotations."""
+        """The sizes of the rotations."""
         return RotationSizes.of(self.recipe.kind, self.model)
 
     @property
@@ -323,7 +323,7 @@ class Learner:
         return terms
 
     def terms(self, block: int, tensors: Mapping[str, Tensor], found: Mapping[str, SpaceMoments]) -> list[Term]:
-        """The same from moments."""
+        """The block's linears as rotations see them, from moments."""
         return self.weights(block, tensors, self.inputs(block, tensors, found))
 
 
@@ -342,7 +342,7 @@ class _Terms:
         self._kept: dict[int, list[Term]] = {}
 
     def __call__(self, block: int) -> list[Term]:
-        """Of one block."""
+        """The terms of one block."""
         if block in self._kept:
             return self._kept[block]
         learner = self._learner

@@ -56,7 +56,7 @@ class Decisions:
         ]
 
     def with_recipe(self, recipe: Recipe) -> "Decisions":
-        """The same of a recipe that keeps the same units."""
+        """These decisions under another recipe that keeps the same units."""
         return replace(self, recipe=recipe)
 
 

@@ -17,7 +17,7 @@ from ckpt_prune.transform.settle import Settled, settle
 
 @contextmanager
 def measured(settled: Settled, beside: Path, stages: Stages | None = None) -> Iterator[Settled]:
-    """The same with all the moments it needs, its widths decided.
+    """The job with all the moments it needs, its widths decided.
 
     A recipe that is sequential, needs no moments or has its statistics is passed on as it is. The unpruned model is
     measured on the live samples for a dense recipe, for one rotation of all blocks and for widths of the least error;

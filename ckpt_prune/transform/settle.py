@@ -92,7 +92,7 @@ class Settled:
         return self.decisions.widths(self.model)
 
     def with_strength(self, strength: float) -> "Settled":
-        """The same with this strength wherever it was to be chosen by perplexity: no width depends on it."""
+        """This job with a fixed strength wherever it was to be chosen by perplexity. No width depends on it."""
         recipe = self.recipe.with_strength(strength)
         decisions, output = self._known
         known = (decisions.with_recipe(recipe), output)

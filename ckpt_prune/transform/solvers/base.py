@@ -60,7 +60,7 @@ class Solver(ABC):
         return [self.model.tensor(block, module, kind) for module in self.description.solved_from for kind in KINDS]
 
     def read(self, block: int) -> dict[str, Tensor]:
-        """The same tensors of the dense model."""
+        """The dense model's tensors that a site is solved from."""
         checkpoint = self.model.checkpoint
         return checkpoint.read([name for name in self.tensors(block) if name in checkpoint.tensors])
 
