@@ -86,24 +86,36 @@ class EvaluationOptions(BaseModel):
     )
 
 
-class PruneOptions(CalibrationOptions, ImageOptions):
-    """What to prune, how, and into what."""
+class RecipeOptions(BaseModel):
+    """Which model to prune, and by which recipe."""
 
     model: str = Field(description="Folder of the dense model, or a Hub id.")
-    output: Path = Field(description="Folder to write.")
     recipe: str | None = Field(None, description="Name of a shipped recipe, or a recipe file. Default: best.")
     statistics: Path | None = Field(None, description="Statistics folder.")
-    plan: Path | None = Field(None, description="Plan file to apply instead of a recipe.")
     ratio: float | None = Field(None, ge=0, lt=1, description="Share to drop, in place of the recipe's.")
     target_params: str | None = Field(None, description="Parameters to come down to, a number or a share.")
     target_bytes: str | None = Field(None, description="Bytes to come down to, a number or a share.")
     target_flops: str | None = Field(None, description="FLOPs to come down to, a number or a share.")
     overrides: tuple[str, ...] = Field((), description="Changes of the recipe's keys, KEY=VALUE.")
     container: str | None = Field(None, description="What the output is stored as.")
+    overwrite: bool = Field(False, description="Replace an existing output.")
+    trust: bool = Field(False, description="Accept a model that asks for code of its own.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
+
+
+class PlanOptions(RecipeOptions):
+    """What to plan."""
+
+    output: Path | None = Field(None, description="Plan file to write.")
+    diagnostics: bool = Field(True, description="Also predict floors, rho2, spectra and held-out errors.")
+
+
+class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions):
+    """What to prune, how, and into what."""
+
+    output: Path = Field(description="Folder to write.")
+    plan: Path | None = Field(None, description="Plan file to apply instead of a recipe.")
     diagnostics: bool = Field(True, description="Also record floors, rho2, spectra and held-out errors.")
     state_memory: float = Field(8.0, ge=0, description="GiB of hidden states that are kept in memory.")
     after: str | None = Field(None, description="Numbers of blocks K, with commas between, or all.")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
-    overwrite: bool = Field(False, description="Replace an existing output.")
-    trust: bool = Field(False, description="Accept a model that asks for code of its own.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")

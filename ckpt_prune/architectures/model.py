@@ -21,7 +21,7 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Shapes = Mapping[str, Shape]
 """Name of a tensor on disk → dtype and shape."""
-Widths = Mapping[SpaceName, int]
+BlockWidths = Mapping[SpaceName, int]
 """Units of each space that a block keeps; of q and k, in every head."""
 
 _INPUT = "/input"
@@ -92,7 +92,7 @@ class Model:
         """Units of every space."""
         return {space: self.units(space) for space in self.family.spaces}
 
-    def config_values(self, widths: Widths) -> dict[str, int]:
+    def config_values(self, widths: BlockWidths) -> dict[str, int]:
         """Config keys and values that say how many units of each space there are."""
         return {
             key: count * prod(map(self.dimension, factors))
@@ -191,7 +191,7 @@ class Model:
         sizes = {module: self.checkpoint.tensors[self.tensor(0, module)].shape for module in self.family.linears}
         return stays(self.family, self.dimension, kept, sizes)
 
-    def shapes_at(self, widths: Sequence[Widths]) -> dict[str, Shape]:
+    def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, Shape]:
         """Name → dtype and shape of every tensor where blocks keep so many units, before any bias is added.
 
         Args:

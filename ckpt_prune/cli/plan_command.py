@@ -38,23 +38,7 @@ from ckpt_prune.cli.options import (
 @trust_option
 @device_option
 @json_option
-def command(
-    model: str,
-    recipe: str | None,
-    statistics: Path | None,
-    ratio: float | None,
-    target_params: str | None,
-    target_bytes: str | None,
-    target_flops: str | None,
-    overrides: tuple[str, ...],
-    container: str | None,
-    sweep: str | None,
-    out: Path | None,
-    overwrite: bool,
-    trust: bool,
-    device: str,
-    as_json: bool,
-) -> None:
+def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
     Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
@@ -71,65 +55,38 @@ def command(
       ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
     """
-    from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.checkpoint.staging import refuse_overlap, write_whole
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines
-    from ckpt_prune.containers.opening import open_model
-    from ckpt_prune.devices import resolve_device
-    from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
-    from ckpt_prune.planning.sizes import asked_size
-    from ckpt_prune.report.figures import relative_floor
-    from ckpt_prune.transform.asked import with_container
-    from ckpt_prune.transform.checks import check_plannable, check_request
+    from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.options import PlanOptions
+    from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.checks import check_request
     from ckpt_prune.transform.planned import make_plan
-    from ckpt_prune.transform.request import Request
     from ckpt_prune.transform.settle import settle
 
-    size = asked_size(target_params, target_bytes, target_flops, ratio)
     ratios = None if sweep is None else _ratios(sweep)
-    if ratios is not None and (ratio is not None or size or out is not None):
-        raise UserError(
-            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
-        )
-    if out is not None:
-        _check_place(out, overwrite)
-    target = resolve_device(device)
-    loaded = load_recipe(
-        DEFAULT_RECIPE if recipe is None else recipe, with_container(overrides, container), ratio, size
-    )
-    check_plannable(loaded)
-    if loaded.perplexity_grid:
-        raise UserError(
-            f"recipe {loaded.name} chooses lambda by perplexity, on text and while pruning: "
-            "use `ckpt-prune prune --text`, or lambda_by: folds"
-        )
-    if loaded.needs_moments and statistics is None:
-        raise UserError(
-            f"recipe {loaded.name} needs statistics: run `{loaded.calibration}` and give --statistics STATS"
-        )
-    request = Request(
-        open_model(model, trust=trust),
-        loaded,
-        None if statistics is None else Statistics(statistics),
-        device=target,
-        diagnostics=ratios is None,
-    )
+    request = plan_request(PlanOptions(output=out, diagnostics=ratios is None, **given), ratios=ratios is not None)
+    checkpoint = request.model.checkpoint
     if ratios is not None:
         check_request(request)
-        request.model.checkpoint.check_finite()
+        checkpoint.check_finite()
         _print_sweep(request, ratios, as_json=as_json)
         return
     settled = settle(request)
-    if out is not None:
-        refuse_overlap(settled.model.checkpoint.path, out)
-    settled.model.checkpoint.check_finite()
+    checkpoint.check_finite()
     plan = make_plan(settled)
     if out is not None:
         write_whole(out, plan.to_json())
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return
+    _print_plan(settled, plan)
+    if out is not None:
+        click.echo(f"\nplan written to {out}")
+
+
+def _print_plan(settled: Any, plan: Any) -> None:
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines
+    from ckpt_prune.report.figures import relative_floor
+
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
     click.echo()
     rows = []
@@ -159,8 +116,6 @@ def command(
         click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
-    if out is not None:
-        click.echo(f"\nplan written to {out}")
 
 
 def _ratios(text: str) -> list[float]:
@@ -210,19 +165,3 @@ def _print_sweep(request: Any, ratios: list[float], *, as_json: bool) -> None:
     headers = ["ratio", "parameters", "share", "bytes", "FLOPs", *spaces, *(f"{space} error" for space in spaces)]
     click.echo(table(headers, rows))
     click.echo("errors: means over blocks, relative to each output's energy, after compensation")
-
-
-def _check_place(out: Path, overwrite: bool) -> None:
-    """Refuse a place for the plan before any work; --overwrite replaces a plan and nothing else."""
-    from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.plan import read_plan
-
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists: choose another name or say --overwrite")
-    if out.exists():
-        try:
-            read_plan(out)
-        except UserError as error:
-            raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")

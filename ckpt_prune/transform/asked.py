@@ -10,16 +10,17 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples, has_data
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.checkpoint.staging import refuse_overlap
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import open_model
 from ckpt_prune.devices import resolve_device
 from ckpt_prune.errors import UserError
-from ckpt_prune.options import PruneOptions, SampleOptions
+from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
 from ckpt_prune.planning.sizes import asked_size
-from ckpt_prune.transform.checks import check_planned, check_spaces, check_trained
+from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces, check_trained
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 from ckpt_prune.transform.run import check_output
 
@@ -74,14 +75,64 @@ def read_asked(options: PruneOptions) -> Asked:
     return Asked(options, open_model(options.model, trust=options.trust), recipe, plan, device)
 
 
-def _recipe(options: PruneOptions, size: Mapping[str, str] | None) -> Recipe:
+def _recipe(options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
     name = DEFAULT_RECIPE if options.recipe is None else options.recipe
-    return load_recipe(name, with_container(options.overrides, options.container), options.ratio, size)
+    changes = options.overrides
+    if options.container is not None:
+        changes = (*changes, f"container={options.container}")
+    return load_recipe(name, changes, options.ratio, size)
 
 
-def with_container(overrides: tuple[str, ...], container: str | None) -> tuple[str, ...]:
-    """`--container` as one more change of the recipe."""
-    return overrides if container is None else (*overrides, f"container={container}")
+def plan_request(options: PlanOptions, *, ratios: bool = False) -> Request:
+    """The request to make a plan of.
+
+    Args:
+        options: as they were given.
+        ratios: whether the ratios of a sweep replace the recipe's.
+
+    Raises:
+        UserError: options that do not go together, what cannot be read, or what no plan can say.
+    """
+    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    if ratios and (options.ratio is not None or size or options.output is not None):
+        raise UserError(
+            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
+        )
+    if options.output is not None:
+        check_plan_place(options.output, overwrite=options.overwrite)
+    device, recipe = resolve_device(options.device), _recipe(options, size)
+    check_plannable(recipe)
+    if recipe.perplexity_grid:
+        raise UserError(
+            f"recipe {recipe.name} chooses lambda by perplexity, on text and while pruning: "
+            "use `ckpt-prune prune --text`, or lambda_by: folds"
+        )
+    if recipe.needs_moments and options.statistics is None:
+        raise UserError(
+            f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
+        )
+    model = open_model(options.model, trust=options.trust)
+    if options.output is not None:
+        refuse_overlap(model.checkpoint.path, options.output)
+    statistics = None if options.statistics is None else Statistics(options.statistics)
+    return Request(model, recipe, statistics, device=device, diagnostics=options.diagnostics)
+
+
+def check_plan_place(out: Path, *, overwrite: bool) -> None:
+    """Refuse a place for a plan before any work; a plan is replaced where that is asked for, and nothing else is.
+
+    Raises:
+        UserError: it is taken, or its folder does not exist.
+    """
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists: choose another name or say --overwrite")
+    if out.exists():
+        try:
+            read_plan(out)
+        except UserError as error:
+            raise UserError(f"{out} exists and is not a plan: it is not overwritten") from error
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"{out.absolute().parent} does not exist")
 
 
 def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
