@@ -31,8 +31,26 @@ _ROUNDS = 5
 """How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
 
 
-def decide(request: Request) -> Decisions:
+Ranking = Mapping[Site, Tensor]
+"""Standardised scores of every unit (`rankings.standardised_scores`)."""
+
+
+def ranking_of(request: Request) -> Ranking | None:
+    """What a recipe that ranks blocks ranks them by, where it can be told; None for other recipes.
+
+    Scores do not depend on the ratio: `at_size` and `decide` share one ranking.
+    """
+    if not request.recipe.ranks_blocks or request.plan is not None or not request.widths_known:
+        return None
+    return standardised_scores(request.model, request.recipe, _dense_cache(request), request.device)
+
+
+def decide(request: Request, ranking: Ranking | None = None) -> Decisions:
     """What a recipe settles before the first block.
+
+    Args:
+        request: without a plan.
+        ranking: of `ranking_of`.
 
     Raises:
         UserError: a size that no widths reach, or statistics that lack what widths are found from.
@@ -46,8 +64,8 @@ def decide(request: Request) -> Decisions:
         known = request.scores or {}
         sites = {site: Decision(keep_count(request.model, recipe, site.space), None, s) for site, s in known.items()}
         return Decisions(recipe, sites)
-    scores = standardised_scores(request.model, recipe, _dense_cache(request), request.device)
-    return kept_units(request.model, recipe, ranked(request.model, recipe, scores))
+    assert ranking is not None
+    return kept_units(request.model, recipe, ranked(request.model, recipe, ranking))
 
 
 def _dense_cache(request: Request) -> MomentSource:
@@ -57,8 +75,12 @@ def _dense_cache(request: Request) -> MomentSource:
     return CachedMoments(request.statistics, request.model)
 
 
-def at_size(request: Request) -> Request:
+def at_size(request: Request, ranking: Ranking | None = None) -> Request:
     """The request with the least ratio that reaches its recipe's size, where one ratio says it all.
+
+    Args:
+        request: as it was asked for.
+        ranking: of `ranking_of`.
 
     Raises:
         UserError: no ratio reaches it.
@@ -66,15 +88,13 @@ def at_size(request: Request) -> Request:
     recipe, model = request.recipe, request.model
     if recipe.size is None or recipe.allocation == "least-error" or request.plan is not None:
         return request
-    uniform = recipe.allocation == "uniform"
     if not request.widths_known:
         return request
     limit, kind = recipe.size.of(cost_of(model)), recipe.size.kind
-    scores = {} if uniform else standardised_scores(model, recipe, _dense_cache(request), request.device)
 
     def widths(step: int) -> Widths:
         tried = recipe.with_ratio(step / _RATIO_STEPS)
-        found = Decisions(tried) if uniform else kept_units(model, tried, ranked(model, tried, scores))
+        found = Decisions(tried) if ranking is None else kept_units(model, tried, ranked(model, tried, ranking))
         return found.widths(model)
 
     def cost(step: int) -> int:

@@ -20,7 +20,7 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
-from ckpt_prune.transform.budgets import at_size, decide
+from ckpt_prune.transform.budgets import at_size, decide, ranking_of
 from ckpt_prune.transform.checks import check_enough_samples, check_request
 from ckpt_prune.transform.decisions import Decisions, planned
 from ckpt_prune.transform.dense import Dense
@@ -234,10 +234,11 @@ def settle(request: Request) -> Settled:
         UserError: with the first thing that does not fit together.
     """
     check_request(request)
-    sized = at_size(request)
+    ranking = ranking_of(request)
+    sized = at_size(request, ranking)
     if sized is not request:
         check_enough_samples(sized)  # what depends on the ratio
     if not sized.widths_known:
         return Settled(sized, None)
-    decisions = planned(sized.model, sized.plan) if sized.plan is not None else decide(sized)
+    decisions = planned(sized.model, sized.plan) if sized.plan is not None else decide(sized, ranking)
     return Settled(sized, (decisions, output_of(sized, decisions.widths(sized.model))))

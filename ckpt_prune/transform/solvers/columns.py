@@ -18,7 +18,7 @@ from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.spectrum import spectrum
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.selection import select, unit_scores
+from ckpt_prune.planning.selection import select, select_in_heads, unit_scores
 from ckpt_prune.planning.space_recipe import Compensation
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
@@ -60,8 +60,9 @@ class ColumnSolver(Solver):
         return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors))
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
-        """The units of highest score."""
-        return select(scores, keep)
+        """The units of highest score, as many in every copy of a space that stands side by side."""
+        copies = self.model.copies(self.space)
+        return select(scores, keep) if copies == 1 else select_in_heads(scores.view(copies, -1), keep)
 
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
