@@ -107,15 +107,25 @@ class Model:
             block: its index.
             tensors: by on-disk name.
         """
-        attention = tensors[self.tensor(block, self.family.attention.output)]
-        heads = attention.shape[1] // self.dimension("head_dim")
+        spaces = self.family.spaces
+        crossed = [(i.module, axis) for space in spaces.values() for axis, i in space.incidences]
         found: dict[SpaceName, int] = {}
-        for name, space in self.family.spaces.items():
-            axis, incidence = space.incidences[-1]
+        # Spaces that stand side by side are counted last: how often depends on the others.
+        for name, space in sorted(spaces.items(), key=lambda item: item[1].per is not None):
+            # Lines that no other space takes from, where there are any.
+            own = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
+            axis, incidence = (own or space.incidences)[-1]
             lines = tensors[self.tensor(block, incidence.module)].shape[incidence.dim(axis)]
-            units = lines // incidence.per_unit(self.dimension)
-            found[name] = units if space.per is None else units // heads
-        return found
+            found[name] = lines // incidence.per_unit(self.dimension)
+            if space.per is not None:
+                outer = next((found[other] for other, each in spaces.items() if each.units == space.per), None)
+                found[name] //= self._heads(block, tensors) if outer is None else outer
+        return {name: found[name] for name in spaces}
+
+    def _heads(self, block: int, tensors: Mapping[str, Tensor]) -> int:
+        """Query heads of a block."""
+        columns = tensors[self.tensor(block, self.family.attention.output)].shape[1]
+        return int(columns) // self.dimension("head_dim")
 
     @property
     def tokens(self) -> int:
