@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName
+from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, Dimension, LogitSpace, SpaceName
 from ckpt_prune.errors import UserError
 
 Modality = Literal["text", "image"]
@@ -50,6 +50,31 @@ class Attention(Description):
         return tuple(dict.fromkeys((self.query, self.key, self.value, self.output)))
 
 
+class Refusal(Description):
+    """A setting of the config under which a model's residual stream cannot be rotated.
+
+    Attributes:
+        key: of the config; a config without it does not have the setting.
+        value: what it is then; or, where `unlike` is given, nothing.
+        unlike: a dimension that the key's value then differs from.
+        kind: the one kind of rotation that it rules out, or None for all that turn the stream.
+        why: in words, after "cannot be rotated:".
+    """
+
+    key: str
+    value: bool | None = None
+    unlike: str | None = None
+    kind: str | None = None
+    why: str
+
+    def holds(self, config: Any, dimension: Dimension) -> bool:
+        """Whether a config has the setting."""
+        if not hasattr(config, self.key):
+            return False
+        found = getattr(config, self.key)
+        return bool(found != dimension(self.unlike)) if self.unlike is not None else bool(found) is self.value
+
+
 class Residual(Description):
     """How a model reads from and adds to its residual stream, where rotations can be folded into what does.
 
@@ -59,6 +84,7 @@ class Residual(Description):
         writes: linear modules whose output is added to the stream.
         starts: modules whose tables make up the stream before the first block.
         final: the norm before the head.
+        refused: settings under which none of this holds.
     """
 
     norm: Literal["rms", "layer"]
@@ -66,6 +92,7 @@ class Residual(Description):
     writes: list[str]
     starts: list[str]
     final: str
+    refused: list[Refusal] = Field(default_factory=list)
 
 
 class Architecture(Description):
@@ -110,6 +137,7 @@ class Family(Description):
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         residual: how blocks read from and add to the residual stream, where rotations can be folded in.
         unrotatable: why not, where they cannot.
+        relabel: config key → value, of a config that another family's model is stored under.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
     """
@@ -137,6 +165,7 @@ class Family(Description):
     sliding_window: str | None = None
     residual: Residual | None = None
     unrotatable: str | None = None
+    relabel: dict[str, float | bool | None] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
 
     # ---- the class at hand ------------------------------------------------------------------------------------

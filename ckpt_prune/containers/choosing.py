@@ -116,9 +116,7 @@ def _relabelled(candidate: Family, model: Model) -> dict[str, Any]:
             values[slot] = False
     if candidate.sliding_window:
         values[candidate.sliding_window] = None
-    if "residual_dropout" in known:
-        values["residual_dropout"] = 0.0
-    return values
+    return values | candidate.relabel
 
 
 def choose_container(

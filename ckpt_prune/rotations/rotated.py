@@ -58,18 +58,9 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
         return
     if family.head is None:
         raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")
-    if not getattr(config, "do_layer_norm_before", True):
-        raise UserError(f"{what}: this one normalises after every addition to its residual stream (post-norm)")
-    if getattr(config, "_remove_final_layer_norm", False):
-        raise UserError(f"{what}: this one has no norm after its last block")
-    if kind == "per-layer" and not getattr(config, "layer_norm_elementwise_affine", True):
-        raise UserError(
-            f"{what} per layer: this one's norms have no gains, whose shape keeps stock classes from loading an output "
-            "whose stream turns between blocks; rotation kind shared has no need of it"
-        )
-    hidden = model.dimension("hidden")
-    if getattr(config, "word_embed_proj_dim", hidden) != hidden:
-        raise UserError(f"{what}: this one projects its embeddings into the residual stream and out of it")
+    for refusal in family.residual.refused:
+        if refusal.kind in (None, kind) and refusal.holds(config, model.dimension):
+            raise UserError(f"{what}{' per layer' if refusal.kind == 'per-layer' else ''}: {refusal.why}")
 
 
 @dataclass(frozen=True)
