@@ -19,6 +19,10 @@ KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
 
 
+REMOTE_PREFIX = "Pruned"
+"""Of a class of this tool's remote code, before the stock class it stands for."""
+
+
 class Multiple(Description):
     """A dimension that a config says as an integer multiple of the hidden size.
 
@@ -90,6 +94,7 @@ class Family(Description):
         base: prefix of the base model in the classes with a head; a checkpoint of the base model alone lacks it.
         architectures: stock transformers class → what it is.
         architecture: the class at hand.
+        variant: the config key that is true and has changed this description, or None.
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
         special_tokens: of an image, beside its patches: the class token, and DeiT's distillation token.
@@ -118,6 +123,7 @@ class Family(Description):
     base: str
     architectures: dict[str, Architecture]
     architecture: str
+    variant: str | None = None
     prefixed: bool = True
     modality: Modality = "text"
     special_tokens: int = 0
@@ -298,7 +304,7 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     if variant is not None:
         changes = variants[variant]
         values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    return Family.model_validate({"architecture": next(iter(values["architectures"])), **values})
+    return Family.model_validate({"architecture": next(iter(values["architectures"])), "variant": variant, **values})
 
 
 @cache
@@ -334,6 +340,5 @@ def family_of(config: dict[str, Any]) -> Family:
         )
     family = described(config)
     declared = next(iter(config.get("architectures") or []), "")
-    # This tool's remote code names a class after the stock one it stands for.
-    declared = declared.removeprefix("Pruned")
+    declared = declared.removeprefix(REMOTE_PREFIX)
     return family.of(declared if declared in family.architectures else family.architecture)
