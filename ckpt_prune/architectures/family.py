@@ -4,6 +4,7 @@ A description names tensors as they stand on disk; `spaces` says what can be pru
 """
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -276,10 +277,51 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
 
 
+OF_THE_FUNCTION = (
+    "spaces",
+    "rope",
+    "bias_slots",
+    "sliding_window",
+    "residual",
+    "unrotatable",
+    "stand_ins",
+    "variants",
+)
+"""Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
+is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
+
+
 def _description(model_type: str) -> dict[str, Any]:
     own: dict[str, Any] = json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
-    parent = own.pop("extends", None)
-    return _description(parent) | own if parent else own
+    parent, inherits = own.pop("extends", None), own.pop("inherits", [])
+    if parent is None and not inherits:
+        return own
+    whole = {} if parent is None else _description(parent)
+    _check_inheritance(model_type, parent, whole, own, inherits)
+    return whole | own
+
+
+def _check_inheritance(
+    model_type: str, parent: str | None, whole: Mapping[str, Any], own: Mapping[str, Any], inherits: list[str]
+) -> None:
+    """Refuse a file that takes over a fact of the function computed without saying so.
+
+    Raises:
+        UserError: it does, or it names something that it does not take over.
+    """
+    open_ = [key for key in OF_THE_FUNCTION if key in whole and key not in own and key not in inherits]
+    if open_:
+        raise UserError(
+            f"{model_type}.json extends {parent} and does not say whether {', '.join(open_)} "
+            f"{'is' if len(open_) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
+            f'write "inherits": {json.dumps([*inherits, *open_])}, or state those that differ'
+        )
+    wrong = [key for key in inherits if key in own or key not in OF_THE_FUNCTION or key not in whole]
+    if wrong:
+        raise UserError(
+            f'{model_type}.json has {wrong[0]} in "inherits", where only keys stand that its parent states and it '
+            f"does not, of {', '.join(OF_THE_FUNCTION)}"
+        )
 
 
 @cache
