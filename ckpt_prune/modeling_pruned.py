@@ -351,7 +351,7 @@ def _keep_renamings(name: str, stock: type[PreTrainedModel]) -> None:
     inside a class with a head apply all the same, as that one is stock.
     """
     renamings = get_checkpoint_conversion_mapping(stock.__name__)
-    if renamings is None and stock.config_class is not None and MODEL_MAPPING.get(stock.config_class) is stock:
+    if renamings is None and stock.config_class is not None and MODEL_MAPPING.get(stock.config_class, None) is stock:
         renamings = get_checkpoint_conversion_mapping(stock.config_class.model_type)
     if renamings is not None:
         register_checkpoint_conversion_mapping(name, renamings, overwrite=True)

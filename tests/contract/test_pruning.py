@@ -1,0 +1,79 @@
+"""Every kind of space with every compensation and target, against a whole model in float64; and what outputs promise."""
+
+import pytest
+
+import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from tests.families import contents
+from tests.interrupting import interrupt_at
+
+from .conftest import Dense, spaces_recipe
+from .models import CASES, Case, first_cases
+from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
+
+KEPT, COMPUTED = 1e-4, 5e-4
+"""Share of the largest output that rounding to float32 may leave: of weights that stay, and of those computed."""
+
+
+def runs() -> list[tuple[Case, dict[str, str], Target]]:
+    """Every class; every space with every method; methods of spaces, and targets, two at a time over the families."""
+    found = []
+    groups = {(case.model_type, case.variant): [] for case in CASES}
+    for case in CASES:
+        groups[case.model_type, case.variant].append(case)
+    columns, logits, targets = list(METHODS), list(LOGIT_METHODS), list(TARGETS)
+    for shift, group in enumerate(groups.values()):
+        for index, method in enumerate(columns):
+            case = group[index % len(group)]
+            # The second space goes through the methods at another pace than the first.
+            others = {"heads": method, "mlp": columns[(2 * index + shift) % len(columns)]}
+            others["qk"] = logits[(index + shift) % len(logits)]
+            methods = {space: others[space] for space in case.family.spaces}
+            found.append((case, methods, targets[(index + index // 3 + shift) % len(targets)]))
+    return found
+
+
+def name(value: object) -> str:
+    return "-".join(value.values()) if isinstance(value, dict) else str(value).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("case", "methods", "target"), runs(), ids=name)
+def test_equals_a_whole_model_pruned_by_hand(
+    dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
+) -> None:
+    wanted = spaces_recipe(case, methods, **TARGETS[target])
+    data = case.samples()
+    report = dense.prune(case, wanted, tmp_path / "out", None if target == "dense" else data)
+    whole = Whole(case).prune(data, methods, target)
+    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
+    other = case.samples(6, seed=9)
+    assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(whole.model, other), COMPUTED)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
+    wanted = spaces_recipe(case, dict.fromkeys(case.family.spaces, "none"))
+    spaces = {space: own.model_copy(update={"ratio": 0.0}) for space, own in wanted.spaces.items()}
+    dense.prune(case, wanted.model_copy(update={"spaces": spaces}), tmp_path / "out")
+    before, after = contents(dense.folder(case)), contents(tmp_path / "out")
+    assert before["model.safetensors"] == after["model.safetensors"]
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
+    wanted = spaces_recipe(case, dict.fromkeys(case.family.spaces, "none"))
+    settled = settle(dense.request(case, wanted))
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        with pytest.raises(KeyboardInterrupt):
+            run(settled, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(settled, tmp_path / "out", resume=True)
+    run(settled, tmp_path / "once")
+    assert contents(tmp_path / "out") == contents(tmp_path / "once")
+    for check in verify(tmp_path / "out", dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check
