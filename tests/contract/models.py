@@ -22,7 +22,7 @@ from tests.images import write_processor
 
 BLOCKS, WINDOW = 2, 12
 IMAGE, PATCH = 12, 4
-DIMENSIONS = {"hidden": 16, "layers": BLOCKS, "query_heads": 4, "kv_heads": 2, "mlp": 22}
+DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22}
 ODD_HEAD = 6
 """A head width that is not the hidden size by the number of heads, for configs that accept one."""
 MULTIPLE = 4
@@ -39,14 +39,17 @@ class Case:
         model_type: of the family.
         architecture: stock class.
         variant: config key that is true and changes the description, or None.
+        blocks: number of blocks.
     """
 
     model_type: str
     architecture: str
     variant: str | None = None
+    blocks: int = BLOCKS
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.model_type, self.variant, self.architecture)))
+        shallow = None if self.blocks == BLOCKS else str(self.blocks)
+        return "-".join(filter(None, (self.model_type, self.variant, self.architecture, shallow)))
 
     @cached_property
     def family(self) -> Family:
@@ -69,9 +72,10 @@ class Case:
         family = self.family
         known = AutoConfig.for_model(self.model_type)
         values: dict[str, Any] = {k: v for k, v in (SHARED | TEXT | PICTURES).items() if hasattr(known, k)}
+        sizes = DIMENSIONS | {"layers": self.blocks}
         for name, keys in family.dimensions.items():
-            if name in DIMENSIONS and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
-                values[keys[0]] = DIMENSIONS[name]
+            if name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
+                values[keys[0]] = sizes[name]
         values |= {multiple.key: MULTIPLE for multiple in family.multiples.values()}
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None

@@ -1,4 +1,4 @@
-"""Every kind of space with every compensation and target, against a whole model in float64; and what outputs promise."""
+"""Every kind of space with every compensation and target, against whole models in float64; what outputs promise."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from ckpt_prune.transform.settle import settle
 from tests.families import contents
 from tests.interrupting import interrupt_at
 
-from .conftest import Dense, spaces_recipe
+from .dense import Dense, spaces_recipe
 from .models import CASES, Case, first_cases
 from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
 
