@@ -52,9 +52,9 @@ def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, ru
 def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None:
     """The blocks that are trained come nearer to the dense ones on samples that they are not trained on."""
     dense.prune(case, spaces_recipe(case, dict.fromkeys(case.family.spaces, "none")), tmp_path / "pruned")
-    settings = RecoverySettings.model_validate({"epochs": 3, "lr": 0.0005, "batch": 2, "held_out": 0.34})
+    settings = RecoverySettings.model_validate({"epochs": 3, "lr": 0.0005, "batch": 4, "held_out": 0.25})
     pruned = PrunedModel.open(tmp_path / "pruned")
-    request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(6, seed=11))
+    request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(16, seed=11))
     recover(settle_recovery(request), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
     layers = report["recovery"]["layers"] if "layers" in report.get("recovery", {}) else report["layers"]
