@@ -15,7 +15,7 @@ from .dense import Dense, spaces_recipe
 from .models import CASES, Case, first_cases
 from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
 
-KEPT, COMPUTED = 1e-4, 5e-4
+KEPT, COMPUTED = 1e-5, 5e-4
 """Share of the largest output that rounding to float32 may leave: of weights that stay, and of those computed."""
 
 
@@ -52,6 +52,18 @@ def test_equals_a_whole_model_pruned_by_hand(
     assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
     other = case.samples(6, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(whole.model, other), COMPUTED)
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path) -> None:
+    """They are offered as containers of the same function."""
+    methods = dict.fromkeys(case.family.spaces, "none")
+    other = case.samples(6, seed=9)
+    for stand_in in case.family.stand_ins:
+        report = dense.prune(case, spaces_recipe(case, methods, stand_in), tmp_path / stand_in)
+        assert (report["container"]["model_type"], report["container"]["remote_code"]) == (stand_in, False)
+        expected = outputs(Whole(case).prune(case.samples(), methods).model, other)
+        assert_same_outputs(outputs(ckpt_prune.load(tmp_path / stand_in), other), expected, KEPT)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
