@@ -8,6 +8,7 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.evaluation.verify import verify
+from tests.once import once, run_folder
 from tests.stored import run_elsewhere
 
 from .dense import Dense, spaces_recipe
@@ -35,18 +36,21 @@ for folder, auto in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory) -> Path:
+def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The outputs of the cases that are asked for, one after the other run in a Python without this package."""
-    root = tmp_path_factory.mktemp("remote")
     wanted = {item.callspec.params["case"] for item in request.session.items if item.module is request.module}
-    folders = []
-    for case in (case for case in CASES if case in wanted):
-        report = dense.prune(case, spaces_recipe(case, methods(case), "remote"), root / str(case))
-        assert report["container"]["remote_code"]
-        torch.save(wide(case.samples(3, seed=9)), root / f"{case}.in")
-        folders.append((str(root / str(case)), case.family.auto_class))
-    run_elsewhere(ELSEWHERE, json.dumps(folders), root=root)
-    return root
+
+    def make(root: Path) -> Path:
+        folders = []
+        for case in (case for case in CASES if case in wanted):
+            report = dense.prune(case, spaces_recipe(case, methods(case), "remote"), root / str(case))
+            assert report["container"]["remote_code"]
+            torch.save(wide(case.samples(3, seed=9)), root / f"{case}.in")
+            folders.append((str(root / str(case)), case.family.auto_class))
+        run_elsewhere(ELSEWHERE, json.dumps(folders), root=root)
+        return root
+
+    return once(run_folder(tmp_path_factory) / "contract-elsewhere", make)
 
 
 def methods(case: Case) -> dict[str, str]:

@@ -17,8 +17,8 @@ from tests.export.exports import (
     assert_reads_in_chunks,
     expected_of,
     in_pytorch,
-    undisturbed,
 )
+from tests.graphs import undisturbed
 
 from .dense import Dense, spaces_recipe
 from .models import Case, first_cases

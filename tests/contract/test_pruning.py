@@ -19,22 +19,31 @@ KEPT, COMPUTED = 1e-5, 5e-4
 """Share of the largest output that rounding to float32 may leave: of weights that stay, and of those computed."""
 
 
+RUNS = 4
+"""Of each family, at least; families share out what is paired."""
+
+
 def runs() -> list[tuple[Case, dict[str, str], Target]]:
-    """Every class; every space with every method; methods of spaces, and targets, two at a time over the families."""
-    found = []
-    groups = {(case.model_type, case.variant): [] for case in CASES}
-    for case in CASES:
-        groups[case.model_type, case.variant].append(case)
+    """Every class of every family; over all families every method with every target, in every kind of space."""
     columns, logits, targets = list(METHODS), list(LOGIT_METHODS), list(TARGETS)
-    for shift, group in enumerate(groups.values()):
-        for index, method in enumerate(columns):
-            case = group[index % len(group)]
-            # The second space goes through the methods at another pace than the first.
-            others = {"heads": method, "mlp": columns[(2 * index + shift) % len(columns)]}
-            others["qk"] = logits[(index + shift) % len(logits)]
-            methods = {space: others[space] for space in case.family.spaces}
-            found.append((case, methods, targets[(index + index // 3 + shift) % len(targets)]))
+    turns: list[Case] = []
+    for first in first_cases():
+        group = [case for case in CASES if (case.model_type, case.variant) == (first.model_type, first.variant)]
+        turns += [group[index % len(group)] for index in range(max(RUNS, len(group)))]
+    found = []
+    for turn, case in enumerate(turns):
+        # The second space goes through the methods at another pace than the first, the target turns at each round.
+        others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
+        others["qk"] = logits[turn % len(logits)]
+        methods = {space: others[space] for space in case.family.spaces}
+        found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
     return found
+
+
+def test_every_method_meets_every_target_in_every_space() -> None:
+    met = {(space, method, target) for _, methods, target in runs() for space, method in methods.items()}
+    columns = {(space, method, target) for space in ("heads", "mlp") for method in METHODS for target in TARGETS}
+    assert met == columns | {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
 
 
 def name(value: object) -> str:
