@@ -60,7 +60,7 @@ class Dense:
     ) -> dict[str, Any]:
         """The report of an output."""
         with measured(settle(self.request(case, recipe, live)), out.parent) as ready:
-            return run(ready, out, **options).report
+            return run(ready, out, **options).report.data()
 
 
 def spaces_recipe(case: Case, methods: dict[str, str], container: str = "any", **top: Any) -> Recipe:

@@ -57,7 +57,7 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
     request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(16, seed=11))
     recover(settle_recovery(request), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
-    layers = report["recovery"]["layers"] if "layers" in report.get("recovery", {}) else report["layers"]
+    layers = report["layers"]
     assert any(layer["mse_after"] < layer["mse_start"] for layer in layers)
     assert all(layer["mse_after"] <= layer["mse_start"] for layer in layers)
     for check in verify(tmp_path / "out"):
