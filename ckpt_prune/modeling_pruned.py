@@ -4,12 +4,13 @@ Their blocks differ in width, or have biases where the stock class has no slot f
 narrower than values, or fewer heads than the stock class allows.
 
 This one file is both what `ckpt_prune.load` uses and what travels with such a checkpoint as its remote code. It needs
-transformers alone. Each class is the stock one with every block rebuilt from the config's own keys, which one block's
-entry in `per_layer_config` may override:
+transformers alone. `PrunedX` is the stock class `X` of transformers, whichever it is, with every block rebuilt from the
+config's own keys, which one block's entry in `per_layer_config` may override:
 
 - `num_attention_heads`, `num_key_value_heads`, the key of the MLP's width: how many there are;
 - `head_dim`: width of a value head, as in the dense model; attention is scaled by its inverse square root;
 - `qk_head_dim`: width of a query and key head, where it is narrower;
+- `ckpt_prune_blocks`: where in the model the blocks are, and where in a block what is rebuilt (`Blocks`);
 - `ckpt_prune_biases`: linear modules (paths within a block) that have a bias although the stock class gives them none;
 - `ckpt_prune_rotations`: blocks before (`entry`) and after (`exit`) which the residual stream is turned into another
   basis, by a square matrix each. Hidden states that are recorded between blocks are in the basis of their block. The
@@ -18,37 +19,48 @@ entry in `per_layer_config` may override:
 """
 
 import copy
-from typing import Any, ClassVar
+import inspect
+from typing import Any, TypedDict
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertModel,
-    DeiTForImageClassification,
-    DeiTForImageClassificationWithTeacher,
-    DeiTModel,
-    Dinov2ForImageClassification,
-    Dinov2Model,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    OPTForCausalLM,
-    OPTModel,
-    PreTrainedConfig,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    SeedOssForCausalLM,
-    ViTForImageClassification,
-    ViTModel,
-)
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_torchdynamo_exporting
+
+
+class AttentionPaths(TypedDict):
+    """The linears of an attention: paths in a block."""
+
+    query: str
+    key: str
+    value: str
+    output: str
+
+
+class WidthPaths(TypedDict):
+    """The linears that share an inner width: paths in a block."""
+
+    inner: list[str]
+    outer: str
+
+
+class Blocks(TypedDict):
+    """The config's `ckpt_prune_blocks`: a family's facts about its blocks.
+
+    Attributes:
+        layers: path of the list of blocks in the model.
+        attention: of blocks whose heads may be any number and whose queries and keys may be narrower than values, the
+            same in number; None where attention is the stock class's.
+        widths: config key of an inner width that the stock class does not read, or not as it stands → where it lies.
+    """
+
+    layers: str
+    attention: AttentionPaths | None
+    widths: dict[str, WidthPaths]
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
@@ -66,29 +78,25 @@ def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
 
 
 class PrunedMixin:
-    """Rebuilds the blocks of the stock model it stands before in the list of base classes.
-
-    Attributes:
-        layers_path: where the list of blocks is in the model with a head.
-    """
-
-    layers_path = "model.layers"
+    """Rebuilds the blocks of the stock model it stands before in the list of base classes."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(self.shell_config(config))  # type: ignore[call-arg]
+        blocks: Blocks = config.ckpt_prune_blocks
+        first = layer_config(config, 0)
+        # What the stock class is built from has blocks that it accepts; they are replaced.
+        super().__init__(_one_head(first) if blocks["attention"] else first)  # type: ignore[call-arg]
         model: Any = self
-        # Attention looks up its implementation when it runs: masks and blocks must read it from the same config.
+        # Attention looks up its implementation when it runs: masks and blocks must read it from the same config. One
+        # inside another model reads that one's.
         shared = model.config
-        # What the stock class was built from may have said another number (`shell_config`); caches read this one.
-        shared.num_attention_heads = layer_config(config, 0).num_attention_heads
+        # What the stock class was built from may have said another number; caches read this one.
+        shared.num_attention_heads = first.num_attention_heads
         config._attn_implementation = shared._attn_implementation
-        start, _, rest = self.layers_path.partition(".")
-        alone = not hasattr(model, start)
-        if alone:
+        if getattr(model, model.base_model_prefix, model) is model:
             shared = config
-        layers = model.get_submodule(rest if alone else self.layers_path)
+        layers = model.get_submodule(blocks["layers"])
         for index in range(len(layers)):
-            layer = self.make_block(type(layers[index]), layer_config(config, index), index)
+            layer = make_block(type(layers[index]), layer_config(config, index), blocks, index)
             for module in layer.modules():
                 if hasattr(module, "config"):
                     module.config = shared
@@ -96,37 +104,57 @@ class PrunedMixin:
         model.config = config
         model.post_init()
 
-    @classmethod
-    def shell_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
-        """A config that the stock class can be built from; its blocks are replaced."""
-        return layer_config(config, 0)
 
-    @classmethod
-    def make_block(cls, layer_class: type[nn.Module], config: PreTrainedConfig, index: int) -> nn.Module:
-        """Block `index`, of the widths its own config says."""
-        layer = cls.build(layer_class, config, index)
-        for path in getattr(config, "ckpt_prune_biases", None) or []:
-            linear = layer.get_submodule(cls.module_path(path))
-            if linear.bias is None:
-                linear.bias = nn.Parameter(torch.zeros(linear.out_features))
-        rotations = getattr(config, "ckpt_prune_rotations", None) or {}
-        for side in ("entry", "exit"):
-            if index in rotations.get(side, []):
-                hidden = config.hidden_size
-                setattr(layer, f"{side}_rotation", nn.Linear(hidden, hidden, bias=False))
-                layer.__class__ = _turning(type(layer))
-                _drop_gains(layer)
-        return layer
+def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
+    """A block, of the widths its own config says.
 
-    @classmethod
-    def build(cls, layer_class: type[nn.Module], config: PreTrainedConfig, index: int) -> nn.Module:
-        """The stock block of this config."""
-        return layer_class(config, index)
+    Args:
+        layer_class: stock class of the block.
+        config: of this block (`layer_config`).
+        blocks: where in the block what is rebuilt.
+        index: of the block.
+    """
+    layer = _resized(layer_class, config, blocks, index)
+    for path in getattr(config, "ckpt_prune_biases", None) or []:
+        linear: Any = layer.get_submodule(path)
+        if linear.bias is None:
+            linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    rotations = getattr(config, "ckpt_prune_rotations", None) or {}
+    for side in ("entry", "exit"):
+        if index in rotations.get(side, []):
+            hidden = config.hidden_size
+            setattr(layer, f"{side}_rotation", nn.Linear(hidden, hidden, bias=False))
+            layer.__class__ = _turning(type(layer))
+            _drop_gains(layer)
+    return layer
 
-    @classmethod
-    def module_path(cls, path: str) -> str:
-        """Path in the model of a linear that `ckpt_prune_biases` names as it stands on disk."""
-        return path
+
+def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
+    """The stock block with linears of its own size, and its attention generalised where no stock one has its shape."""
+    attention = blocks["attention"]
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    narrow = getattr(config, "qk_head_dim", None) or head_dim
+    stock = attention is None or (narrow == head_dim and heads * head_dim == config.hidden_size)
+    arguments = (config if stock else _one_head(config), index)
+    # Some blocks are not told their index.
+    layer = layer_class(*arguments[: len(inspect.signature(layer_class).parameters)])
+    if attention is not None and not stock:
+        _narrow(layer, config, attention, heads, head_dim, narrow)
+    for key, paths in blocks["widths"].items():
+        width = getattr(config, key, None)
+        if width is not None:
+            for path in paths["inner"]:
+                _replace(layer, path, rows=width)
+            _replace(layer, paths["outer"], columns=width)
+    return layer
+
+
+def _one_head(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of one head, which every stock class accepts."""
+    shell = copy.copy(config)
+    shell.num_attention_heads = 1
+    return shell
 
 
 # ---- blocks with a basis of their own ---------------------------------------------------------------------------
@@ -260,93 +288,28 @@ def _linear(old: Any, columns: int, rows: int) -> nn.Linear:
     return nn.Linear(columns, rows, bias=old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
 
 
-class NarrowMixin(PrunedMixin):
-    """For families whose queries and keys may be narrower than the values, and whose heads may be any number.
+def _replace(layer: nn.Module, path: str, *, columns: int | None = None, rows: int | None = None) -> None:
+    owner, _, name = path.rpartition(".")
+    old: Any = layer.get_submodule(path)
+    setattr(layer.get_submodule(owner), name, _linear(old, columns or old.in_features, rows or old.out_features))
 
-    Attributes:
-        attention: path of the attention in a block.
-        projections: in the attention: query, key, value, and the output projection or None where it stands elsewhere.
-        output: path of the output projection in a block.
-        inner, outer: the linears into and out of the MLP.
-        mlp_key: config key of the MLP's width.
-        indexed: whether a block is told its index when it is built.
-        disk: start of an on-disk path in a block → path in the model, first match first.
-    """
 
-    layers_path = "vit.layers"
-    attention = "attention"
-    projections: tuple[str, str, str, str | None] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    output = "attention.o_proj"
-    inner: tuple[str, ...] = ("mlp.fc1",)
-    outer = "mlp.fc2"
-    mlp_key = "intermediate_size"
-    indexed = False
-    disk: ClassVar[dict[str, str]] = {
-        "attention.attention.query": "attention.q_proj",
-        "attention.attention.key": "attention.k_proj",
-        "attention.attention.value": "attention.v_proj",
-        "attention.output.dense": "attention.o_proj",
-        "intermediate.dense": "mlp.fc1",
-        "output.dense": "mlp.fc2",
-    }
-
-    @classmethod
-    def shell_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
-        """One head, which every stock class accepts."""
-        shell = layer_config(config, 0)
-        shell.num_attention_heads = 1
-        return shell
-
-    @classmethod
-    def build(cls, layer_class: type[nn.Module], config: PreTrainedConfig, index: int) -> nn.Module:
-        """The stock block with its linears resized, and its attention generalised where no stock one has its shape."""
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        narrow = getattr(config, "qk_head_dim", None) or head_dim
-        stock = narrow == head_dim and heads * head_dim == config.hidden_size
-        shell = config if stock else cls.shell_config(config)
-        layer = layer_class(shell, index) if cls.indexed else layer_class(shell)
-        if not stock:
-            cls._narrow(layer, config, heads, head_dim, narrow)
-        width = getattr(config, cls.mlp_key, None)
-        if width is not None:
-            for path in cls.inner_of(config):
-                cls._replace(layer, path, rows=width)
-            cls._replace(layer, cls.outer_of(config), columns=width)
-        return layer
-
-    @classmethod
-    def _narrow(cls, layer: nn.Module, config: PreTrainedConfig, heads: int, head_dim: int, narrow: int) -> None:
-        attention: Any = layer.get_submodule(cls.attention)
-        query, key, value, _ = cls.projections
-        for name, width in ((query, narrow), (key, narrow), (value, head_dim)):
-            setattr(attention, name, _linear(getattr(attention, name), config.hidden_size, heads * width))
-        cls._replace(layer, cls.output, columns=heads * head_dim)
-        attention.narrow_heads, attention.narrow_names = heads, cls.projections
-        attention.narrow_scaling = head_dim**-0.5
-        attention.narrow_dropout = _attention_dropout(config)
-        attention.__class__ = _narrowed(type(attention))
-
-    @classmethod
-    def inner_of(cls, config: PreTrainedConfig) -> tuple[str, ...]:
-        """Linears into the MLP."""
-        return cls.inner
-
-    @classmethod
-    def outer_of(cls, config: PreTrainedConfig) -> str:
-        """The linear out of the MLP."""
-        return cls.outer
-
-    @classmethod
-    def module_path(cls, path: str) -> str:
-        """Path in the model of a linear that is named as it stands on disk."""
-        return cls.disk.get(path, path)
-
-    @staticmethod
-    def _replace(layer: nn.Module, path: str, *, columns: int | None = None, rows: int | None = None) -> None:
-        owner, _, name = path.rpartition(".")
-        old: Any = layer.get_submodule(path)
-        setattr(layer.get_submodule(owner), name, _linear(old, columns or old.in_features, rows or old.out_features))
+def _narrow(
+    layer: nn.Module, config: PreTrainedConfig, paths: AttentionPaths, heads: int, head_dim: int, narrow: int
+) -> None:
+    """Give a block's attention `heads` heads, values of `head_dim`, queries and keys of `narrow` dimensions."""
+    owner = paths["query"].rpartition(".")[0]
+    for path, width in ((paths["query"], narrow), (paths["key"], narrow), (paths["value"], head_dim)):
+        _replace(layer, path, columns=config.hidden_size, rows=heads * width)
+    _replace(layer, paths["output"], columns=heads * head_dim)
+    attention: Any = layer.get_submodule(owner)
+    # Where the output projection stands elsewhere in the block, attention does not call it.
+    own = [paths["query"], paths["key"], paths["value"], paths["output"]]
+    attention.narrow_heads = heads
+    attention.narrow_names = [path.removeprefix(f"{owner}.") if path.startswith(f"{owner}.") else None for path in own]
+    attention.narrow_scaling = head_dim**-0.5
+    attention.narrow_dropout = _attention_dropout(config)
+    attention.__class__ = _narrowed(type(attention))
 
 
 def _attention_dropout(config: PreTrainedConfig) -> float:
@@ -369,132 +332,26 @@ def _narrowed(attention: type) -> type:
 # ---- the classes ------------------------------------------------------------------------------------------------
 
 
-class PrunedLlamaForCausalLM(PrunedMixin, LlamaForCausalLM):
-    """Llama with its own widths in every block."""
+def __getattr__(name: str) -> type:
+    """`PrunedX` for any stock class X, made when it is first asked for."""
+    stock = getattr(transformers, name.removeprefix("Pruned"), None) if name.startswith("Pruned") else None
+    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    described = {"__module__": __name__, "__doc__": f"{stock.__name__} with its own widths in every block."}
+    found = type(name, (PrunedMixin, stock), described)
+    _keep_renamings(name, stock)
+    globals()[name] = found
+    return found
 
 
-class PrunedMistralForCausalLM(PrunedMixin, MistralForCausalLM):
-    """Mistral with its own widths in every block."""
+def _keep_renamings(name: str, stock: type[PreTrainedModel]) -> None:
+    """Register the stock class's renamings of published names for the class made of it.
 
-
-class PrunedQwen2ForCausalLM(PrunedMixin, Qwen2ForCausalLM):
-    """Qwen2 with its own widths in every block."""
-
-
-class PrunedQwen3ForCausalLM(PrunedMixin, Qwen3ForCausalLM):
-    """Qwen3 with its own widths in every block."""
-
-
-class PrunedSeedOssForCausalLM(PrunedMixin, SeedOssForCausalLM):
-    """Seed-OSS with its own widths in every block."""
-
-
-class PrunedViTForImageClassification(NarrowMixin, ViTForImageClassification):
-    """ViT classifier with its own widths in every block."""
-
-
-class PrunedViTModel(NarrowMixin, ViTModel):
-    """ViT with its own widths in every block."""
-
-
-class _DeiTMixin(NarrowMixin):
-    layers_path = "deit.layers"
-
-
-class PrunedDeiTForImageClassification(_DeiTMixin, DeiTForImageClassification):
-    """DeiT classifier with its own widths in every block."""
-
-
-class PrunedDeiTForImageClassificationWithTeacher(_DeiTMixin, DeiTForImageClassificationWithTeacher):
-    """Distilled DeiT classifier with its own widths in every block."""
-
-
-class PrunedDeiTModel(_DeiTMixin, DeiTModel):
-    """DeiT with its own widths in every block."""
-
-
-class _Dinov2Mixin(NarrowMixin):
-    layers_path = "dinov2.encoder.layer"
-
-    @classmethod
-    def inner_of(cls, config: PreTrainedConfig) -> tuple[str, ...]:
-        """Gate and up where the MLP is a SwiGLU."""
-        return ("mlp.gate_proj", "mlp.up_proj") if config.use_swiglu_ffn else ("mlp.fc1",)
-
-    @classmethod
-    def outer_of(cls, config: PreTrainedConfig) -> str:
-        """The linear out of either MLP."""
-        return "mlp.down_proj" if config.use_swiglu_ffn else "mlp.fc2"
-
-
-class PrunedDinov2ForImageClassification(_Dinov2Mixin, Dinov2ForImageClassification):
-    """DINOv2 classifier with its own widths in every block."""
-
-
-class PrunedDinov2Model(_Dinov2Mixin, Dinov2Model):
-    """DINOv2 with its own widths in every block."""
-
-
-class _OPTMixin(NarrowMixin):
-    layers_path = "model.decoder.layers"
-    attention = "self_attn"
-    projections = ("q_proj", "k_proj", "v_proj", "out_proj")
-    output = "self_attn.out_proj"
-    inner, outer = ("fc1",), "fc2"
-    mlp_key = "ffn_dim"
-    indexed = True
-    disk: ClassVar[dict[str, str]] = {}
-
-
-class PrunedOPTForCausalLM(_OPTMixin, OPTForCausalLM):
-    """OPT with its own widths in every block."""
-
-
-class PrunedOPTModel(_OPTMixin, OPTModel):
-    """OPT without a head, with its own widths in every block."""
-
-
-class _BertMixin(NarrowMixin):
-    layers_path = "bert.encoder.layer"
-    attention = "attention.self"
-    projections = ("query", "key", "value", None)
-    output = "attention.output.dense"
-    inner, outer = ("intermediate.dense",), "output.dense"
-    indexed = True
-    disk: ClassVar[dict[str, str]] = {}
-
-
-class PrunedBertForMaskedLM(_BertMixin, BertForMaskedLM):
-    """BERT for masked tokens, with its own widths in every block."""
-
-
-class PrunedBertForPreTraining(_BertMixin, BertForPreTraining):
-    """BERT with both heads it was trained with, with its own widths in every block."""
-
-
-class PrunedBertForSequenceClassification(_BertMixin, BertForSequenceClassification):
-    """BERT sequence classifier with its own widths in every block."""
-
-
-class PrunedBertForTokenClassification(_BertMixin, BertForTokenClassification):
-    """BERT token classifier with its own widths in every block."""
-
-
-class PrunedBertForQuestionAnswering(_BertMixin, BertForQuestionAnswering):
-    """BERT for extractive answers, with its own widths in every block."""
-
-
-class PrunedBertModel(_BertMixin, BertModel):
-    """BERT without a head, with its own widths in every block."""
-
-
-# transformers keeps its renamings of published names from classes that are not its own, unless they ask for them.
-# Only a base model alone has to: one inside a class with a head is the stock one.
-for _pruned, _stock in (
-    (PrunedViTModel, "ViTModel"),
-    (PrunedDeiTModel, "DeiTModel"),
-    (PrunedDinov2Model, "Dinov2Model"),
-):
-    _renamings = get_checkpoint_conversion_mapping(_stock)
-    if _renamings is not None:
-        register_checkpoint_conversion_mapping(_pruned.__name__, _renamings, overwrite=True)
+    transformers keeps its renamings from classes that are not its own, unless they ask for them. Those of a base model
+    inside a class with a head apply all the same, as that one is stock.
+    """
+    renamings = get_checkpoint_conversion_mapping(stock.__name__)
+    if renamings is None and stock.config_class is not None and MODEL_MAPPING.get(stock.config_class, None) is stock:
+        renamings = get_checkpoint_conversion_mapping(stock.config_class.model_type)
+    if renamings is not None:
+        register_checkpoint_conversion_mapping(name, renamings, overwrite=True)

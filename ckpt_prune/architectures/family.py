@@ -4,6 +4,7 @@ A description names tensors as they stand on disk; `spaces` says what can be pru
 """
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -17,6 +18,10 @@ Modality = Literal["text", "image"]
 
 KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
+
+
+REMOTE_PREFIX = "Pruned"
+"""Of a class of this tool's remote code, before the stock class it stands for."""
 
 
 class Multiple(Description):
@@ -117,6 +122,7 @@ class Family(Description):
         base: prefix of the base model in the classes with a head; a checkpoint of the base model alone lacks it.
         architectures: stock transformers class → what it is.
         architecture: the class at hand.
+        variant: the config key that is true and has changed this description, or None.
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
         special_tokens: of an image, beside its patches: the class token, and DeiT's distillation token.
@@ -146,6 +152,7 @@ class Family(Description):
     base: str
     architectures: dict[str, Architecture]
     architecture: str
+    variant: str | None = None
     prefixed: bool = True
     modality: Modality = "text"
     special_tokens: int = 0
@@ -299,10 +306,51 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
 
 
+OF_THE_FUNCTION = (
+    "spaces",
+    "rope",
+    "bias_slots",
+    "sliding_window",
+    "residual",
+    "unrotatable",
+    "stand_ins",
+    "variants",
+)
+"""Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
+is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
+
+
 def _description(model_type: str) -> dict[str, Any]:
     own: dict[str, Any] = json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
-    parent = own.pop("extends", None)
-    return _description(parent) | own if parent else own
+    parent, inherits = own.pop("extends", None), own.pop("inherits", [])
+    if parent is None and not inherits:
+        return own
+    whole = {} if parent is None else _description(parent)
+    _check_inheritance(model_type, parent, whole, own, inherits)
+    return whole | own
+
+
+def _check_inheritance(
+    model_type: str, parent: str | None, whole: Mapping[str, Any], own: Mapping[str, Any], inherits: list[str]
+) -> None:
+    """Refuse a file that takes over a fact of the function computed without saying so.
+
+    Raises:
+        UserError: it does, or it names something that it does not take over.
+    """
+    open_ = [key for key in OF_THE_FUNCTION if key in whole and key not in own and key not in inherits]
+    if open_:
+        raise UserError(
+            f"{model_type}.json extends {parent} and does not say whether {', '.join(open_)} "
+            f"{'is' if len(open_) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
+            f'write "inherits": {json.dumps([*inherits, *open_])}, or state those that differ'
+        )
+    wrong = [key for key in inherits if key in own or key not in OF_THE_FUNCTION or key not in whole]
+    if wrong:
+        raise UserError(
+            f'{model_type}.json has {wrong[0]} in "inherits", where only keys stand that its parent states and it '
+            f"does not, of {', '.join(OF_THE_FUNCTION)}"
+        )
 
 
 @cache
@@ -327,7 +375,7 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     if variant is not None:
         changes = variants[variant]
         values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    return Family.model_validate({"architecture": next(iter(values["architectures"])), **values})
+    return Family.model_validate({"architecture": next(iter(values["architectures"])), "variant": variant, **values})
 
 
 @cache
@@ -363,6 +411,5 @@ def family_of(config: dict[str, Any]) -> Family:
         )
     family = described(config)
     declared = next(iter(config.get("architectures") or []), "")
-    # This tool's remote code names a class after the stock one it stands for.
-    declared = declared.removeprefix("Pruned")
+    declared = declared.removeprefix(REMOTE_PREFIX)
     return family.of(declared if declared in family.architectures else family.architecture)

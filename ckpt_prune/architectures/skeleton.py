@@ -2,12 +2,14 @@
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
@@ -49,6 +51,23 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     except Exception as error:  # whatever a wrong value runs into first
         raise _refused(error) from error
     return model.eval()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built in this context have real buffers, and parameters on the meta device.
+
+    A parameter goes there as soon as it is registered, before anything is written to its memory.
+    """
+
+    def without_memory(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class Names:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune import modeling_pruned
+from ckpt_prune.architectures.blocks import block_facts
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer
 
@@ -35,7 +36,7 @@ class BlockFactory:
         self.skeleton = build_skeleton(model.config, self.family.architecture) if skeleton is None else skeleton
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
-        self._pruned: Any = getattr(modeling_pruned, f"Pruned{self.family.architecture}")
+        self._facts = block_facts(self.family)
 
     def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.
@@ -55,7 +56,7 @@ class BlockFactory:
         for key, value in model.config_values(model.widths_of(index, tensors)).items():
             setattr(layer_config, key, value)
         with torch.device("meta"):
-            module: nn.Module = self._pruned.make_block(type(self._layers[index]), layer_config, index)
+            module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
         return module.eval()
 

@@ -1,5 +1,6 @@
 """Hidden states of calibration windows, carried through a model one block at a time."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ckpt_prune.architectures.skeleton import parameters_on_meta
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Logits
@@ -85,15 +87,24 @@ class HiddenStream:
         factory.fill(module, path, self._read(wanted))
         if any(buffer.is_meta for buffer in module.buffers()):
             # Buffers that no checkpoint stores: the module computes them itself, off the meta device.
-            with factory.device:
-                real: nn.Module = type(module)(factory.config)
+            real = self._made_again(type(module), path)
             if next(module.parameters(), None) is None:
                 setattr(factory.skeleton.get_submodule(owner), name, real)
                 return real
             for buffer, values in real.named_buffers():
                 place, _, attribute = buffer.rpartition(".")
-                module.get_submodule(place).register_buffer(attribute, values, persistent=False)
+                module.get_submodule(place).register_buffer(attribute, values.to(factory.device), persistent=False)
         return module
+
+    def _made_again(self, kind: type[nn.Module], path: str) -> nn.Module:
+        """A module whose buffers are real."""
+        factory = self.factory
+        if next(iter(inspect.signature(kind).parameters)) == "config":
+            with factory.device:
+                return kind(factory.config)
+        # Only the model knows what it is made of (an embedding that is scaled).
+        with parameters_on_meta():
+            return type(factory.skeleton)(factory.config).get_submodule(path)
 
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
     @torch.no_grad()

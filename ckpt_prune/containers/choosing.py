@@ -11,11 +11,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ckpt_prune.architectures.family import Family, load_family
+from ckpt_prune.architectures.blocks import block_facts, module_paths
+from ckpt_prune.architectures.family import REMOTE_PREFIX, Family, load_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.containers.container import Container, Widths
-from ckpt_prune.containers.remote import REMOTE_MODULE
+from ckpt_prune.containers.remote import BLOCKS_KEY, REMOTE_MODULE
 from ckpt_prune.errors import UserError
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
@@ -237,12 +238,14 @@ def _build(
     note = None if same else f"stored as {candidate.model_type}: {'; '.join(reasons) or 'on request'}"
     if not remote:
         return Container(candidate.model_type, values, None, opened, note, candidate.architecture)
-    remote_class = f"Pruned{candidate.architecture}"
+    remote_class = f"{REMOTE_PREFIX}{candidate.architecture}"
     values["architectures"] = [remote_class]
     values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
+    values[BLOCKS_KEY] = block_facts(candidate)
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless:
-        values["ckpt_prune_biases"] = slotless
+        paths = module_paths(candidate)
+        values["ckpt_prune_biases"] = [path for module in slotless for path in paths[module]]
     overrides = {}
     first = model.config_values(widths[0])
     for index, units in enumerate(widths):

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
@@ -65,5 +64,5 @@ def stored_container(checkpoint: Checkpoint) -> Container:
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
     """A model of `modeling_pruned` on the meta device."""
     with torch.device("meta"):
-        model: nn.Module = getattr(modeling_pruned, remote_class)(config)
+        model: nn.Module = remote_model_class(remote_class)(with_block_facts(config, remote_class))
     return model.eval()

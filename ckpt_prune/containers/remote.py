@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune import modeling_pruned
+from ckpt_prune.architectures.blocks import block_facts
+from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
 from ckpt_prune.errors import UserError
 
 REMOTE_MODULE = "modeling_pruned"
 """Name, without suffix, of the file of remote code that an output carries."""
+BLOCKS_KEY = "ckpt_prune_blocks"
+"""Config key of the family's facts about its blocks that remote code needs."""
 
 
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:
@@ -22,16 +26,33 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
     if not auto_map:
         return None
     targets = {str(target) for target in auto_map.values()} if isinstance(auto_map, dict) else set()
-    names = {target.removeprefix(f"{REMOTE_MODULE}.") for target in targets}
-    if len(targets) == 1 and targets == {f"{REMOTE_MODULE}.{name}" for name in names if _is_ours(name)}:
-        return names.pop()
+    ours = {f"{REMOTE_MODULE}.{name}" for name in _ours(config)}
+    if len(targets) == 1 and targets <= ours:
+        return targets.pop().removeprefix(f"{REMOTE_MODULE}.")
     raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
 
 
-def _is_ours(name: str) -> bool:
-    found = getattr(modeling_pruned, name, None)
-    return (
-        isinstance(found, type)
-        and issubclass(found, modeling_pruned.PrunedMixin)
-        and issubclass(found, PreTrainedModel)
-    )
+def _ours(config: dict[str, Any]) -> set[str]:
+    """Classes of remote code that this tool writes for a config's family."""
+    if config.get("model_type") not in known_families():
+        return set()
+    return {f"{REMOTE_PREFIX}{name}" for name in described(config).architectures}
+
+
+def remote_model_class(name: str) -> type[PreTrainedModel]:
+    """A class of `modeling_pruned` by the name that `remote_class` found."""
+    found: type[PreTrainedModel] = getattr(modeling_pruned, name)
+    return found
+
+
+def with_block_facts(config: PreTrainedConfig, remote_class: str) -> PreTrainedConfig:
+    """The config of an output with remote code, with the facts that those of earlier versions had in their code.
+
+    Args:
+        config: changed in place.
+        remote_class: the name of its class.
+    """
+    if getattr(config, BLOCKS_KEY, None) is None:
+        family = described(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))
+        setattr(config, BLOCKS_KEY, block_facts(family))
+    return config

@@ -12,10 +12,9 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.family import described, known_families
+from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
 from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 
 
@@ -105,8 +104,9 @@ def load_reported(
     with quiet_transformers():
         try:
             if ours is not None:
-                loader = getattr(modeling_pruned, ours)
-                options = {"config": AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)}
+                loader = remote_model_class(ours)
+                stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+                options = {"config": with_block_facts(stored, ours)}
             model, info = loader.from_pretrained(
                 folder,
                 local_files_only=True,
@@ -200,7 +200,7 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
 
 def auto_class(config: dict[str, Any]) -> str:
     """The Auto class of a config.json: of its family's class where the family is known, else by the class's name."""
-    name = str(next(iter(config.get("architectures") or []), "")).removeprefix("Pruned")
+    name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
     if config.get("model_type") not in known_families():
         return _by_name(name)
     family = described(config)

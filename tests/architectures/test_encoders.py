@@ -4,12 +4,9 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
-from ckpt_prune import modeling_pruned
-from ckpt_prune.architectures.family import family_of, load_family
+from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
@@ -179,27 +176,3 @@ def test_a_config_without_architectures(tmp_path):
     model = Model.open(folder)
     check_source(model)
     assert model.family.architecture == "ViTModel"
-
-
-@pytest.mark.parametrize("model_type", ["vit", "deit", "dinov2", "opt", "bert"])
-def test_every_class_of_a_family_has_remote_code_and_is_in_its_auto_class(model_type):
-    family = load_family(model_type)
-    for name, described in family.architectures.items():
-        pruned, kind = getattr(modeling_pruned, f"Pruned{name}"), getattr(transformers, name)
-        assert issubclass(pruned, kind)
-        mapped = getattr(transformers, described.auto)._model_mapping[type(AutoConfig.for_model(model_type))]
-        assert kind in (mapped if isinstance(mapped, tuple) else (mapped,))
-
-
-def test_dinov2_widths_are_those_of_its_class():
-    """The integer ratio, and SwiGLU's two thirds of it rounded up to eight."""
-    for swiglu in (False, True):
-        family = load_family("dinov2", "use_swiglu_ffn" if swiglu else None)
-        for hidden in (16, 20, 384, 1536):
-            for ratio in (1, 2, 3, 4):
-                raw = {"model_type": "dinov2", "hidden_size": hidden, "num_attention_heads": 4, "mlp_ratio": ratio}
-                config = parse_config(raw | {"num_hidden_layers": 1, "use_swiglu_ffn": swiglu})
-                width = Names(build_skeleton(config, "Dinov2Model")).shape(
-                    f"encoder.layer.0.mlp.{'weights_out' if swiglu else 'fc2'}.weight"
-                )[1]
-                assert family.multiples["mlp"].width(hidden, ratio) == width

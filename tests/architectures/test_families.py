@@ -1,12 +1,15 @@
-"""Descriptions against the stock models they describe."""
+"""Families: dimensions, what a file inherits, refusals, skeletons. `tests/contract` has what holds of every family."""
 
 import json
+import shutil
 from math import prod
+from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from ckpt_prune.architectures.family import family_of, known_families, load_family
+from ckpt_prune.architectures import family
+from ckpt_prune.architectures.family import family_of, known_families, load_family, variants_of
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
 from ckpt_prune.architectures.skeleton import (
     Names,
@@ -17,17 +20,12 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from tests.families import BLOCKS, SIZES, VARIANTS, make, model_of, stock
+from tests.families import SIZES, VARIANTS, make, model_of, stock
 
-KNOWN = "bert, deit, dinov2, llama, mistral, opt, qwen2, qwen3, seed_oss, vit"
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "seed_oss"]
-"""Those with rotary positions and gated projections, which the variants here are of."""
+KNOWN = ", ".join(known_families())
+FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
 UNEQUAL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 """Every dimension differs from every other, so that no two can be mistaken."""
-ROWS_PER_UNIT = {
-    "heads": {"self_attn.q_proj": 12, "self_attn.k_proj": 6, "self_attn.v_proj": 6},
-    "mlp": {"mlp.gate_proj": 1, "mlp.up_proj": 1},
-}
 
 
 def config_of(model_type, **changes):
@@ -36,102 +34,6 @@ def config_of(model_type, **changes):
 
 def shapes_of(config) -> dict[str, tuple[int, ...]]:
     return Names(build_skeleton(config, load_family(config.model_type).architecture)).shapes
-
-
-def test_the_known_families():
-    assert list(known_families()) == KNOWN.split(", ")
-    assert {variant.model_type for variant in VARIANTS.values()} == set(FAMILIES)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_class_is_the_one_transformers_picks(name):
-    assert AutoModelForCausalLM._model_mapping[type(config_of(name))].__name__ == load_family(name).architecture
-    assert load_family(name).model_type == name
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_named_modules_exist(name):
-    family = load_family(name)
-    skeleton = build_skeleton(config_of(name), family.architecture)
-    assert len(skeleton.get_submodule(family.layers)) == BLOCKS
-    assert family.entry == [family.embedding, "model.rotary_emb"]
-    assert (family.exit, family.head) == (["model.norm"], "lm_head")
-    for path in (*family.entry, *family.exit, family.head):
-        skeleton.get_submodule(path)
-    names = set(skeleton.state_dict())
-    for space in family.spaces.values():
-        for module in (*space.readers, space.consumer):
-            assert {family.tensor(block, module) for block in range(BLOCKS)} <= names
-    prefixes = tuple(family.block.format(block=block) for block in range(BLOCKS))
-    outside = {name for name in names if not name.startswith(prefixes)}
-    assert outside == {f"{path}.weight" for path in (family.embedding, *family.exit, family.head)}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_rows_and_columns_are_counted_in_units(name):
-    family, model = load_family(name), model_of({"model_type": name, **UNEQUAL})
-    shapes = shapes_of(config_of(name))
-    for key, space in family.spaces.items():
-        units = model.units(key)
-        assert units == {"heads": 2, "mlp": 22}[key]
-        assert shapes[family.tensor(1, space.consumer)][1] == units * model.unit_columns(key)
-        assert set(space.readers) == set(ROWS_PER_UNIT[key])
-        for incidence in space.rows:
-            assert incidence.copies == 1
-            assert shapes[family.tensor(1, incidence.module)][0] == units * ROWS_PER_UNIT[key][incidence.module]
-
-
-@pytest.mark.parametrize("kept", [1, 2])
-@pytest.mark.parametrize("key", ["heads", "mlp"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_config_keys_change_the_widths_of_their_space_and_nothing_else(name, key, kept):
-    family, model = load_family(name), model_of({"model_type": name, **UNEQUAL})
-    space, dense = family.spaces[key], shapes_of(model.config)
-    changes = model.config_values({key: kept})
-    assert changes.keys() == space.config.keys()
-    pruned = shapes_of(config_of(name, **changes))
-    expected = dict(dense)
-    for block in range(BLOCKS):
-        for module in space.readers:
-            for kind in ("weight", "bias"):
-                tensor = family.tensor(block, module, kind)
-                if tensor in expected:
-                    expected[tensor] = (kept * ROWS_PER_UNIT[key][module], *expected[tensor][1:])
-        tensor = family.tensor(block, space.consumer)
-        expected[tensor] = (expected[tensor][0], kept * model.unit_columns(key))
-    assert pruned == expected
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bias_slots_open_with_their_key_and_only_with_it(name):
-    family = load_family(name)
-    keys = {slot for slot in family.bias_slots.values() if isinstance(slot, str)}
-    for opened in [set(), *({key} for key in keys), keys]:
-        config = config_of(name, **{key: key in opened for key in keys})
-        expected = {m for m, slot in family.bias_slots.items() if slot is True or slot in opened}
-        biases = {n for n in shapes_of(config) if n.endswith(".bias")}
-        assert biases == {family.tensor(block, module, "bias") for block in range(BLOCKS) for module in expected}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_config_class_refuses_odd_head_counts_where_the_description_says_so(name):
-    raw = {"model_type": name, **UNEQUAL, "num_attention_heads": 3, "num_key_value_heads": 3}
-    if load_family(name).heads_divide_hidden:
-        with pytest.raises(UserError, match=r"^transformers refuses this config.json: .*multiple of the number of att"):
-            parse_config(raw)
-    else:
-        assert parse_config(raw).num_attention_heads == 3
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_stand_ins_have_the_same_tensors(name):
-    family = load_family(name)
-    for stand_in in family.stand_ins:
-        other = load_family(stand_in)
-        slots = {s: False for s in other.bias_slots.values() if isinstance(s, str)}
-        own = {s: False for s in family.bias_slots.values() if isinstance(s, str)}
-        plain = {n: s for n, s in shapes_of(config_of(name, **own)).items() if not n.endswith(".bias")}
-        assert shapes_of(config_of(stand_in, **slots)) == plain
 
 
 # ---- dimensions ------------------------------------------------------------------------------------------------
@@ -226,6 +128,57 @@ def test_experts(model_type, key):
 
 def test_no_experts_is_no_mixture():
     assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
+
+
+# ---- inheritance -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def families(tmp_path, monkeypatch):
+    """A folder with a parent, and whatever is written to it."""
+    for cached in (known_families, load_family, variants_of):
+        monkeypatch.setattr(family, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(family, "_folder", lambda: tmp_path)
+    source = Path(family.__file__).parent / "families"
+    for name in ("llama", "vit"):
+        shutil.copy(source / f"{name}.json", tmp_path)
+
+    def write(parent, **own):
+        values = {"extends": parent, "model_type": "child"} | own
+        (tmp_path / "child.json").write_text(json.dumps(values))
+        return family.load_family("child")
+
+    return write
+
+
+FACTS = ["spaces", "rope", "bias_slots", "residual", "stand_ins"]
+
+
+def test_what_changes_the_function_is_not_inherited_silently(families):
+    with pytest.raises(UserError) as caught:
+        families("llama", inherits=["spaces", "rope", "bias_slots"], stand_ins=[])
+    assert str(caught.value) == (
+        "child.json extends llama and does not say whether residual is the same: compare the two modeling files of "
+        'transformers, then write "inherits": ["spaces", "rope", "bias_slots", "residual"], or state those that differ'
+    )
+    with pytest.raises(UserError, match="does not say whether spaces, bias_slots, unrotatable are the same"):
+        families("vit")
+
+
+def test_facts_are_inherited_by_name(families):
+    assert families("llama", inherits=FACTS) == families(
+        "llama", inherits=FACTS[:-1], stand_ins=["mistral", "seed_oss"]
+    )
+    assert families("llama", inherits=FACTS).residual == load_family("llama").residual
+    assert families("llama", inherits=[f for f in FACTS if f != "residual"], residual=None).residual is None
+
+
+@pytest.mark.parametrize(
+    ("inherits", "own"), [("layers", {}), ("unrotatable", {}), ("residual", {"residual": None}), ("nothing", {})]
+)
+def test_only_facts_that_a_file_takes_over_are_inherited_by_name(families, inherits, own):
+    with pytest.raises(UserError, match=rf'child.json has {inherits} in "inherits", where only keys stand that its'):
+        families("llama", inherits=[*(f for f in FACTS if f not in own), inherits], **own)
 
 
 # ---- skeletons -------------------------------------------------------------------------------------------------

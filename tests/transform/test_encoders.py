@@ -25,9 +25,7 @@ from tests.encoders import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
-    STRENGTHLESS,
     VARIANTS,
-    WITH_STRENGTH,
     Whole,
     assert_same_outputs,
     calibrate,
@@ -43,10 +41,11 @@ from tests.encoders import (
 from tests.evaluation.tiny import random_windows
 from tests.families import prune
 from tests.oracles import perplexity
-from tests.pairs import dealt
 from tests.stored import Sources, run_elsewhere
 
 BIASED = {"bias", "centred-rotation", "affine"}
+SPECIAL = [name for name, variant in VARIANTS.items() if variant.config or variant.edit]
+"""Those that `tests/contract` has not: it has one plain model of every class."""
 OLD = ["bert-old-names", "bert-no-prefix", "opt-no-prefix"]
 
 
@@ -196,29 +195,15 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     return report
 
 
-METHODS = [*STRENGTHLESS, *WITH_STRENGTH]
-IMAGES, TEXTS = ["vit", "dinov2-classifier"], ["opt", "bert-mlm"]
-OTHERS = [variant for variant in VARIANTS if variant not in IMAGES + TEXTS]
-
-
-# A closed form knows no classes: every method on images and on text, every class with and without a new bias.
-@pytest.mark.parametrize(("method", "variant"), [*dealt(METHODS, IMAGES), *dealt(METHODS, TEXTS)])
-def test_equals_folds_made_from_activations(dense, variant, method, tmp_path):
-    report = check_against_whole(dense, variant, method, tmp_path / "out")
-    assert report["container"]["remote_code"] == (variant != "vit")
-    before, after = (json.loads((f / "config.json").read_text()) for f in (dense.folder(variant), tmp_path / "out"))
-    assert before["model_type"] == after["model_type"]
-
-
 # With a new bias, which says where all tensors of a consumer are; without one, each kind of model once.
 @pytest.mark.parametrize(
     ("variant", "method"),
     [
-        *((variant, "affine") for variant in OTHERS),
-        *((variant, "none") for variant in ("vit-no-qkv-bias", "deit", "dinov2-swiglu", "opt-no-bias", "bert-model")),
+        *((variant, "affine") for variant in SPECIAL),
+        *((variant, "none") for variant in ("vit-no-qkv-bias", "dinov2-swiglu", "opt-no-bias")),
     ],
 )
-def test_every_class_and_naming(dense, variant, method, tmp_path):
+def test_every_special_config_and_naming(dense, variant, method, tmp_path):
     check_against_whole(dense, variant, method, tmp_path / "out")
 
 
@@ -241,7 +226,7 @@ def test_padded_containers_of_heads_and_mlp(dense, variant, tmp_path):
     }.get(variant, ["heads"])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SPECIAL)
 def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
     folder = dense.folder(variant)
     wanted = recipe({"qk": 0.0, "heads": 0.0, "mlp": 0.0})

@@ -1,0 +1,62 @@
+"""Where in a model the blocks of a family are, and where in a block its linear modules, by transformers' own names."""
+
+from functools import cache
+from types import MappingProxyType
+
+from transformers import AutoConfig
+
+from ckpt_prune.architectures.family import Family, load_family
+from ckpt_prune.architectures.skeleton import Names, build_skeleton
+from ckpt_prune.architectures.spaces import ColumnSpace
+from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, WidthPaths
+
+
+def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
+    """Linear module of a block, as it stands on disk → its paths in a block of the model.
+
+    A module that transformers holds as several, equal parts of its rows, has several.
+    """
+    return _module_paths(family.model_type, family.variant, family.architecture)
+
+
+@cache
+def _module_paths(model_type: str, variant: str | None, architecture: str) -> MappingProxyType[str, tuple[str, ...]]:
+    # Names do not depend on sizes: one block of the config's defaults has them all.
+    family = load_family(model_type, variant).of(architecture)
+    config = AutoConfig.for_model(model_type, **({variant: True} if variant else {}))
+    setattr(config, family.dimensions["layers"][0], 1)
+    names, prefix = Names(build_skeleton(config, architecture)), f"{family.layers}.0."
+    held = {module: names.parameters(family.tensor(0, module)) for module in family.linears}
+    return MappingProxyType(
+        {
+            module: tuple(path.removeprefix(prefix).removesuffix(".weight") for path in paths)
+            for module, paths in held.items()
+        }
+    )
+
+
+def block_facts(family: Family) -> Blocks:
+    """What `modeling_pruned` has to know of a family to rebuild its blocks.
+
+    A family with a space that ends in logits has attention of any shape; the classes of others have to take the shapes
+    that their config says.
+    """
+    paths = module_paths(family)
+    attention: AttentionPaths | None = None
+    if family.logits:
+        own = family.attention
+        attention = AttentionPaths(
+            query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
+        )
+    widths = {
+        next(iter(space.config)): _width(space, paths)
+        for space in family.columns.values()
+        if space.consumer != family.attention.output and (family.logits or space.units in family.multiples)
+    }
+    return Blocks(layers=family.layers, attention=attention, widths=widths)
+
+
+def _width(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]]) -> WidthPaths:
+    return WidthPaths(
+        inner=[path for module in space.readers for path in paths[module]], outer=paths[space.consumer][0]
+    )

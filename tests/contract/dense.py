@@ -1,0 +1,73 @@
+"""Dense checkpoints of cases with their statistics, each made once, and what is pruned from them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.measure import everything, measure
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.measuring import measured
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from tests.encoders import DEFAULTS, STRENGTH, WITH_STRENGTH
+
+from .models import Case
+
+
+class Dense:
+    """Dense checkpoints and statistics.
+
+    Args:
+        root: where they are kept.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._statistics: dict[Case, Statistics] = {}
+        self._models: dict[Case, Model] = {}
+
+    def folder(self, case: Case) -> Path:
+        folder = self.root / str(case)
+        return folder if folder.exists() else case.write(folder)
+
+    def model(self, case: Case) -> Model:
+        if case not in self._models:
+            self._models[case] = Model.open(self.folder(case))
+        return self._models[case]
+
+    def statistics(self, case: Case) -> Statistics:
+        if case not in self._statistics:
+            model, out = self.model(case), self.root / f"{case}.statistics"
+            options: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+            collect = everything(model)
+            self._statistics[case] = measure(model, case.samples(), out, seed=0, folds=2, collect=collect, **options)
+        return self._statistics[case]
+
+    def request(self, case: Case, recipe: Recipe, live: Samples | None = None, **more: Any) -> Request:
+        """On live samples, or on statistics where there are none."""
+        if live is not None:
+            return Request(self.model(case), recipe, live=LiveSamples(live, 2, torch.float32), **more)
+        statistics = self.statistics(case) if recipe.needs_moments else None
+        return Request(self.model(case), recipe, statistics, **more)
+
+    def prune(
+        self, case: Case, recipe: Recipe, out: Path, live: Samples | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The report of an output."""
+        with measured(settle(self.request(case, recipe, live)), out.parent) as ready:
+            return run(ready, out, **options).report.data()
+
+
+def spaces_recipe(case: Case, methods: dict[str, str], container: str = "any", **top: Any) -> Recipe:
+    """Prune these spaces by the case's ratios."""
+    spaces = {}
+    for space, method in methods.items():
+        strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method == "logit" else {}
+        compensation = {"method": method} | strength
+        spaces[space] = DEFAULTS[space] | {"ratio": case.ratios[space], "compensation": compensation}
+    return Recipe.model_validate({"version": 1, "name": "test", "container": container, "spaces": spaces, **top})

@@ -1,0 +1,148 @@
+"""A tiny random model of every family, class and variant, from its JSON file and transformers' own config alone."""
+
+import zlib
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ckpt_prune.architectures.family import Family, known_families, load_family, variants_of
+from ckpt_prune.architectures.skeleton import Names, build_skeleton
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.encoders import Pixels, randomise
+from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
+from tests.images import write_processor
+
+BLOCKS, WINDOW = 2, 12
+IMAGE, PATCH = 12, 4
+DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22}
+ODD_HEAD = 6
+"""A head width that is not the hidden size by the number of heads, for configs that accept one."""
+MULTIPLE = 4
+SHARED = {"tie_word_embeddings": False, "pad_token_id": None, "num_labels": 2}
+TEXT = {"vocab_size": VOCAB, "max_position_embeddings": 32, "bos_token_id": BOS, "eos_token_id": EOS}
+PICTURES = {"image_size": IMAGE, "patch_size": PATCH}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One class of one family.
+
+    Attributes:
+        model_type: of the family.
+        architecture: stock class.
+        variant: config key that is true and changes the description, or None.
+        blocks: number of blocks.
+    """
+
+    model_type: str
+    architecture: str
+    variant: str | None = None
+    blocks: int = BLOCKS
+
+    def __str__(self) -> str:
+        shallow = None if self.blocks == BLOCKS else str(self.blocks)
+        return "-".join(filter(None, (self.model_type, self.variant, self.architecture, shallow)))
+
+    @cached_property
+    def family(self) -> Family:
+        return load_family(self.model_type, self.variant).of(self.architecture)
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """A tiny one, with an odd head width where the class takes it."""
+        odd = self._config(head_dim=ODD_HEAD)
+        try:
+            skeleton = build_skeleton(odd, self.architecture)
+        except UserError:
+            return self._config()
+        value = Names(skeleton).shape(self.family.tensor(0, self.family.attention.output))
+        assert value is not None
+        fits = value[1] == ODD_HEAD * DIMENSIONS["query_heads"] and self.family.dimension(odd, "head_dim") == ODD_HEAD
+        return odd if fits else self._config()
+
+    def _config(self, **changes: int) -> PreTrainedConfig:
+        family = self.family
+        known = AutoConfig.for_model(self.model_type)
+        values: dict[str, Any] = {k: v for k, v in (SHARED | TEXT | PICTURES).items() if hasattr(known, k)}
+        sizes = DIMENSIONS | {"layers": self.blocks}
+        for name, keys in family.dimensions.items():
+            if name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
+                values[keys[0]] = sizes[name]
+        values |= {multiple.key: MULTIPLE for multiple in family.multiples.values()}
+        if family.sliding_window:
+            values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
+        if self.variant:
+            values[self.variant] = True
+        return AutoConfig.for_model(self.model_type, **values, **changes)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.family.dimension(self.config, "kv_heads")
+
+    def units(self, space: str) -> int:
+        return next(s for name, s in self.family.spaces.items() if name == space).count(
+            lambda name: self.family.dimension(self.config, name)
+        )
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """By space: a head or KV group goes, and of other units a quarter or a half."""
+        wanted = {"heads": 1 / self.kv_heads, "mlp": 0.25, "qk": 0.5}
+        return {space: wanted[space] for space in self.family.spaces}
+
+    def model(self) -> PreTrainedModel:
+        """With random weights of which none is left out unnoticed."""
+        made: PreTrainedModel = getattr(transformers, self.architecture)(self.config).eval()
+        randomise(made, zlib.crc32(str(self).encode()))
+        return made
+
+    def write(self, folder: Path) -> Path:
+        """As published: the stock class's own `save_pretrained`, with what turns data into its input."""
+        with quiet_transformers():
+            self.model().save_pretrained(folder)
+        if self.family.modality == "image":
+            write_processor(folder, size={"height": IMAGE, "width": IMAGE})
+        else:
+            tiny_tokenizer().save_pretrained(folder)
+        return folder
+
+    def samples(self, count: int = 16, seed: int = 5) -> Samples:
+        """What the class reads."""
+        if self.family.modality == "text":
+            return TokenWindows(random_windows(count, WINDOW, seed=seed))
+        generator = torch.Generator().manual_seed(seed)
+        tokens = (IMAGE // PATCH) ** 2 + self.family.special_tokens
+        return Pixels(torch.randn(count, 3, IMAGE, IMAGE, generator=generator), tokens)
+
+    def block(self, model: nn.Module, index: int) -> nn.Module:
+        return model.get_submodule(f"{self.family.layers}.{index}")
+
+
+def cases() -> list[Case]:
+    """Every class of every family, in every variant."""
+    return [
+        Case(model_type, architecture, variant)
+        for model_type in known_families()
+        for variant in (None, *variants_of(model_type))
+        for architecture in load_family(model_type, variant).architectures
+    ]
+
+
+CASES = cases()
+
+
+@cache
+def first_cases() -> list[Case]:
+    """One class of every family and variant."""
+    found: dict[tuple[str, str | None], Case] = {}
+    for case in CASES:
+        found.setdefault((case.model_type, case.variant), case)
+    return list(found.values())

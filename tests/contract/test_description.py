@@ -1,0 +1,129 @@
+"""What a family's file says, against the real class on the meta device."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ckpt_prune import modeling_pruned
+from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.architectures.model import Model, Shape
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
+from ckpt_prune.containers.checking import check_source
+from ckpt_prune.errors import UserError
+
+from .dense import Dense
+from .models import BLOCKS, CASES, Case, first_cases
+
+
+def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
+    """On-disk name → shape in the stock class, under a config with these changes."""
+    config = parse_config(case.config.to_dict() | changes)
+    return Names(build_skeleton(config, case.architecture)).shapes
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> None:
+    """The class is found by its tensors, Auto classes load it, and no tensor lacks or is too many."""
+    model = dense.model(case)
+    assert (model.family.architecture, model.family.variant) == (case.architecture, case.variant)
+    assert model.family == case.family
+    check_source(model)
+    mapped = getattr(transformers, case.family.auto_class)._model_mapping[type(case.config)]
+    kind = getattr(transformers, case.architecture)
+    assert kind in (mapped if isinstance(mapped, tuple) else (mapped,))
+    remote = getattr(modeling_pruned, f"Pruned{case.architecture}")
+    assert issubclass(remote, kind)
+    assert getattr(modeling_pruned, remote.__name__) is remote
+    # Config keys and tensor names of a family's file are those of its model.
+    assert model.blocks == BLOCKS
+    assert all(model.dimension(name) > 0 for name in case.family.dimensions)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_named_modules_exist(case: Case) -> None:
+    family = case.family
+    skeleton = build_skeleton(case.config, case.architecture)
+    modules = dict(skeleton.named_modules())
+    assert len(modules[family.layers]) == BLOCKS
+    paths = [path for path in (family.head, family.embedding) if path]
+    assert {*paths, *family.pooled} <= modules.keys()
+    # Of those that run before and after the blocks a class may lack some, never all.
+    assert any(path in modules for path in family.entry)
+    assert not family.exit or any(path in modules for path in family.exit)
+    if family.residual is not None:
+        block = case.block(skeleton, 0)
+        assert set(family.residual.reads) <= dict(block.named_modules()).keys()
+        assert set(family.residual.writes) | {m for fed in family.residual.reads.values() for m in fed} == set(
+            family.linears
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None:
+    """And the tensor on disk is what the family's module holds, one parameter below the other."""
+    stored = load_file(dense.folder(case) / "model.safetensors")
+    values = dict(case.model().named_parameters())
+    paths = module_paths(case.family)
+    for index in range(BLOCKS):
+        prefix = case.family.block.format(block=index)
+        weights = {name for name, t in stored.items() if name.startswith(prefix) and t.dim() == 2}
+        assert {case.family.tensor(index, module) for module in case.family.linears} == weights
+        for module, held in paths.items():
+            for kind in ("weight", "bias"):
+                name = case.family.tensor(index, module, kind)
+                if name in stored:
+                    parts = [values[f"{case.family.layers}.{index}.{path}.{kind}"] for path in held]
+                    assert torch.equal(torch.cat(parts), stored[name]), name
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_biases_are_where_their_slots_are_open(case: Case) -> None:
+    """Every slot opens with its key and only with it, and a module without one has no bias."""
+    keys = {slot for slot in case.family.bias_slots.values() if isinstance(slot, str)}
+    for opened in [set(), *({key} for key in sorted(keys)), keys]:
+        shapes = shapes_of(case, **{key: key in opened for key in keys})
+        expected = {m for m, slot in case.family.bias_slots.items() if slot is True or slot in opened}
+        found = {m for m in case.family.linears if case.family.tensor(1, m, "bias") in shapes}
+        assert found == expected
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
+    """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
+    model = dense.model(case)
+    for name, space in case.family.spaces.items():
+        if space.fixed is not None or space.units in case.family.multiples:
+            continue
+        for kept in range(1, min(3, model.units(name))):
+            found = shapes_of(case, **model.config_values({name: kept}))
+            wanted = derived(model, [{name: kept}] * BLOCKS)
+            assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}
+
+
+def derived(model: Model, widths: list[dict[str, int]]) -> dict[str, Shape]:
+    """Shapes as the model has them where blocks keep so many units."""
+    return {name: shape for name, shape in model.shapes_at(widths).items() if name in model.tensors}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_multiples_are_those_of_the_class(case: Case) -> None:
+    for dimension, multiple in case.family.multiples.items():
+        space = next(space for space in case.family.columns.values() if space.units == dimension)
+        for ratio in (1, 2, 3, 4):
+            found = shapes_of(case, **{multiple.key: ratio})[case.family.tensor(0, space.consumer)]
+            assert found[1] == multiple.width(case.family.dimension(case.config, "hidden"), ratio)
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_the_config_class_refuses_head_counts_where_the_file_says_so(case: Case) -> None:
+    """Three heads on a hidden size of 16."""
+    for space in case.family.columns.values():
+        if space.consumer != case.family.attention.output or space.fixed is not None:
+            continue
+        values = case.config.to_dict() | dict.fromkeys(space.config, 3)
+        if case.family.heads_divide_hidden:
+            with pytest.raises(UserError, match="multiple of the number of att"):
+                parse_config(values)
+        else:
+            parse_config(values)

@@ -1,0 +1,83 @@
+"""Outputs whose shape no stock class has carry code of their own: the same model where this package is missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_prune
+from ckpt_prune.evaluation.verify import verify
+from tests.once import once, run_folder
+from tests.stored import run_elsewhere
+
+from .dense import Dense, spaces_recipe
+from .models import BLOCKS, CASES, Case
+from .whole import assert_same_outputs, outputs, wide
+
+ELSEWHERE = """
+import json, sys, torch, transformers
+sys.modules["ckpt_prune"] = None  # whoever imports it fails
+for folder, auto in json.loads(sys.argv[1]):
+    batch = torch.load(folder + ".in")
+    loader = getattr(transformers, auto)
+    model, info = loader.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), (folder, info)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    options = {"use_cache": False} if hasattr(model, "generate") else {}
+    with torch.inference_mode():
+        out = model.eval().double()(**batch, **options)
+    torch.save({k: v for k, v in out.items() if isinstance(v, torch.Tensor)}, folder + ".out")
+    # Saved again it still loads, with the code beside it.
+    model.float().save_pretrained(folder + ".saved")
+    again = loader.from_pretrained(folder + ".saved", trust_remote_code=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+"""
+
+
+@pytest.fixture(scope="module")
+def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of the cases that are asked for, one after the other run in a Python without this package."""
+    wanted = {item.callspec.params["case"] for item in request.session.items if item.module is request.module}
+
+    def make(root: Path) -> Path:
+        folders = []
+        for case in (case for case in CASES if case in wanted):
+            report = dense.prune(case, spaces_recipe(case, methods(case), "remote"), root / str(case))
+            assert report["container"]["remote_code"]
+            torch.save(wide(case.samples(3, seed=9)), root / f"{case}.in")
+            folders.append((str(root / str(case)), case.family.auto_class))
+        run_elsewhere(ELSEWHERE, json.dumps(folders), root=root)
+        return root
+
+    return once(run_folder(tmp_path_factory) / "contract-elsewhere", make)
+
+
+def methods(case: Case) -> dict[str, str]:
+    """With a bias for every consumer, whether its class has a slot or not."""
+    return {space: "logit" if space in case.family.logits else "affine" for space in case.family.spaces}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Path, case: Case) -> None:
+    folder = remote / str(case)
+    here = outputs(ckpt_prune.load(folder), case.samples(3, seed=9))
+    assert_same_outputs(torch.load(f"{folder}.out"), here, 1e-9)
+    for check in verify(folder, dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_output_of_an_earlier_version_is_loaded(remote: Path, case: Case, tmp_path) -> None:
+    """Its config says nothing of its blocks: the code that it carries did."""
+    folder = remote / str(case)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("ckpt_prune_blocks")["layers"] == case.family.layers
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, known = ckpt_prune.load(tmp_path), ckpt_prune.load(folder)
+    assert type(found) is type(known)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), known.parameters(), strict=True))
+    assert len(found.get_submodule(case.family.layers)) == BLOCKS

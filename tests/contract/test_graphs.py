@@ -1,0 +1,52 @@
+"""A graph of every family computes what PyTorch does."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.export.folder import GraphWriter
+from ckpt_prune.planning.export_recipe import GraphSettings
+from tests.export.exports import (
+    Graph,
+    Text,
+    assert_near,
+    assert_reads,
+    assert_reads_in_chunks,
+    expected_of,
+    in_pytorch,
+)
+from tests.graphs import undisturbed
+
+from .dense import Dense, spaces_recipe
+from .models import Case, first_cases
+
+EXACT = 1e-5
+"""Share of the largest output that float32 leaves."""
+
+
+SHALLOW = [replace(case, blocks=1) for case in first_cases() if case.variant is None]
+"""Tracing is slow, and what holds for one block next to another is held in `tests/export`."""
+
+
+@pytest.mark.parametrize("case", SHALLOW, ids=str)
+def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) -> None:
+    """Of an output that no stock class has the shape of, where there are such."""
+    methods = {space: "logit" if space in case.family.logits else "none" for space in case.family.spaces}
+    dense.prune(case, spaces_recipe(case, methods), tmp_path / "model")
+    with undisturbed():
+        GraphWriter(Checkpoint.open(tmp_path / "model"), tmp_path / "graph", GraphSettings()).write()
+    graph, module = Graph(tmp_path / "graph"), in_pytorch(tmp_path / "model")
+    if case.family.modality == "text":
+        assert_reads(graph, module, Text.random(3, 9, side="left" if graph.cached else "right"), EXACT)
+        if graph.cached:
+            assert_reads_in_chunks(graph, module, Text.random(2, 9), (6, 1, 2), EXACT)
+        return
+    (pixels,) = case.samples(3).batch(slice(3)).values()
+    feed = {"pixel_values": np.ascontiguousarray(pixels.numpy())}
+    found = graph(feed)
+    with torch.inference_mode():
+        for output, theirs in expected_of(module, feed, graph.outputs).items():
+            assert_near(output, found[output], theirs, EXACT)

@@ -1,0 +1,65 @@
+"""Masks of every linear module against a whole model, and recovery after them."""
+
+import json
+
+import pytest
+import torch
+
+from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.architectures.model import Model as PrunedModel
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recovery_recipe import RecoverySettings
+from ckpt_prune.transform.recover import RecoveryRequest, recover, settle_recovery
+from tests.oracles.masked_model import Linear, Model, Target
+from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
+
+from .dense import Dense, spaces_recipe
+from .models import CASES, Case, first_cases
+
+
+def runs() -> list[tuple[Case, str, Target]]:
+    """Every class once and every family three times; rules and targets two at a time over them."""
+    rules = [rule for rule in RULES if "2:4" not in rule]
+    targets = list(TARGETS)
+    found = [(case, rules[i % len(rules)], targets[(i + i // len(rules)) % 3]) for i, case in enumerate(CASES)]
+    for shift, case in enumerate(first_cases()):
+        found += [(case, rules[(shift + 2 * k) % len(rules)], targets[(shift + k) % 3]) for k in (1, 2)]
+    return list(dict.fromkeys(found))
+
+
+def whole(case: Case) -> Model:
+    """The stock model as the oracle of masks sees it, from the family's own description of what reads what."""
+    paths = module_paths(case.family)
+    inputs = tuple(
+        tuple(Linear(module, paths[module]) for module in readers) for readers in case.family.inputs.values()
+    )
+    return Model(case.model(), inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
+
+
+def name(value: object) -> str:
+    return str(value).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("case", "rule", "target"), runs(), ids=name)
+def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, rule: str, target: Target, tmp_path):
+    data = case.samples(8)
+    dense.prune(case, wanted(rule, target), tmp_path / "out", data)
+    expected = whole(case).mask(data, RULES[rule][1], target)
+    assert_masked(tmp_path / "out", dense.folder(case), expected, updated="sparsegpt" in rule)
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None:
+    """The blocks that are trained come nearer to the dense ones on samples that they are not trained on."""
+    dense.prune(case, spaces_recipe(case, dict.fromkeys(case.family.spaces, "none")), tmp_path / "pruned")
+    settings = RecoverySettings.model_validate({"epochs": 3, "lr": 0.0005, "batch": 4, "held_out": 0.25})
+    pruned = PrunedModel.open(tmp_path / "pruned")
+    request = RecoveryRequest(pruned, dense.model(case), settings, case.samples(16, seed=11))
+    recover(settle_recovery(request), tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
+    layers = report["layers"]
+    assert any(layer["mse_after"] < layer["mse_start"] for layer in layers)
+    assert all(layer["mse_after"] <= layer["mse_start"] for layer in layers)
+    for check in verify(tmp_path / "out"):
+        assert check.passed or check.name == "sparsity", check
+    assert torch.isfinite(torch.tensor([layer["mse_after"] for layer in layers])).all()

@@ -1,0 +1,100 @@
+"""Every kind of space with every compensation and target, against whole models in float64; what outputs promise."""
+
+import pytest
+
+import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from tests.families import contents
+from tests.interrupting import interrupt_at
+
+from .dense import Dense, spaces_recipe
+from .models import CASES, Case, first_cases
+from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
+
+KEPT, COMPUTED = 1e-5, 5e-4
+"""Share of the largest output that rounding to float32 may leave: of weights that stay, and of those computed."""
+
+
+RUNS = 4
+"""Of each family, at least; families share out what is paired."""
+
+
+def runs() -> list[tuple[Case, dict[str, str], Target]]:
+    """Every class of every family; over all families every method with every target, in every kind of space."""
+    columns, logits, targets = list(METHODS), list(LOGIT_METHODS), list(TARGETS)
+    turns: list[Case] = []
+    for first in first_cases():
+        group = [case for case in CASES if (case.model_type, case.variant) == (first.model_type, first.variant)]
+        turns += [group[index % len(group)] for index in range(max(RUNS, len(group)))]
+    found = []
+    for turn, case in enumerate(turns):
+        # The second space goes through the methods at another pace than the first, the target turns at each round.
+        others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
+        others["qk"] = logits[turn % len(logits)]
+        methods = {space: others[space] for space in case.family.spaces}
+        found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
+    return found
+
+
+def test_every_method_meets_every_target_in_every_space() -> None:
+    met = {(space, method, target) for _, methods, target in runs() for space, method in methods.items()}
+    columns = {(space, method, target) for space in ("heads", "mlp") for method in METHODS for target in TARGETS}
+    assert met == columns | {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
+
+
+def name(value: object) -> str:
+    return "-".join(value.values()) if isinstance(value, dict) else str(value).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("case", "methods", "target"), runs(), ids=name)
+def test_equals_a_whole_model_pruned_by_hand(
+    dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
+) -> None:
+    wanted = spaces_recipe(case, methods, **TARGETS[target])
+    data = case.samples()
+    report = dense.prune(case, wanted, tmp_path / "out", None if target == "dense" else data)
+    whole = Whole(case).prune(data, methods, target)
+    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
+    other = case.samples(6, seed=9)
+    assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(whole.model, other), COMPUTED)
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path) -> None:
+    """They are offered as containers of the same function."""
+    methods = dict.fromkeys(case.family.spaces, "none")
+    other = case.samples(6, seed=9)
+    for stand_in in case.family.stand_ins:
+        report = dense.prune(case, spaces_recipe(case, methods, stand_in), tmp_path / stand_in)
+        assert (report["container"]["model_type"], report["container"]["remote_code"]) == (stand_in, False)
+        expected = outputs(Whole(case).prune(case.samples(), methods).model, other)
+        assert_same_outputs(outputs(ckpt_prune.load(tmp_path / stand_in), other), expected, KEPT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
+    wanted = spaces_recipe(case, dict.fromkeys(case.family.spaces, "none"))
+    spaces = {space: own.model_copy(update={"ratio": 0.0}) for space, own in wanted.spaces.items()}
+    dense.prune(case, wanted.model_copy(update={"spaces": spaces}), tmp_path / "out")
+    before, after = contents(dense.folder(case)), contents(tmp_path / "out")
+    assert before["model.safetensors"] == after["model.safetensors"]
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
+    wanted = spaces_recipe(case, dict.fromkeys(case.family.spaces, "none"))
+    settled = settle(dense.request(case, wanted))
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        with pytest.raises(KeyboardInterrupt):
+            run(settled, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(settled, tmp_path / "out", resume=True)
+    run(settled, tmp_path / "once")
+    assert contents(tmp_path / "out") == contents(tmp_path / "once")
+    for check in verify(tmp_path / "out", dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check

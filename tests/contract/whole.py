@@ -1,0 +1,179 @@
+"""A whole stock model in float64, pruned by hand: of the dense shapes, zeros where something went.
+
+It takes from the family's description which modules a space ends in, and how wide a unit is there; the rest follows
+from the stock model itself, on activations of all its tokens.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.calibration.samples import Samples
+from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
+from tests.oracles import logits, scores
+
+from .models import BLOCKS, Case
+
+Array = NDArray[np.float64]
+Target = Literal["dense", "by block", "by site"]
+TARGETS: dict[Target, dict[str, Any]] = {
+    "dense": {"target": "dense"},
+    "by block": {"target": "sequential", "true_sequential": False},
+    "by site": {"target": "sequential", "true_sequential": True},
+}
+
+
+def wide(data: Samples) -> dict[str, Tensor]:
+    """All samples at once, in float64."""
+    batch = data.batch(slice(len(data)))
+    return {name: values.double() if values.is_floating_point() else values for name, values in batch.items()}
+
+
+@torch.no_grad()
+def seen(
+    model: nn.Module, data: Samples, *, inputs: Iterable[str] = (), results: Iterable[str] = ()
+) -> dict[str, Array]:
+    """Input or output of modules by path: (samples, tokens, width)."""
+    found: dict[str, Array] = {}
+
+    def keep(path: str, states: Any) -> None:
+        states = states[0] if isinstance(states, tuple) else states
+        # Some models fold samples and tokens together.
+        found[path] = states.detach().double().reshape(len(data), -1, states.shape[-1]).numpy().copy()
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(lambda _, args, path=path: keep(path, args[0]))
+        for path in inputs
+    ]
+    handles += [
+        model.get_submodule(path).register_forward_hook(lambda _, args, out, path=path: keep(path, out))
+        for path in results
+    ]
+    model(**wide(data))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+class Whole:
+    """The model of a case.
+
+    Attributes:
+        model: edited in place.
+        kept: (block, space) → units that stay.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.family = case, case.family
+        self.model: PreTrainedModel = case.model().double()
+        self.kept: dict[tuple[int, str], list[int]] = {}
+        self._paths = module_paths(case.family)
+
+    def path(self, block: int, module: str) -> str:
+        """Of a linear module of the family, the first where it is several."""
+        return f"{self.family.layers}.{block}.{self._paths[module][0]}"
+
+    def dimension(self, name: str) -> int:
+        return self.family.dimension(self.case.config, name)
+
+    def prune(self, data: Samples, methods: Mapping[str, str], target: Target = "dense") -> "Whole":
+        """Prune every space that a method is named for, by the case's ratios, in the order of computation."""
+        spaces = [name for name in self.family.spaces if name in methods]
+        sites = [(block, space) for block in range(BLOCKS) for space in spaces]
+        stages = {
+            "dense": [sites],
+            "by block": [[(block, space) for space in spaces] for block in range(BLOCKS)],
+            "by site": [[site] for site in sites],
+        }
+        for stage in stages[target]:
+            inputs, results = [], []
+            for block, space in stage:
+                described = self.family.spaces[space]
+                paths = [self.path(block, module) for module in described.solved_from]
+                (results if described.ends == "logits" else inputs).extend(paths)
+            found = seen(self.model, data, inputs=inputs, results=results)
+            with torch.no_grad():
+                for block, space in stage:
+                    prune = self._logits if space in self.family.logits else self._columns
+                    prune(block, space, found, methods[space])
+        return self
+
+    def _gone(self, space: str, units: int) -> int:
+        exact = units * self.case.ratios[space]
+        return int(np.ceil(exact) if self.family.spaces[space].rounding == "ceil" else np.floor(exact))
+
+    def _columns(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+        (module,) = self.family.spaces[space].solved_from
+        path = self.path(block, module)
+        consumer: Any = self.model.get_submodule(path)
+        X = found[path].reshape(-1, found[path].shape[2])
+        W = consumer.weight.double().numpy()
+        units = self.case.units(space)
+        per = W.shape[1] // units
+        stay = scores.kept_units(scores.SCORES["corp"](W, X), per, units - self._gone(space, units))
+        self.kept[block, space] = stay
+        K = [unit * per + i for unit in stay for i in range(per)]
+        Y = X @ W.T
+        if method in WITH_STRENGTH:
+            strength = STRENGTH * float(np.mean(np.sum(X[:, K] ** 2, axis=0)))
+            weight, bias = WITH_STRENGTH[method](W[:, K], X[:, K], Y, strength)
+        else:
+            weight, bias = STRENGTHLESS[method](W[:, K], X[:, K], Y)
+        consumer.weight.zero_()
+        consumer.weight[:, K] = torch.from_numpy(weight)
+        if consumer.bias is None:
+            consumer.bias = nn.Parameter(torch.zeros(len(W), dtype=torch.float64))
+        consumer.bias += torch.from_numpy(bias)
+
+    def _logits(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+        """All of I + M goes into the queries: what it is split into does not show in the logits."""
+        paths = [self.path(block, module) for module in self.family.spaces[space].solved_from]
+        query, key = (self.model.get_submodule(path) for path in paths)
+        heads, width = self.dimension("query_heads"), self.dimension("head_dim")
+        keep = width - self._gone(space, width)
+        kept: list[int] = []
+        for head in range(heads):
+            own = slice(head * width, (head + 1) * width)
+            pairs = list(zip(found[paths[0]][..., own], found[paths[1]][..., own], strict=True))
+            best = np.argsort(-logits.logit_energy(pairs), kind="stable")[:keep]
+            S = sorted(int(j) for j in best)
+            rows = [head * width + j for j in S]
+            kept += rows
+            M = np.zeros((keep, keep))
+            if method == "logit":
+                M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
+            mix = torch.from_numpy(np.eye(keep) + M).T
+            query.weight[rows] = mix @ query.weight[rows]
+            if query.bias is not None:
+                query.bias[rows] = mix @ query.bias[rows]
+        self.kept[block, space] = kept
+        gone = [row for row in range(heads * width) if row not in kept]
+        for projection in (query, key):
+            projection.weight[gone] = 0
+            if projection.bias is not None:
+                projection.bias[gone] = 0
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, data: Samples) -> dict[str, Tensor]:
+    """Every tensor that a model returns, computed in float64."""
+    model = model.double()
+    options = {"use_cache": False} if hasattr(model, "generate") else {}
+    found = {name: value for name, value in model(**wide(data), **options).items() if isinstance(value, Tensor)}
+    assert found
+    return found
+
+
+def assert_same_outputs(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    """Every element within `tolerance` times the largest."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.std() > 1e-3, f"{name} says nothing"
+        off = float((found[name] - tensor).abs().max() / tensor.abs().max())
+        assert off <= tolerance, (name, off)
