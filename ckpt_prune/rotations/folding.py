@@ -15,7 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS, Family, Residual
+from ckpt_prune.architectures.family import KINDS, Family
+from ckpt_prune.architectures.parts import Residual
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.rotations.importance import Side, rotated
 
