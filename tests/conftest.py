@@ -27,7 +27,7 @@ QUICK = (
     "planning/test_[brs]*.py",  # budgets, recipes, selection, sizes
     "recovery/test_similarity.py",
     "reporting/test_*.py",
-    "rotations/test_[fi]*.py",  # folding, importance
+    "rotations/test_[ai]*.py",  # absorbing, importance
     "scoring/test_*.py",
     "sparsity/test_*.py",
     "test_*.py",

@@ -52,7 +52,7 @@ class Family(Description):
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
         multiples: dimensions that the config says as multiples of the hidden size.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
-        residual: how blocks read from and add to the residual stream, where rotations can be folded in.
+        residual: how blocks read from and add to the residual stream, where rotations can be absorbed.
         unrotatable: why not, where they cannot.
         relabel: config key → value, of a config that another family's model is stored under.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's

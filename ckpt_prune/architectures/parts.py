@@ -64,7 +64,7 @@ class Refusal(Description):
 
 
 class Residual(Description):
-    """How a model reads from and adds to its residual stream, where rotations can be folded into what does.
+    """How a model reads from and adds to its residual stream, where rotations can be absorbed by what does.
 
     Attributes:
         norm: what stands before each read: an RMSNorm (rms) or a LayerNorm (layer).

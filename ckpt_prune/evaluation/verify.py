@@ -260,12 +260,12 @@ def _known(space: str, model: Model) -> SpaceName:
 
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
-    """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is folded in."""
+    """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
-    compared = folded = 0
+    compared = rewritten_blocks = 0
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site.space, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
@@ -288,9 +288,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }
-        folded += sum(bool(own) for own in makers.values())
+        rewritten_blocks += sum(bool(own) for own in makers.values())
         compared += sum(len(site.kept) < site.units and not makers[space] for space, site in sites.items())
-    more = f"; q and k of {folded} blocks are rewritten and not compared" if folded else ""
+    more = f"; q and k of {rewritten_blocks} blocks are rewritten and not compared" if rewritten_blocks else ""
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

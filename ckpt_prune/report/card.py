@@ -120,7 +120,7 @@ def _rotation(report: Report) -> list[str]:
     kind = report.rotation.kind
     if kind == "values":
         what = (
-            "the values of every head turn, which is folded away into the weights before and after them and adds no "
+            "the values of every head turn, which is absorbed by the weights before and after them and adds no "
             "computation at run time"
         )
     elif _turns(report):
@@ -130,7 +130,7 @@ def _rotation(report: Report) -> list[str]:
         )
     else:
         what = (
-            "all blocks share one basis of the residual stream, which is folded away into the weights and adds no "
+            "all blocks share one basis of the residual stream, which is absorbed by the weights and adds no "
             "computation at run time"
         )
     return [f"Rotation {kind}: {what}."]

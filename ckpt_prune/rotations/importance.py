@@ -43,7 +43,7 @@ class Term:
 
     Attributes:
         name: of its weight, for messages.
-        weight: W (d_out, d_in), floating, with the gains of the norm before it folded in.
+        weight: W (d_out, d_in), floating, with the gains of the norm before it absorbed.
         inputs: None for magnitude. Wanda: H (d_in, d_in) where `right` is rotated, else its diagonal (d_in,) will do.
             SparseGPT: the inverse of the damped Hessian (d_in, d_in), or the inverse's diagonal. Up to scale: the
             entropy does not see it. `sensitivity` makes it.

@@ -26,7 +26,7 @@ from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.names import Backbone, RotationKind
 from ckpt_prune.progress import meter
-from ckpt_prune.rotations.folding import fused, residual_of, sides, unnormed
+from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed
 from ckpt_prune.rotations.importance import Side, Term, sensitivity
 from ckpt_prune.rotations.rotated import BlockRotations
 from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared

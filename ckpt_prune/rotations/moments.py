@@ -7,7 +7,7 @@ from torch import Tensor
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import MomentSource, NoMoments
-from ckpt_prune.rotations.folding import after_rotation, sides, unnormed
+from ckpt_prune.rotations.absorbing import after_rotation, sides, unnormed
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 
 

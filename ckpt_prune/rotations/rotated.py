@@ -1,4 +1,4 @@
-"""A checkpoint seen through rotations: other tensors, the same function, folded as they are read."""
+"""A checkpoint seen through rotations: other tensors, the same function, absorbed as they are read."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.names import RotationKind
-from ckpt_prune.rotations.folding import fused, residual_of, turned
+from ckpt_prune.rotations.absorbing import fused, residual_of, turned
 
 Added = dict[str, tuple[str, tuple[int, ...]]]
 """A tensor that the source has not → one of its tensors, whose file and dtype it shares, and its shape."""
@@ -39,7 +39,7 @@ ENTRY, EXIT = "entry_rotation", "exit_rotation"
 """Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
 CONFIG_KEY = "ckpt_prune_rotations"
 _ROWS = 8192
-"""Rows of a table that are folded together, in float64."""
+"""Rows of a table that absorb a rotation together, in float64."""
 
 
 def check_rotatable(model: Model, kind: RotationKind) -> None:
@@ -69,10 +69,10 @@ class RotatedCheckpoint:
 
     Args:
         model: the dense model.
-        kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1, folded
+        kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1, absorbed
             into what makes the stream and what reads it last, the head untied; values: R2 alone.
         rotations: of a block.
-        device: where tensors are folded.
+        device: where tensors absorb them.
     """
 
     model: Model
@@ -111,7 +111,7 @@ class RotatedCheckpoint:
         return self.model.tied
 
     @cached_property
-    def folds_ends(self) -> bool:
+    def absorbs_ends(self) -> bool:
         """Whether R1 of the first and last block goes into embedding and head.
 
         A tied head would have to be untied, which costs more than two matrices of the stream's width, and the bias of
@@ -126,7 +126,7 @@ class RotatedCheckpoint:
         """Blocks before (entry) and after (exit) which a module turns the stream."""
         if self.kind != "per-layer":
             return {}
-        if self.folds_ends:
+        if self.absorbs_ends:
             inner = list(range(1, self.blocks))
             return {"entry": inner, "exit": []} if inner else {}
         return {"entry": list(range(self.blocks)), "exit": [self.blocks - 1]}
@@ -203,12 +203,12 @@ class RotatedCheckpoint:
         return {name: _fitting(name, tensor.to(dtypes[name]).cpu()) for name, tensor in tensors.items()}
 
     def on_device(self, index: int) -> BlockRotations:
-        """A block's rotations where tensors are folded."""
+        """A block's rotations where tensors absorb them."""
         residual, heads = self.rotations(index)
         return residual.to(self.device) if residual is not None else None, heads.to(self.device)
 
     def norms(self, index: int) -> dict[str, Tensor]:
-        """Gains and biases of a dense block's norms, before they are folded."""
+        """Gains and biases of a dense block's norms, before they are absorbed."""
         norms = residual_of(self.family).reads
         names = [self.family.tensor(index, norm, kind) for norm in norms for kind in KINDS]
         return self.source.read(name for name in names if name in self.source.tensors)
@@ -220,12 +220,12 @@ class RotatedCheckpoint:
             assert before is not None
             return residual.T @ before
         if residual_of(self.family).norm == "layer":
-            # The embedding is not folded here, and its mean has to go.
+            # The embedding absorbs nothing here, and its mean has to go.
             return residual.T - residual.T.mean(1, keepdim=True)
         return residual.T.clone()
 
     def _outside(self, name: str) -> Tensor:
-        if is_stored_buffer(name) or not self.folds_ends:
+        if is_stored_buffer(name) or not self.absorbs_ends:
             return self.source.read([name])[name]
         described = residual_of(self.family)
         first, _ = self.on_device(0)
@@ -259,12 +259,12 @@ class RotatedCheckpoint:
         return torch.cat([change(run.to(self.device).double()).to(table.dtype).cpu() for run in runs])
 
     def check_final_norm(self) -> None:
-        """Refuse a final norm that cannot be folded into the head.
+        """Refuse a final norm that the head cannot absorb.
 
         Raises:
             UserError: it has a bias where its gain is zero.
         """
-        if not self.folds_ends:
+        if not self.absorbs_ends:
             return
         final = self.family.on_disk(residual_of(self.family).final)
         gain, shift = self._tensor(f"{final}.weight"), self._tensor(f"{final}.bias")
@@ -283,10 +283,10 @@ class RotatedCheckpoint:
 
 
 def _fitting(name: str, tensor: Tensor) -> Tensor:
-    """A folded tensor, if its dtype holds it."""
+    """A tensor that has absorbed something, if its dtype holds it."""
     if not torch.isfinite(tensor).all():
         raise UserError(
-            f"{name}: with the gains of norms folded in it does not fit its dtype {tensor.dtype}: start from a "
+            f"{name}: with the gains of norms absorbed it does not fit its dtype {tensor.dtype}: start from a "
             "bfloat16 or float32 copy of the model, or choose rotation kind values"
         )
     return tensor

@@ -220,7 +220,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
-            "(RoPE): the matrix that makes up for dropped dimensions cannot be folded there. Heads and mlp "
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. Heads and mlp "
             f"can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
         )
     if missing:

@@ -54,7 +54,7 @@ class Pruner:
             The block's new tensors, names and dtypes as before with biases added, and the plan of each site.
 
         Raises:
-            UserError: a folded tensor overflows the checkpoint's dtype.
+            UserError: a new tensor overflows the checkpoint's dtype.
         """
         current = dict(tensors)
         plans: list[SitePlan] = []
@@ -134,4 +134,4 @@ def check_overflow(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
     """
     for name, tensor in after.items():
         if tensor is not before.get(name) and not torch.isfinite(tensor).all():
-            raise UserError(f"{name}: the folded tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")
+            raise UserError(f"{name}: the new tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")

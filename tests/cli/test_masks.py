@@ -626,7 +626,7 @@ POST_NORM = "it normalises after every addition to its residual stream (post-nor
             "vit",
             ["per-layer", "shared", "values"],
             "vit cannot be rotated: its residual stream begins in a convolution and tokens of its own, which "
-            "rotations are not folded into",
+            "rotations are not absorbed by",
         ),
         (
             "dinov2",
@@ -693,7 +693,7 @@ def test_gains_that_a_weight_cannot_take_in(here, kind):
     in_half("dense", {"input_layernorm.weight": 2000, "q_proj.weight": 100})
     args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set")
     assert refused(*args, f"rotation.kind={kind}").startswith(
-        "model.layers.0.self_attn.q_proj.weight: with the gains of norms folded in it does not fit its dtype torch.f"
+        "model.layers.0.self_attn.q_proj.weight: with the gains of norms absorbed it does not fit its dtype torch.f"
     )
     ok(*args, "rotation.kind=values")
     assert all(tensor.isfinite().all() for tensor in tensors("out").values())
@@ -703,7 +703,7 @@ def test_gains_that_a_weight_cannot_take_in(here, kind):
 def test_gains_that_the_head_cannot_take_in(here, kind):
     in_half("dense", {"model.norm.weight": 2000, "lm_head.weight": 100})
     args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set", f"rotation.kind={kind}")
-    assert refused(*args).startswith("lm_head.weight: with the gains of norms folded in it does not fit its dtype ")
+    assert refused(*args).startswith("lm_head.weight: with the gains of norms absorbed it does not fit its dtype ")
     assert not Path("out").exists()
 
 
@@ -731,7 +731,7 @@ def test_updates_that_a_weight_cannot_take_in(here):
     name = "model.layers.0.mlp.down_proj.weight"
     in_half("dense", {name: 6e4 / float(tensors("dense")[name].abs().max())})
     assert refused(*PRUNE, "sparsegpt-2-4", *TEXT).startswith(
-        f"{name}: the folded tensor does not fit its dtype torch.float16: "
+        f"{name}: the new tensor does not fit its dtype torch.float16: "
     )
 
 

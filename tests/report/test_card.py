@@ -127,9 +127,9 @@ def test_a_rotation_per_layer():
 
 
 FOLDED = {
-    "shared": "all blocks share one basis of the residual stream, which is folded away into the weights and adds no "
+    "shared": "all blocks share one basis of the residual stream, which is absorbed by the weights and adds no "
     "computation at run time",
-    "values": "the values of every head turn, which is folded away into the weights before and after them and adds no "
+    "values": "the values of every head turn, which is absorbed by the weights before and after them and adds no "
     "computation at run time",
 }
 

@@ -207,7 +207,7 @@ def test_a_fold_that_overflows_half_precision_is_refused(sources, tmp_path):
     with pytest.raises(UserError) as caught:
         prune(job_on(folder, recipe("bias", heads=0.5, mlp=None), statistics), tmp_path / "out")
     assert str(caught.value) == (
-        "model.layers.1.self_attn.o_proj.bias: the folded tensor does not fit its dtype torch.float16: "
+        "model.layers.1.self_attn.o_proj.bias: the new tensor does not fit its dtype torch.float16: "
         "use a gentler recipe"
     )
     assert not (tmp_path / "out").exists()

@@ -191,7 +191,7 @@ def is_opt(variant: str) -> bool:
     return variant.startswith("opt")
 
 
-def folds_ends(variant: str, kind: str) -> bool:
+def absorbs_ends(variant: str, kind: str) -> bool:
     """Whether embedding, final norm and head take part."""
     return kind == "shared" or (kind == "per-layer" and not is_opt(variant) and variant not in TIED)
 
@@ -213,11 +213,11 @@ def test_norms_that_are_fused_have_no_gain_and_others_keep_theirs(dense, turned,
     for name in norms:
         kept = before[name] if kind == "values" else torch.full_like(before[name], name.endswith("weight"))
         # One number where the stream is turned for a block, which no stock class takes.
-        alone = kind == "per-layer" and ("layers.0." not in name or not folds_ends(variant, kind))
+        alone = kind == "per-layer" and ("layers.0." not in name or not absorbs_ends(variant, kind))
         assert torch.equal(after[name], kept[:1] if alone else kept)
         assert not torch.equal(before[name], torch.full_like(before[name], name.endswith("weight")))
     for name in filter(is_final_norm, before):
-        if not folds_ends(variant, kind):
+        if not absorbs_ends(variant, kind):
             assert torch.equal(after[name], before[name])
         elif name.endswith("weight"):
             assert torch.equal(after[name], torch.ones_like(after[name]))
@@ -239,7 +239,7 @@ def test_every_linear_that_a_rotation_meets_is_turned_and_no_other(dense, turned
     assert untouched & linears == linears - met
     ends = {name for name in before if "embed" in name or "lm_head" in name}
     assert ends
-    assert untouched & ends == (set() if folds_ends(variant, kind) else ends)
+    assert untouched & ends == (set() if absorbs_ends(variant, kind) else ends)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,8 +267,8 @@ def test_heads_and_configs(dense, turned, variant, kind):
         if not biases:
             assert after == before
         return
-    first = 1 if folds_ends(variant, kind) else 0
-    last = [] if folds_ends(variant, kind) else [BLOCKS - 1]
+    first = 1 if absorbs_ends(variant, kind) else 0
+    last = [] if absorbs_ends(variant, kind) else [BLOCKS - 1]
     assert turns == {"entry": list(range(first, BLOCKS)), "exit": last}
     assert (len(entries), len(exits)) == (BLOCKS - first, len(last))
 

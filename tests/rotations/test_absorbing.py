@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ckpt_prune.architectures.family import load_family
 from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.rotations.folding import (
+from ckpt_prune.rotations.absorbing import (
     after_rotation,
     before_norm,
     fused,

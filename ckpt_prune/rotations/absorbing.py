@@ -1,9 +1,9 @@
-"""Folding norms and rotations into a block's tensors: another parametrisation of the same function.
+"""Absorbing norms and rotations in a block's tensors: another parametrisation of the same function.
 
 Rows of activations are multiplied from the right: where the residual stream h becomes h R, a module that reads it gets
 W R and one that adds to it Rᵀ W. An RMSNorm commutes with any rotation once its gains stand in the modules it feeds
 (DenoiseRotator, section 3.3; SliceGPT, section 3.1). A LayerNorm subtracts the mean over coordinates first: the
-subtraction is folded into everything that adds to the stream (SliceGPT, section 3.2), which leaves a stream whose mean
+subtraction is absorbed by everything that adds to the stream (SliceGPT, section 3.2), which leaves a stream whose mean
 is zero, and the rotations used with it keep the direction of ones, R 1 = 1, so that it stays zero. The stock LayerNorm
 then acts as an RMSNorm, and no class needs to change.
 
