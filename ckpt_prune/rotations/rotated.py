@@ -69,8 +69,8 @@ class RotatedCheckpoint:
 
     Args:
         model: the dense model.
-        kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1, absorbed
-            into what makes the stream and what reads it last, the head untied; values: R2 alone.
+        kind: per-layer: every block has its own R1, and modules between blocks turn the stream; shared: one R1 that is
+            absorbed by what makes the stream and what reads it last, the head untied; values: R2 alone.
         rotations: of a block.
         device: where tensors absorb them.
     """

@@ -16,8 +16,8 @@ from tests.images import write_csv, write_image, write_images, write_vit
 IMAGES = ("--images", "images", "--samples", "12")
 QK_OF_LLAMA = (
     "recipe {} prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes up for "
-    "dropped dimensions cannot be absorbed there. Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave "
-    "out spaces.qk"
+    "dropped dimensions cannot be absorbed there. Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or "
+    "leave out spaces.qk"
 )
 
 
