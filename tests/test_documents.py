@@ -1,0 +1,134 @@
+"""Documents: links lead somewhere, the front page stays short, recipes and their keys are all named, citations hold."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_prune.planning.recipe import json_schema
+from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ckpt_prune"
+RECIPES = ROOT / "recipes" / "README.md"
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", RECIPES, *ROOT.glob("tools/*.md"), *PACKAGE.rglob("README.md"))
+)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+CITED = re.compile(r"([\w/]+)/README\.md(?:, sections? (\d+)(?: and (\d+))?)?")
+
+
+def prose(path: Path) -> str:
+    """A document without its fenced code."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(path: Path) -> list[str]:
+    return re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in headings(path):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def dangling(path: Path) -> Iterator[str]:
+    """Relative links of a document that lead nowhere."""
+    for link in LINK.findall(prose(path)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_to_files_and_headings_that_exist(name: str):
+    assert list(dangling(ROOT / name)) == []
+
+
+def test_links_that_lead_nowhere_are_noticed(tmp_path: Path):
+    (tmp_path / "other.md").write_text("# A `b` c: d\n\n## E\n\n## E\n")
+    links = "other.md", "other.md#a-b-c-d", "other.md#e-1", "https://a.b/c", "#here", "no.md", "other.md#f", "#there"
+    document = tmp_path / "README.md"
+    document.write_text("# Here\n" + " ".join(f"[x]({link})" for link in links) + "\n```\n[x](code.md)\n```\n")
+    assert list(dangling(document)) == ["no.md", "other.md#f", "#there"]
+
+
+def test_the_front_page_is_short():
+    assert (ROOT / "README.md").stat().st_size < 12_000
+
+
+def test_the_front_page_leads_to_every_other():
+    named = set(LINK.findall(prose(ROOT / "README.md")))
+    assert {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("README.md")} <= named
+    assert {"recipes/README.md", "tools/README.md"} <= named
+
+
+def test_every_shipped_recipe_is_named():
+    text = RECIPES.read_text(encoding="utf-8")
+    assert [name for name in shipped_recipes() if f"`{name}`" not in text] == []
+
+
+def keys_of(schema: Any) -> set[str]:
+    """Every key of a JSON schema's objects."""
+    if isinstance(schema, list):
+        return set().union(*map(keys_of, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("properties", {})
+    return set(own).union(*map(keys_of, schema.values()))
+
+
+def test_every_key_of_a_recipe_is_named():
+    text = RECIPES.read_text(encoding="utf-8")
+    keys = keys_of(json_schema())
+    assert {"spaces", "lambda_grid", "retraction", "opset", "flops"} < keys
+    assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
+
+
+def test_the_recipes_that_are_shown_are_valid(tmp_path: Path):
+    shown = re.findall(r"^```yaml\n(version:.*?)^```$", RECIPES.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    for index, text in enumerate(shown):
+        path = tmp_path / f"{index}.yaml"
+        path.write_text(text)
+        load_recipe(str(path))
+    assert len(shown) == 4
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """File, and docstring of it or of something in it."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                yield path.relative_to(PACKAGE).as_posix(), " ".join((ast.get_docstring(node) or "").split())
+
+
+def test_docstrings_cite_sections_that_exist():
+    cited = [(file, match) for file, text in docstrings() for match in CITED.finditer(text)]
+    strange = []
+    for file, match in cited:
+        room, *sections = match.groups()
+        path = PACKAGE / room / "README.md"
+        numbers = {heading.partition(".")[0] for heading in headings(path)} if path.is_file() else set()
+        if not path.is_file() or any(section not in numbers for section in sections if section):
+            strange.append(f"{file}: {match.group()}")
+    assert strange == []
+    assert len(cited) > 20
+
+
+def test_docstrings_cite_nothing_outside_the_repository():
+    outside = re.compile(r"\bMETHODS,? (section|\d)|\bDESIGN\b|\bshared/(METHODS|DESIGN)")
+    assert [file for file, text in docstrings() if outside.search(text)] == []
