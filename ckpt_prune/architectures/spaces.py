@@ -1,4 +1,4 @@
-"""Spaces: axes that several tensors of a block share, as data (DESIGN, "What a space is, said once").
+"""Spaces: axes that several tensors of a block share, as data (architectures/README.md).
 
 A space lists its incidences: on which linear modules its units lie, along which axis, how many rows or columns each
 has and in what order. `cuts` derives shapes, cutting and padding from that.
@@ -88,7 +88,8 @@ class Space(Description):
         units: the dimension that counts the units of the dense model.
         per: a dimension that counts how many times these units stand side by side, as many kept in each (a head of q
             and k), or None. The units of a site are all of them.
-        rounding: how the published methods round units times ratio to a number of dropped units (METHODS section 2).
+        rounding: how the published methods round units times ratio to a number of dropped units (scoring/README.md,
+            section 3).
         rows: linear modules that make the space.
         config: config key → dimensions whose product, times the units kept, is its new value.
         fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.

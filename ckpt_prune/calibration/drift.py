@@ -1,4 +1,7 @@
-"""Measuring the drift of a pruned model's residual stream, for the drift-correcting target (METHODS section 1)."""
+"""Measuring the drift of a pruned model's residual stream, for the drift-correcting target.
+
+See compensation/README.md, section 4.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,10 +29,10 @@ def observe_drift(
     The target of a consumer is y* = (dense residual stream after it) − (pruned residual stream before it), its own
     bias aside; where the block multiplies its output by a layer scale s, (…) / s element by element. What is stored
     is δ = y* − W x, where x and W are the input and the weight of the consumer in the block as `tensors` have it:
-    ([dense residual stream after] − [pruned residual stream after]) / s, the target of METHODS section 1 (this
-    project's). Where an element of s is zero nothing the consumer does is seen, and δ is zero. Queries and keys have
-    no output of their own in the stream: of them, and of linear modules that no space names, the moments are those of
-    `HiddenStream.observe`.
+    ([dense residual stream after] − [pruned residual stream after]) / s, the target of compensation/README.md,
+    section 4 (this project's). Where an element of s is zero nothing the consumer does is seen, and δ is zero. Queries
+    and keys have no output of their own in the stream: of them, and of linear modules that no space names, the moments
+    are those of `HiddenStream.observe`.
 
     Both blocks run batch by batch, one after the other; two blocks and two streams are held, and a third set of hidden
     states is not. δ is made in float64.

@@ -1,4 +1,6 @@
-"""Additive moments of one layer's queries and keys: what scores and compensation of logits need (METHODS section 3).
+"""Additive moments of one layer's queries and keys: what scores and compensation of logits need.
+
+See compensation/README.md, section 7.
 
 The logits of a sample are Q Kᵀ, head by head. The error of replacing them by Q_S X K_Sᵀ depends on Q and K through the
 sample's Grams A = QᵀQ and B = KᵀK alone, and over many samples through Σ A ⊗ B alone. So a head's moments are either

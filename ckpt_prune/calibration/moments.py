@@ -1,4 +1,4 @@
-"""Additive moments of the tokens that reach one consumer (METHODS section 1)."""
+"""Additive moments of the tokens that reach one consumer (calibration/README.md, section 1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ ACTIVE_THRESHOLD = 1e-6
 
 @dataclass(frozen=True)
 class Drift:
-    """Sums over N tokens of δ (d_out,), what the residual stream lacks of the dense model's after a site (METHODS 1).
+    """Sums over N tokens of δ (d_out,), what the residual stream lacks of the dense model's after a site.
+
+    See compensation/README.md, section 4.
 
     δ = (dense residual stream after the site) − (residual stream after the site when everything before it is pruned
     and the site itself is whole). So W x + δ is the drift-correcting target of a consumer with weight W and input x.

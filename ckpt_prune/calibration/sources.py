@@ -1,6 +1,6 @@
 """Where the engine gets moments from: nowhere, statistics on disk, or a live stream of hidden states.
 
-The engine and the closed forms do not know which (DESIGN, "moment source").
+The engine and the closed forms do not know which (calibration/README.md, section 2).
 """
 
 from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ class SequentialMoments:
 
 
 class DriftMoments(SequentialMoments):
-    """Measured on the already pruned prefix, with its drift from the dense model (METHODS section 1).
+    """Measured on the already pruned prefix, with its drift from the dense model (compensation/README.md, section 4).
 
     The moments of queries and keys are the sequential ones. Two blocks and two sets of hidden states are held: the
     dense block runs again for every stage, and once more as the streams go on, for nothing of it is kept between.

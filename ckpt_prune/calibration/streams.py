@@ -223,7 +223,7 @@ class HiddenStream:
 
     @torch.no_grad()
     def nll(self, states: Iterable[Tensor] | None = None, rows: Tensor | None = None) -> float:
-        """Mean negative log likelihood in nats per scored token after the last block (METHODS section 7).
+        """Mean negative log likelihood in nats per scored token after the last block (evaluation/README.md, section 1).
 
         Only of a causal language model on windows of text.
 

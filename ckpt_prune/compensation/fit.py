@@ -1,4 +1,7 @@
-"""What a closed form is given of one output projection, what it returns, and the error of that (METHODS section 1)."""
+"""What a closed form is given of one output projection, what it returns, and the error of that.
+
+See compensation/README.md, section 1.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -105,7 +108,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Blend:
-    """Fits of the same tokens to every target from W x to the drift-correcting W x + δ (METHODS section 1).
+    """Fits of the same tokens to every target from W x to the drift-correcting W x + δ.
+
+    See compensation/README.md, section 4.
 
     Attributes:
         fit: the fit to W x.

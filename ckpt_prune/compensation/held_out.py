@@ -1,4 +1,7 @@
-"""Errors on held-out tokens, in closed form: train on all folds but one, score on that one (METHODS section 1)."""
+"""Errors on held-out tokens, in closed form: train on all folds but one, score on that one.
+
+See compensation/README.md, section 5.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

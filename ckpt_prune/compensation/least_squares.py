@@ -1,4 +1,6 @@
-"""Closed forms that solve a linear system: least squares on the output, ridge, affine, GRAIL (METHODS section 1).
+"""Closed forms that solve a linear system: least squares on the output, ridge, affine, GRAIL.
+
+See compensation/README.md, section 2.
 
 Strengths are absolute here: λ is added to Gram *sums*. `methods.absolute_strength` converts a relative one.
 """

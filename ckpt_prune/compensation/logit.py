@@ -1,4 +1,6 @@
-"""Logit compensation: kept dimensions of queries and keys make up for the dropped ones (METHODS section 3).
+"""Logit compensation: kept dimensions of queries and keys make up for the dropped ones.
+
+See compensation/README.md, section 7.
 
 Let S be the kept and P the dropped dimensions of a head. Its logits are Q_S K_Sᵀ + Q_P K_Pᵀ. The M that brings
 Q_S M K_Sᵀ nearest to the lost Q_P K_Pᵀ over all samples b solves

@@ -1,4 +1,7 @@
-"""Every way to make an output projection make up for its dropped inputs, by name (METHODS section 1)."""
+"""Every way to make an output projection make up for its dropped inputs, by name.
+
+See compensation/README.md, section 2.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

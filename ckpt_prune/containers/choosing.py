@@ -1,4 +1,6 @@
-"""Containers: the `model_type` and config an output is stored under, so that transformers can load it (DESIGN).
+"""Containers: the `model_type` and config an output is stored under, so that transformers can load it.
+
+See containers/README.md.
 
 Stock first: the source's own type where its config can say the new shape, else a stock type that computes the same
 function, else, where widths differ per block or on request, the source's type with self-contained remote code.

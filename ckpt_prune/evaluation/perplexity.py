@@ -1,4 +1,4 @@
-"""Perplexity of a model on windows of tokens, and its divergence from a reference (METHODS, section 7)."""
+"""Perplexity of a model on windows of tokens, and its divergence from a reference (evaluation/README.md, section 1)."""
 
 import math
 from collections.abc import Iterator

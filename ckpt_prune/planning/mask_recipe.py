@@ -15,7 +15,7 @@ RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(na
 
 
 class MaskRecipe(Strict):
-    """Zeros in every linear module of every block (METHODS section 4). Shapes stay as they are."""
+    """Zeros in every linear module of every block (sparsity/README.md). Shapes stay as they are."""
 
     method: Backbone = Field(
         description="magnitude: |W|; wanda: |W| times the norm of the input; sparsegpt: optimal brain surgeon, which "
@@ -69,7 +69,7 @@ def _default(model: BaseModel, field: str) -> Any:
 
 
 class RotationRecipe(Strict):
-    """Importance rotations, learned before a mask. They leave the model's function as it is (METHODS section 5)."""
+    """Importance rotations, learned before a mask. They leave the model's function as it is (rotations/README.md)."""
 
     kind: RotationKind = Field(
         description="per-layer: the paper's R1 and R2 in every block, with remote code that turns the residual stream "

@@ -62,8 +62,8 @@ class SiteRecord(Fixed):
         error_held_out: the compensated error over all folds, each scored by a fit to the others. None with one fold,
             or where it was neither asked for nor chosen by.
         residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
-        j0, floor, rho2: CORP's diagnostics (METHODS section 1 and CORP C.2), per token, or per sample for logits. None
-            unless asked for. None, too, where the target is drift: they say nothing about it.
+        j0, floor, rho2: CORP's diagnostics (compensation/README.md, section 3, and CORP C.2), per token, or per sample
+            for logits. None unless asked for. None, too, where the target is drift: they say nothing about it.
         width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
             CORP Table 9); None unless asked for.
         heads: errors of every head; None unless asked for, and but for q and k.

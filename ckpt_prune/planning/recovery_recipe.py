@@ -1,4 +1,4 @@
-"""The part of a recipe that trains what stays, block by block: LaCo (METHODS section 6)."""
+"""The part of a recipe that trains what stays, block by block: LaCo (recovery/README.md)."""
 
 from typing import Literal
 

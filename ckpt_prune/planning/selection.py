@@ -1,4 +1,7 @@
-"""Which units stay: counts from ratios, and FLAP's rankings over blocks (METHODS section 2). Pure functions."""
+"""Which units stay: counts from ratios, and FLAP's rankings over blocks. Pure functions.
+
+See scoring/README.md, section 3.
+"""
 
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Decimal

@@ -15,7 +15,7 @@ CandidateName = Annotated[str, OneOf("candidate", METHODS)]
 
 
 class Compensation(Strict):
-    """How the weights that stay are rewritten to make up for dropped units (METHODS sections 1 and 3)."""
+    """How the weights that stay make up for dropped units (compensation/README.md, sections 2 and 7)."""
 
     method: MethodName = Field("none", description="Closed form that the consumer absorbs; logit: that q and k absorb.")
     lam: float | None = Field(

@@ -1,4 +1,4 @@
-"""Training one pruned block to do what the dense one does (LaCo eq. 9, METHODS section 6)."""
+"""Training one pruned block to do what the dense one does (LaCo eq. 9; recovery/README.md, section 1)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

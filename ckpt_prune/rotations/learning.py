@@ -118,7 +118,7 @@ class WrittenRotations:
 
 @dataclass(frozen=True)
 class Learner:
-    """Learns the rotations of one dense model (METHODS section 5; DenoiseRotator, Algorithm 1).
+    """Learns the rotations of one dense model (rotations/README.md, section 4; DenoiseRotator, Algorithm 1).
 
     Args:
         model: the dense model.

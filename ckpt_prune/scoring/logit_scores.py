@@ -1,4 +1,6 @@
-"""Scores of the dimensions inside a head that q and k share: higher = keep (METHODS section 2). Pure functions.
+"""Scores of the dimensions inside a head that q and k share: higher = keep. Pure functions.
+
+See scoring/README.md, section 4.
 
 Each takes the query and key weights (H d, hidden), the moments of queries and keys, and H, and returns (H, d) float64.
 """

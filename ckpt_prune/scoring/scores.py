@@ -1,4 +1,4 @@
-"""Scores of input columns of an output projection: higher = keep (METHODS section 2). Pure functions.
+"""Scores of input columns of an output projection: higher = keep (scoring/README.md, section 1). Pure functions.
 
 Each takes the consumer's weight (d_out, d_in) and the moments of its input (width d_in) and returns (d_in,) float64.
 """

@@ -1,4 +1,6 @@
-"""Which weights stay: scores of single weights, and exact counts of them (METHODS section 4). Pure functions.
+"""Which weights stay: scores of single weights, and exact counts of them. Pure functions.
+
+See sparsity/README.md, sections 1 and 2.
 
 Scores are (d_out, d_in) float64, higher = keep. A mask is (d_out, d_in) bool, True = stays. Of equal scores the lower
 index stays, so that a mask depends neither on the device nor on the order in which a sort visits them.

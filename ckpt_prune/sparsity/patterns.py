@@ -10,7 +10,9 @@ MOST = 32
 
 @dataclass(frozen=True)
 class GroupPattern:
-    """N:M: of every `of` consecutive weights of a row, `kept` stay (METHODS section 4: N is the number KEPT).
+    """N:M: of every `of` consecutive weights of a row, `kept` stay. N is the number KEPT.
+
+    See sparsity/README.md, section 1.
 
     Attributes:
         kept: N.

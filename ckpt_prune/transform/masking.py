@@ -20,7 +20,7 @@ from ckpt_prune.transform.engine import check_overflow, fill_biases
 
 @dataclass(frozen=True)
 class Masker:
-    """Zeroes weights of every linear module of a block (METHODS section 4).
+    """Zeroes weights of every linear module of a block (sparsity/README.md).
 
     Args:
         family: the model's description.

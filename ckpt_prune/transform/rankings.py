@@ -1,4 +1,4 @@
-"""FLAP's rankings: the units of all blocks in one list, or in one for each space (METHODS section 2)."""
+"""FLAP's rankings: the units of all blocks in one list, or in one for each space (scoring/README.md, section 3)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""The drift-correcting target from residual streams as norms see them, on whole float64 models (METHODS section 1)."""
+"""The drift-correcting target from residual streams as norms see them, on whole float64 models.
+
+See compensation/README.md, section 4.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

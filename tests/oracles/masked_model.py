@@ -1,4 +1,4 @@
-"""Masks put on a whole model from their definitions: inputs by hooks, weights set in place (METHODS section 4)."""
+"""Masks put on a whole model from their definitions: inputs by hooks, weights set in place (sparsity/README.md)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Masks and the optimal brain surgeon from their definitions, weight by weight, in float64 (METHODS section 4)."""
+"""Masks and the optimal brain surgeon from their definitions, weight by weight, in float64 (sparsity/README.md)."""
 
 import math
 from collections.abc import Callable

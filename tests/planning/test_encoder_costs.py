@@ -94,7 +94,7 @@ SIZES = {
     "H": (1280, 32, 16, 14),
 }
 PAPER = {
-    # millions at 50 %, METHODS section 2
+    # millions at 50 %, scoring/README.md, section 3
     "corp": {"T": 3.5, "S": 13.2, "B": 51.2, "L": 178.4, "H": 369.8},
     "corp-mlp": {"T": 3.9, "S": 15.0, "B": 58.2, "L": 203.6, "H": 422.2},
     "corp-qk": {"T": 5.3, "S": 20.3, "B": 79.5, "L": 279.1, "H": 579.6},

@@ -67,7 +67,7 @@ class ColumnSolver(Solver):
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
     ) -> SolvedSite:
-        """Select columns and solve what stays of the consumer (METHODS section 1)."""
+        """Select columns and solve what stays of the consumer (compensation/README.md, section 2)."""
         own = self.own.compensation
         consumer = self.description.consumer
         name = self.model.tensor(block, consumer)

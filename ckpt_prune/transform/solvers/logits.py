@@ -50,7 +50,10 @@ class LogitSolver(Solver):
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
     ) -> SolvedSite:
-        """Select dimensions of every head and solve what makes up for the others in q and k (METHODS section 3)."""
+        """Select dimensions of every head and solve what makes up for the others in q and k.
+
+        See compensation/README.md, section 7.
+        """
         modules = self.description.readers
         names = [self.model.tensor(block, module) for module in modules]
         biases = [self.model.tensor(block, module, "bias") for module in modules]
