@@ -84,6 +84,7 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
     from ckpt_prune.errors import UserError
     from ckpt_prune.options import PruneOptions
     from ckpt_prune.transform.asked import prune_request, read_asked
+    from ckpt_prune.transform.checks import check_trained
     from ckpt_prune.transform.run import run
     from ckpt_prune.transform.settle import settle
 
@@ -101,6 +102,7 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
             click.echo("\n".join(made.lines()))
         click.get_current_context().exit(0 if made.passed else 1)
     settled = settle(prune_request(asked, lambda line: click.echo(line, err=True)))
+    check_trained(settled.request)
     if dry_run and settled.known is None:
         raise UserError(
             f"allocation {recipe.allocation} has no widths before the model is measured: "

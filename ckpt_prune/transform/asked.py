@@ -20,7 +20,7 @@ from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
 from ckpt_prune.planning.sizes import asked_size
-from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces, check_trained
+from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 from ckpt_prune.transform.run import check_output
 
@@ -171,7 +171,6 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and request.statistics is not None and request.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {request.statistics.folder}: plan again")
-    check_trained(request)
     return request
 
 

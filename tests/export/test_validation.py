@@ -692,7 +692,7 @@ def _interface(manifest: Manifest, graph: Path, **changes: Any) -> tuple[bool, s
     known: dict[str, Any] = {
         "outputs": {"logits": [(*size, VOCAB) for size in sizes]},
         "cache": {
-            f"present.{i}.{kind}": [(b, 2, t, 4) for b, t in sizes] for i in range(3) for kind in ("key", "value")
+            f"present.{i}.{kind}": [(b, 2, t, 4) for b, t in sizes] for i in range(2) for kind in ("key", "value")
         },
         "image": None,
     }
@@ -704,19 +704,19 @@ def test_inputs_and_outputs_are_the_models(exported: Exported) -> None:
     manifest = read_manifest(graph)
     assert _interface(manifest, graph) == (
         True,
-        "9 inputs and 7 outputs as the model has them, keys and values of 3 layers",
+        "7 inputs and 5 outputs as the model has them, keys and values of 2 layers",
     )
     found = _interface(manifest, graph, outputs={"logits": [(2, 2, VOCAB + 1), (3, 3, VOCAB + 1)]})
     assert found == (False, f"axis 2 of logits is {VOCAB}, PyTorch has {VOCAB + 1}")
-    wide = {f"present.{i}.{kind}": [(2, 2, 2, 6), (3, 2, 3, 6)] for i in range(3) for kind in ("key", "value")}
+    wide = {f"present.{i}.{kind}": [(2, 2, 2, 6), (3, 2, 3, 6)] for i in range(2) for kind in ("key", "value")}
     assert _interface(manifest, graph, cache=wide) == (
         False,
-        "axis 3 of past_key_values.0.key is 4, the model has 6; and 11 more",
+        "axis 3 of past_key_values.0.key is 4, the model has 6; and 7 more",
     )
-    deep = wide | {f"present.3.{kind}": [(2, 2, 2, 4), (3, 2, 3, 4)] for kind in ("key", "value")}
+    deep = wide | {f"present.2.{kind}": [(2, 2, 2, 4), (3, 2, 3, 4)] for kind in ("key", "value")}
     passed, said = _interface(manifest, graph, cache=deep)
     assert not passed
-    assert said.startswith("keys and values of 3 layers are an input, the model has 4 layers")
+    assert said.startswith("keys and values of 2 layers are an input, the model has 3 layers")
     passed, said = _interface(manifest, graph, outputs={"scores": [(2, 2, VOCAB), (3, 3, VOCAB)]})
     assert said == "scores, which the model returns, is no output; and 1 more"
     assert not passed

@@ -33,6 +33,7 @@ from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
+from ckpt_prune.transform.run import learner_of
 from tests import encoders, families
 from tests.containers.test_remote import ELSEWHERE
 from tests.families import BLOCKS, prune, windows
@@ -719,6 +720,9 @@ def test_no_two_blocks_are_read_together(tmp_path, monkeypatch, kind):
 def test_one_rotation_of_all_blocks_needs_statistics(tmp_path):
     """A stream that nobody advances would show every block the embedding's output."""
     folder = families.make(tmp_path / "dense")
+    job = families.job_on(folder, rotating("shared", {"method": "wanda"}, ratio=0.5), None, windows(2))
     with pytest.raises(ValueError, match="needs statistics"):
-        prune(families.job_on(folder, rotating("shared", {"method": "wanda"}), None, windows(2)), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+        learner_of(job).source()
+    # A run measures them first, and leaves none of them.
+    assert prune(job, tmp_path / "out")["rotation"]["kind"] == "shared"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
