@@ -151,6 +151,41 @@ def test_configs_that_transformers_refuses(place, changes, message):
     assert said.endswith(message)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "{path} is not a readable JSON object (a list instead of an object); download or restore the file"),
+        (
+            "null",
+            "{path} is not a readable JSON object (a NoneType instead of an object); download or restore the file",
+        ),
+        ("{}", "config.json has no model_type, so the family of this checkpoint is unknown"),
+        ("[" * 100_000, "{path} is not a readable JSON object (nested too deeply); download or restore the file"),
+        (
+            json.dumps(LLAMA_7B | {"architectures": 5}),
+            "{path}: architectures is 5, not a list of class names; download it again",
+        ),
+        (
+            json.dumps(LLAMA_7B | {"architectures": [5]}),
+            "{path}: architectures is [5], not a list of class names; download it again",
+        ),
+    ],
+)
+def test_a_config_alone_that_is_none(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert refused("inspect", str(tmp_path)) == message.format(path=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("[1]", "a list instead of an object"), ('{"a": 1}', "recipe: field required"), ("{", "Expecting property")],
+)
+def test_reports_that_are_damaged_or_of_others(place, content, reason):
+    Path("pruned/ckpt_prune.json").write_text(content)
+    assert refused("inspect", "pruned").startswith(f"pruned/ckpt_prune.json is damaged ({reason}")
+
+
 # ---- zeros -------------------------------------------------------------------------------------------------------
 
 MASKED = """
