@@ -1,5 +1,6 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
+import difflib
 import importlib
 import os
 from typing import Any
@@ -52,6 +53,15 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"ckpt_prune.cli.{cmd_name}_command")
         command: click.Command = module.command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is called; where there is none, the nearest names are suggested."""
+        near = " or ".join(repr(name) for name in difflib.get_close_matches(args[0], COMMANDS))
+        if near and args[0] not in COMMANDS:
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table above, without importing them."""

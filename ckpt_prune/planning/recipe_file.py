@@ -36,7 +36,7 @@ def find_recipe(reference: str) -> Path:
     """A shipped recipe's name or a path to a file, as a path.
 
     Raises:
-        UserError: neither; the nearest shipped name is suggested.
+        UserError: neither; the nearest shipped names are suggested, three at most.
     """
     shipped = shipped_recipes()
     if reference in shipped:
@@ -46,9 +46,11 @@ def find_recipe(reference: str) -> Path:
         return path
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")
-    near = difflib.get_close_matches(reference, shipped, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"no recipe {reference!r}: {hint}shipped are {', '.join(shipped)}; or give a path to a .yaml file")
+    near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))
+    hint = f"did you mean {near}? " if near else ""
+    raise UserError(
+        f"no recipe {reference!r}: {hint}`ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+    )
 
 
 def recipe_text(path: Path) -> str:
