@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.fields import percent_meant
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
@@ -246,4 +247,5 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"
-    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
+    meant = percent_meant(error["input"]) if error["type"] == "less_than" and keys[-1] == "ratio" else ""
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}{meant}"

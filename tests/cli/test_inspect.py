@@ -50,6 +50,7 @@ def test_text(place):
 
 def test_text_with_ratios(place):
     assert ok("inspect", "dense", "--ratio", "0.5,0") == DENSE + DENSE_PRUNED
+    assert ok("inspect", "dense", "--ratio", "50%,0%") == DENSE + DENSE_PRUNED
 
 
 def test_shards_are_counted(place):
@@ -109,6 +110,9 @@ def test_nan_in_the_weights_is_not_looked_for(place):
         ("1", "--ratio 1: a ratio is in [0, 1)"),
         ("-0.1", "--ratio -0.1: a ratio is in [0, 1)"),
         ("nan", "--ratio nan: a ratio is in [0, 1)"),
+        ("0.1,20", "--ratio 0.1,20: a ratio is in [0, 1): did you mean 0.2?"),
+        ("120%", "--ratio 120%: a ratio is in [0, 1)"),
+        ("a%", "--ratio a%: expected numbers, for example 0.1,0.2,0.3"),
         ("a", "--ratio a: expected numbers, for example 0.1,0.2,0.3"),
         ("0.99", "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
     ],

@@ -202,6 +202,25 @@ def test_ratios_outside_the_range(place, ratio):
     assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "plan.json") == message
 
 
+@pytest.mark.parametrize(("ratio", "meant"), [("20", "0.2"), ("2", "0.02"), ("12.5", "0.125")])
+def test_percentages_without_their_sign_are_asked_about(place, ratio, meant):
+    message = f"--ratio {ratio}: a ratio is in [0, 1): did you mean {meant}?"
+    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "out") == message
+    said = refused("prune", "dense", "--recipe", "magnitude", "--set", f"spaces.mlp.ratio={ratio}", "-o", "out")
+    assert said == f"--set: spaces.mlp.ratio: input should be less than 1, got {float(ratio):g}: did you mean {meant}?"
+
+
+@pytest.mark.parametrize("change", [["--ratio", "50%"], ["--set", "ratio=50%"]])
+def test_percentages_are_ratios(place, change):
+    def plan(*changes):
+        return ok("plan", "dense", "--recipe", "magnitude", *changes, "--json")
+
+    assert plan(*change) == plan(change[0], change[1].replace("50%", "0.5"))
+    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", "100%", "-o", "out") == (
+        "--ratio 1: a ratio is in [0, 1)"
+    )
+
+
 def test_a_ratio_that_leaves_nothing(place):
     message = "ratio 0.99 would drop all 24 units of a space: at least one must stay"
     for command in ("prune", "plan"):
