@@ -3,11 +3,13 @@
 import difflib
 import importlib
 import os
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from ckpt_prune._version import __version__
+from ckpt_prune.cli.stopping import exit_code, stoppable
 from ckpt_prune.errors import UserError
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
@@ -69,14 +71,16 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; bad input becomes one line and exit code 2, Ctrl-C exit code 130 as shells have it."""
+        """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            return super().invoke(ctx)
+            with stoppable():
+                return super().invoke(ctx)
         except UserError as error:
             raise Refusal(str(error)) from error
-        except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
-            raise SystemExit(130) from None
+        except KeyboardInterrupt as error:
+            with suppress(OSError):  # after SIGHUP the terminal may be gone
+                click.echo("Interrupted.", err=True)
+            raise SystemExit(exit_code(error)) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -95,5 +99,6 @@ def main() -> None:
       ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048
       ckpt-prune export OUT -o OUT/onnx
 
-    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1, Ctrl-C with 130.
+    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1. Ctrl-C,
+    SIGTERM and SIGHUP keep what is done, for --resume, and exit with 128 and the signal's number.
     """
