@@ -1,11 +1,11 @@
 """Loading any output of this tool, without running code from its folder."""
 
-import json
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
@@ -34,10 +34,8 @@ def load(
     """
     folder = Path(path)
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = parse_object((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no readable config.json") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{folder} has no readable config.json")
     remote_class(raw, folder)
     return load_model(folder, device=device, dtype=dtype or "auto")

@@ -1,30 +1,107 @@
-"""Progress bars: one place decides how long work is shown."""
+"""Progress on stderr, in one place: bars on a terminal, elsewhere at most one line a minute."""
 
+import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
+Clock = Callable[[], float]
+"""Seconds from any moment on, never backwards."""
+_EVERY_SECONDS = 60.0
 
 
-def track(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "block") -> Iterator[T]:
-    """Iterate with a tqdm bar on stderr that says what is being done; silent when stderr is not a terminal."""
-    size = _size()
-    yield from tqdm(items, desc=what, total=total, unit=unit, disable=None, ncols=size.columns, nrows=size.lines)
+def track(
+    items: Iterable[T],
+    what: str,
+    *,
+    total: int | None = None,
+    unit: str = "block",
+    clock: Clock = time.monotonic,
+) -> Iterator[T]:
+    """Iterate and show on stderr what is being done, and how far it is.
+
+    Args:
+        items: to work on.
+        what: is being done with them.
+        total: how many there are; the length of `items` by default.
+        unit: what one of them is.
+        clock: for lines where stderr is no terminal.
+    """
+    if _is_terminal():
+        size = _size()
+        yield from tqdm(items, desc=what, total=total, unit=unit, ncols=size.columns, nrows=size.lines)
+        return
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    lines = _Lines(what, total, unit, clock)
+    for item in items:
+        yield item
+        lines.update()
+
+
+class _Lines:
+    """What a bar says, in a line whenever a minute has passed since the last one or since the beginning.
+
+    Args:
+        what: is being done.
+        total: steps in all, if that is known.
+        unit: what a step is.
+        clock: tells the time.
+
+    Attributes:
+        n: steps that are done.
+    """
+
+    def __init__(self, what: str, total: int | None, unit: str, clock: Clock) -> None:
+        self._what, self._total, self._unit, self._clock = what, total, unit, clock
+        self._begun = self._said = clock()
+        self._postfix = ""
+        self.n = 0
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """What else to say with the next line."""
+        self._postfix = text
+
+    def update(self, steps: int = 1) -> None:
+        """So many more steps are done."""
+        self.n += steps
+        now = self._clock()
+        if now - self._said >= _EVERY_SECONDS:
+            self._said = now
+            with suppress(OSError, ValueError):  # where stderr is closed, work goes on
+                print(self._line(now - self._begun), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        parts = [f"{self._unit} {self.n}"]
+        if self._total:
+            parts = [f"{self.n / self._total:.0%}", f"{self._unit} {self.n} of {self._total}"]
+        parts.append(f"{_minutes(seconds)} so far")
+        if self._total and 0 < self.n < self._total:
+            parts.append(f"about {_minutes(seconds * (self._total - self.n) / self.n)} left")
+        return f"{self._what}: {', '.join([*parts, *filter(None, [self._postfix])])}"
+
+
+def _minutes(seconds: float) -> str:
+    """Hours and minutes, rounded up."""
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 class Meter:
-    """A bar over steps that several loops share.
+    """What is shown of steps that several loops share.
 
     Args:
-        bar: what is shown.
+        bar: a bar, or lines.
     """
 
-    def __init__(self, bar: "tqdm[Any]") -> None:
+    def __init__(self, bar: "tqdm[Any] | _Lines") -> None:
         self._bar = bar
 
     def step(self, step: int, value: float) -> None:
@@ -38,15 +115,25 @@ class Meter:
 
     def to(self, done: int) -> None:
         """So many steps are done, whether taken or not."""
-        self._bar.update(done - self._bar.n)
+        self._bar.update(done - int(self._bar.n))
 
 
 @contextmanager
-def meter(total: int, what: str, *, unit: str = "step") -> Iterator[Meter]:
-    """A tqdm bar as `track` shows it, moved by hand."""
+def meter(total: int, what: str, *, unit: str = "step", clock: Clock = time.monotonic) -> Iterator[Meter]:
+    """What `track` shows, moved by hand."""
+    if not _is_terminal():
+        yield Meter(_Lines(what, total, unit, clock))
+        return
     size = _size()
-    with tqdm(total=total, desc=what, unit=unit, disable=None, ncols=size.columns, nrows=size.lines) as bar:
+    with tqdm(total=total, desc=what, unit=unit, ncols=size.columns, nrows=size.lines) as bar:
         yield Meter(bar)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def _size() -> os.terminal_size:

@@ -1,17 +1,15 @@
 """A checkpoint that is only a config: every tensor known by name, shape and dtype, none of them there."""
 
-import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, tied_names
-from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint
+from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint, config_object
 from ckpt_prune.checkpoint.shard import TensorInfo
-from ckpt_prune.errors import UserError
 
 
 def is_config_only(folder: Path) -> bool:
@@ -27,11 +25,9 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
     Raises:
         UserError: the config cannot be read, or is of no known family.
     """
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG} is not readable JSON") from error
-    skeleton = build_skeleton(parse_config(config), family_of(config).architecture)
+    config = config_object(folder / CONFIG, read_object(folder / CONFIG))
+    family = family_of(config)
+    skeleton = build_skeleton(parse_config(config), family.architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     tied = tied_names(skeleton)
     tensors = {

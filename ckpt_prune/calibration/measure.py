@@ -26,6 +26,7 @@ from ckpt_prune.calibration.statistics import (
     write_block,
 )
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices
+from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
@@ -34,20 +35,42 @@ from ckpt_prune.progress import track
 @contextmanager
 def _staged(out: Path, overwrite: bool) -> Iterator[Path]:
     """A folder that takes its final name only when everything in it is written."""
+    target = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link that is not ours to replace
+    finished = target.with_name(f".{target.name}.ckpt_prune-finished")
+    with disk_failures(target):
+        _put_in_place(finished, target)  # what a killed run had finished
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists: choose another name or say --overwrite")
     if out.exists() and not (out / INDEX).is_file():
         raise UserError(f"{out} exists and is not a statistics folder: it is not overwritten")
-    target = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link that is not ours to replace
+    if target.is_symlink():
+        raise UserError(f"{out} is a link, which is not replaced: choose another name")
     if not target.parent.is_dir():
         raise UserError(f"{target.parent} does not exist")
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        partial = Path(scratch) / "statistics"
-        partial.mkdir()
+    with disk_failures(target):
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    with scratch as folder:
+        partial = Path(folder) / "statistics"
+        with disk_failures(target):
+            partial.mkdir()
         yield partial
+        with disk_failures(target):
+            partial.rename(finished)
+            _put_in_place(finished, target)
+
+
+def _put_in_place(finished: Path, target: Path) -> None:
+    """Replace a folder by a finished one, if there is one; what a kill interrupts, the next call completes.
+
+    Neither is ever deleted before the other is in place.
+    """
+    aside = target.with_name(f".{target.name}.ckpt_prune-replaced")
+    if finished.exists():
         if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+            target.rename(aside)
+        finished.rename(target)
+    if aside.exists():
+        shutil.rmtree(aside)
 
 
 def everything(model: Model) -> tuple[Collect, ...]:
@@ -150,7 +173,7 @@ def measure(
             linears=model.linear_widths if "linears" in collect else {},
             files=files,
         )
-        (partial / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_whole(partial / INDEX, index.model_dump_json(indent=2) + "\n")
     return Statistics(out)
 
 
@@ -166,5 +189,5 @@ def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> 
         for block in track(range(a.index.blocks), "adding", total=a.index.blocks):
             files[block_file(block)] = write_block(partial, block, add_block(a, b, block))
         index = add_index(a.index, b.index, files)
-        (partial / INDEX).write_text(index.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        write_whole(partial / INDEX, index.model_dump_json(indent=2) + "\n")
     return Statistics(out)

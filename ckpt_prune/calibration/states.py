@@ -3,6 +3,7 @@
 import math
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class StateMemory:
     """Hands out tensors in memory up to a size in all, then memory-mapped ones.
 
-    Results do not depend on which it was.
+    What a tensor in memory took is there again once nothing refers to its values, views included. Results do not
+    depend on where a tensor is.
 
     Args:
         limit: bytes in memory at most.
@@ -43,7 +45,10 @@ class StateMemory:
         size = math.prod(shape) * dtype.itemsize
         if size <= self._left:
             self._left -= size
-            return in_memory(shape, dtype)
+            tensor = in_memory(shape, dtype)
+            # Of the storage, which lives as long as any view of the tensor.
+            weakref.finalize(tensor.untyped_storage(), self._give_back, size).atexit = False
+            return tensor
         remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
         check_room(self._folder, size, "hidden states beyond --state-memory need", remedy)
         with disk_failures(self._folder):
@@ -56,3 +61,6 @@ class StateMemory:
                 os.close(descriptor)
                 Path(name).unlink()
         return mapped.view(shape)
+
+    def _give_back(self, size: int) -> None:
+        self._left += size

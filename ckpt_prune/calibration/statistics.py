@@ -33,7 +33,7 @@ from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.staging import write_whole
+from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
@@ -165,6 +165,9 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
         folder: where to.
         block: its index.
         moments: by on-disk weight, one for each fold.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     for weight, folds in moments.items():
@@ -172,9 +175,13 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
         for fold, each in enumerate(parts):
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     name = block_file(block)
-    save_file(tensors, folder / name)
-    # The library makes files that only their owner may read; these are for a team, as the index is.
-    (folder / name).chmod(0o666 & ~_umask())
+    with disk_failures(folder / name):
+        try:
+            save_file(tensors, folder / name)
+        except SafetensorError as error:  # the library's own error of a full disk
+            raise OSError(error) from error
+        # The library makes files that only their owner may read; these are for a team, as the index is.
+        (folder / name).chmod(0o666 & ~_umask())
     return sha256_files(folder, [name])[name]
 
 

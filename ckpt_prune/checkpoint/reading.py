@@ -136,9 +136,21 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
 def _read_config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} has no {CONFIG}; give a checkpoint folder as published on the Hub")
-    config = read_object(path / CONFIG)
+    config = config_object(path / CONFIG, read_object(path / CONFIG))
     if config.get("quantization_config") is not None:
         raise UserError(f"{path} is quantised (quantization_config in {CONFIG}); give the checkpoint it was made from")
+    return config
+
+
+def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's values, once the names of classes in it are known to be names.
+
+    Raises:
+        UserError: they are not.
+    """
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
     return config
 
 

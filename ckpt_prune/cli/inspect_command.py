@@ -73,13 +73,16 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
 
 def _parse_ratios(text: str | None) -> list[float]:
     from ckpt_prune.errors import UserError
+    from ckpt_prune.planning.fields import percent_meant, share_of
 
+    parts = [part for part in (text or "").split(",") if part.strip()]
     try:
-        values = [float(part) for part in (text or "").split(",") if part.strip()]
+        values = [float(part) if (share := share_of(part)) is None else share for part in parts]
     except ValueError:
         raise UserError(f"--ratio {text}: expected numbers, for example 0.1,0.2,0.3") from None
-    if any(not 0 <= value < 1 for value in values):
-        raise UserError(f"--ratio {text}: a ratio is in [0, 1)")
+    wrong = [value for value in values if not 0 <= value < 1]
+    if wrong:
+        raise UserError(f"--ratio {text}: a ratio is in [0, 1){percent_meant(wrong[0])}")
     return values
 
 

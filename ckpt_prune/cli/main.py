@@ -1,12 +1,15 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
+import difflib
 import importlib
 import os
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from ckpt_prune._version import __version__
+from ckpt_prune.cli.stopping import exit_code, stoppable
 from ckpt_prune.errors import UserError
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
@@ -53,20 +56,31 @@ class LazyGroup(click.Group):
         command: click.Command = module.command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is called; where there is none, the nearest names are suggested."""
+        near = " or ".join(repr(name) for name in difflib.get_close_matches(args[0], COMMANDS))
+        if near and args[0] not in COMMANDS:
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near}?", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table above, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; bad input becomes one line and exit code 2, Ctrl-C exit code 130 as shells have it."""
+        """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            return super().invoke(ctx)
+            with stoppable():
+                return super().invoke(ctx)
         except UserError as error:
             raise Refusal(str(error)) from error
-        except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
-            raise SystemExit(130) from None
+        except KeyboardInterrupt as error:
+            with suppress(OSError):  # after SIGHUP the terminal may be gone
+                click.echo("Interrupted.", err=True)
+            raise SystemExit(exit_code(error)) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -85,5 +99,6 @@ def main() -> None:
       ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048
       ckpt-prune export OUT -o OUT/onnx
 
-    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1, Ctrl-C with 130.
+    Bad input exits with code 2 and leaves nothing behind; a check that fails exits with code 1. Ctrl-C,
+    SIGTERM and SIGHUP keep what is done, for --resume, and exit with 128 and the signal's number.
     """

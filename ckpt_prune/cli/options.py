@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.fields import percent_meant, share_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,15 +119,25 @@ recipe_option = click.option(
 def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
     # `not` catches NaN as well.
     if value is not None and not 0 <= value < 1:
-        raise UserError(f"--ratio {value:g}: a ratio is in [0, 1)")
+        raise UserError(f"--ratio {value:g}: a ratio is in [0, 1){percent_meant(value)}")
     return value
+
+
+class _Ratio(click.types.FloatParamType):
+    """A float, or a percentage such as 20%."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse."""
+        share = share_of(value) if isinstance(value, str) else None
+        return float(super().convert(value, param, ctx)) if share is None else share
 
 
 ratio_option = click.option(
     "--ratio",
-    type=float,
+    type=_Ratio(),
     callback=_ratio,
-    help="Share of units to drop in every space, or of weights that a mask zeroes, in place of the recipe's.",
+    help="Share of units to drop in every space, or of weights that a mask zeroes, in place of the recipe's: 0.2 or "
+    "20%.",
 )
 
 

@@ -1,6 +1,5 @@
 """Whole models in memory, for evaluation only. Pruning never comes here: it reads one block at a time."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from transformers.utils import logging
 
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
 from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.checkpoint.reading import config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 
@@ -151,14 +152,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_object(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object; name a checkpoint folder")
-    return config
+    return config_object(path, config)
 
 
 def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:

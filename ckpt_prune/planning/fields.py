@@ -2,9 +2,10 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 
@@ -38,6 +39,28 @@ class OneOf:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """A string with its allowed values."""
         return {"type": "string", "enum": self.names}
+
+
+def share_of(text: str) -> float | None:
+    """The number that a percentage such as "20%" is: 0.2; None for what is no percentage."""
+    try:
+        return float(Decimal(text.strip().removesuffix("%")) / 100) if text.strip().endswith("%") else None
+    except InvalidOperation:
+        return None
+
+
+def percent_meant(ratio: float) -> str:
+    """What to ask where a ratio is too large and reads like a percentage; empty elsewhere."""
+    return f": did you mean {ratio / 100:g}?" if 2 <= ratio < 100 else ""
+
+
+def _share(value: Any) -> Any:
+    share = share_of(value) if isinstance(value, str) else None
+    return value if share is None else share
+
+
+Ratio = Annotated[float, BeforeValidator(_share)]
+"""A number, or a percentage such as 20%."""
 
 
 class Strict(BaseModel):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from ckpt_prune.architectures.spaces import COUPLED, SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.export_recipe import ExportRecipe
-from ckpt_prune.planning.fields import Strict
+from ckpt_prune.planning.fields import Ratio, Strict
 from ckpt_prune.planning.kinds import Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone
@@ -27,7 +27,7 @@ class Recipe(Strict):
     name: str = Field(min_length=1, description="Name in tables and in the output's ckpt_prune.json.")
     summary: str = Field("", description="One line for `recipe list`.")
     source: str = Field("", description="Paper and equations.")
-    ratio: float = Field(
+    ratio: Ratio = Field(
         0.2, ge=0, lt=1, description="Share of units to drop in every space, or of weights that a mask zeroes."
     )
     target: Literal["dense", "sequential", "drift"] = Field(

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.fields import percent_meant
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
@@ -36,7 +37,7 @@ def find_recipe(reference: str) -> Path:
     """A shipped recipe's name or a path to a file, as a path.
 
     Raises:
-        UserError: neither; the nearest shipped name is suggested.
+        UserError: neither; the nearest shipped names are suggested, three at most.
     """
     shipped = shipped_recipes()
     if reference in shipped:
@@ -46,9 +47,11 @@ def find_recipe(reference: str) -> Path:
         return path
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")
-    near = difflib.get_close_matches(reference, shipped, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"no recipe {reference!r}: {hint}shipped are {', '.join(shipped)}; or give a path to a .yaml file")
+    near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))
+    hint = f"did you mean {near}? " if near else ""
+    raise UserError(
+        f"no recipe {reference!r}: {hint}`ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+    )
 
 
 def recipe_text(path: Path) -> str:
@@ -244,4 +247,5 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"
-    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
+    meant = percent_meant(error["input"]) if error["type"] == "less_than" and keys[-1] == "ratio" else ""
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}{meant}"

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from ckpt_prune.architectures.spaces import Rounding
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
-from ckpt_prune.planning.fields import OneOf, Strict
+from ckpt_prune.planning.fields import OneOf, Ratio, Strict
 from ckpt_prune.planning.kinds import SCORE_NAMES, TRAITS
 
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
@@ -117,7 +117,7 @@ class SpaceRecipe(Strict):
     """What happens to one space."""
 
     score: ScoreName = Field(description="Which units to keep: those with the highest score.")
-    ratio: float | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
+    ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
     rounding: Rounding | None = Field(
         None,
         description="Of units x ratio to units dropped. Default: floor for heads and dimensions, ceil for columns.",

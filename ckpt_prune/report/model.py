@@ -66,10 +66,13 @@ class Asked(Fixed):
 
 
 class StrengthSearch(Fixed):
-    """The λ that was chosen, and the calibration perplexity of every λ that was tried, by its text."""
+    """The λ that was chosen, and the calibration perplexity of every λ that was tried, by its text.
+
+    A perplexity that was not finite is None.
+    """
 
     chosen: float
-    perplexity: dict[str, float] = Field(default_factory=dict)
+    perplexity: dict[str, Figure] = Field(default_factory=dict)
 
 
 class StoredAs(Fixed):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckpt_prune.calibration.measure import measure
 from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.effects import measure_effects
 from ckpt_prune.transform.request import LiveSamples, Request
@@ -35,7 +36,8 @@ def measured(settled: Settled, beside: Path, stages: Stages | None = None) -> It
     if not request.measures_first or request.live is None:
         yield settled
         return
-    scratch = Path(tempfile.mkdtemp(prefix=".ckpt-prune-statistics-", dir=beside))
+    with disk_failures(beside):
+        scratch = Path(tempfile.mkdtemp(prefix=".ckpt-prune-statistics-", dir=beside))
     try:
         with (stages or Stages(request.device)).stage("measuring"):
             statistics = _measure(request, request.live, scratch / "statistics")

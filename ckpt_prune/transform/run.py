@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.progress import meter
@@ -27,17 +28,22 @@ from ckpt_prune.transform.walk import Sink, walk
 
 Records = Sequence[SitePlan | MaskedLinear]
 """What was done: to spaces that lost units, or to linears that got zeros."""
+_MOST_NLL = 700.0
+"""The exponential of more is not finite."""
 
 
 def search_strength(settled: Settled) -> StrengthSearch:
     """Choose the strength by the perplexity of the pruned model on the calibration text (RCPU 7.1).
 
     The model is pruned once per value, block by block, nothing is written; ties go to the larger value, which stays
-    nearer to the kept weights.
+    nearer to the kept weights. A perplexity that is not finite is never chosen and stands as None in the result.
+
+    Raises:
+        UserError: no value of the grid gives a finite perplexity.
     """
     grid = settled.recipe.perplexity_grid
     assert grid is not None
-    found: dict[float, float] = {}
+    found: dict[float, float | None] = {}
     for strength in grid:
         trial = settled.with_strength(strength)
         trial = replace(trial, request=replace(trial.request, diagnostics=False))
@@ -50,8 +56,15 @@ def search_strength(settled: Settled) -> StrengthSearch:
             steps.append(FollowStep(stream))
         walk(trial.dense, steps, say=f"trying lambda {strength:g}")
         nll = stream.nll()
-        found[strength] = math.exp(nll) if nll < 700 else math.inf
-    chosen = min(found, key=lambda value: (found[value], -value))
+        found[strength] = math.exp(nll) if nll < _MOST_NLL else None
+    finite = {strength: value for strength, value in found.items() if value is not None}
+    if not finite:
+        tried = ", ".join(f"{strength:g}" for strength in found)
+        raise UserError(
+            f"no lambda of the grid ({tried}) gives a finite perplexity on the calibration text: "
+            "drop less, or try other values with lambda_grid"
+        )
+    chosen = min(finite, key=lambda value: (finite[value], -value))
     return StrengthSearch(chosen=chosen, perplexity={f"{strength:g}": value for strength, value in found.items()})
 
 

@@ -70,9 +70,26 @@ def test_the_limit_is_of_all_that_is_in_memory(tmp_path):
 @linux
 def test_of_two_that_fit_one_by_one_the_second_is_on_disk(tmp_path):
     memory = StateMemory(100 * 4, tmp_path)
-    assert not is_mapped(memory((100,), torch.float32))
-    assert is_mapped(memory((100,), torch.float32))
+    first, second = memory((100,), torch.float32), memory((100,), torch.float32)
+    assert not is_mapped(first)
+    assert is_mapped(second)
     assert is_mapped(StateMemory(399, tmp_path)((100,), torch.float32))
+
+
+@linux
+def test_what_is_freed_can_be_had_again(tmp_path):
+    """A view of a tensor keeps its memory; what is on disk took none."""
+    memory = StateMemory(400, tmp_path)
+    first = memory((100,), torch.float32)
+    mapped = memory((100,), torch.float32)
+    row = first.view(10, 10)[3].detach()
+    del first, mapped
+    gc.collect()
+    assert is_mapped(memory((100,), torch.float32))
+    del row
+    second = memory((100,), torch.float32)
+    assert not is_mapped(second)
+    assert is_mapped(memory((1,), torch.float32))
 
 
 @linux

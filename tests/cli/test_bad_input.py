@@ -93,6 +93,24 @@ def test_configs_that_are_no_objects(place, content):
         assert refusal(command, "dense").startswith("dense/config.json is not a readable JSON object (")
 
 
+@every_command
+@pytest.mark.parametrize("names", [5, "LlamaForCausalLM", [5]], ids=str)
+def test_class_names_that_are_none(place, command, names):
+    set_config("dense", architectures=names)
+    assert refusal(command, "dense") == (
+        f"dense/config.json: architectures is {names!r}, not a list of class names; download it again"
+    )
+
+
+def test_models_to_evaluate_whose_config_is_no_object(place):
+    command = ["evaluate", "dense", "--text", "calib.txt", "--window", "16"]
+    set_config("dense", architectures=5)
+    assert refused(*command) == "dense/config.json: architectures is 5, not a list of class names; download it again"
+    for content, reason in ("[1]", "a list instead of an object"), ("[" * 100_000, "nested too deeply"):
+        Path("dense/config.json").write_text(content)
+        assert refused(*command) == f"dense/config.json: not valid JSON: {reason}"
+
+
 # ---- tensors against the config --------------------------------------------------------------------------------
 
 

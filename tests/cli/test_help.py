@@ -84,5 +84,7 @@ def test_no_command_shows_the_help():
 
 
 def test_a_misspelt_command_is_refused():
-    assert misused("prun", "dense") == "No such command 'prun'."
+    assert misused("prun", "dense") == "No such command 'prun'. Did you mean 'prune'?"
+    assert misused("validat") == "No such command 'validat'. Did you mean 'validate' or 'evaluate' or 'calibrate'?"
+    assert misused("xyz") == "No such command 'xyz'."
     assert misused("statistics", "shw") == "No such command 'shw'. Did you mean 'show'?"

@@ -50,6 +50,7 @@ def test_text(place):
 
 def test_text_with_ratios(place):
     assert ok("inspect", "dense", "--ratio", "0.5,0") == DENSE + DENSE_PRUNED
+    assert ok("inspect", "dense", "--ratio", "50%,0%") == DENSE + DENSE_PRUNED
 
 
 def test_shards_are_counted(place):
@@ -109,6 +110,9 @@ def test_nan_in_the_weights_is_not_looked_for(place):
         ("1", "--ratio 1: a ratio is in [0, 1)"),
         ("-0.1", "--ratio -0.1: a ratio is in [0, 1)"),
         ("nan", "--ratio nan: a ratio is in [0, 1)"),
+        ("0.1,20", "--ratio 0.1,20: a ratio is in [0, 1): did you mean 0.2?"),
+        ("120%", "--ratio 120%: a ratio is in [0, 1)"),
+        ("a%", "--ratio a%: expected numbers, for example 0.1,0.2,0.3"),
         ("a", "--ratio a: expected numbers, for example 0.1,0.2,0.3"),
         ("0.99", "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
     ],
@@ -149,6 +153,41 @@ def test_configs_that_transformers_refuses(place, changes, message):
     said = refused("inspect", "dense")
     assert said.startswith("transformers refuses this config.json: ")
     assert said.endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "{path} is not a readable JSON object (a list instead of an object); download or restore the file"),
+        (
+            "null",
+            "{path} is not a readable JSON object (a NoneType instead of an object); download or restore the file",
+        ),
+        ("{}", "config.json has no model_type, so the family of this checkpoint is unknown"),
+        ("[" * 100_000, "{path} is not a readable JSON object (nested too deeply); download or restore the file"),
+        (
+            json.dumps(LLAMA_7B | {"architectures": 5}),
+            "{path}: architectures is 5, not a list of class names; download it again",
+        ),
+        (
+            json.dumps(LLAMA_7B | {"architectures": [5]}),
+            "{path}: architectures is [5], not a list of class names; download it again",
+        ),
+    ],
+)
+def test_a_config_alone_that_is_none(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert refused("inspect", str(tmp_path)) == message.format(path=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("[1]", "a list instead of an object"), ('{"a": 1}', "recipe: field required"), ("{", "Expecting property")],
+)
+def test_reports_that_are_damaged_or_of_others(place, content, reason):
+    Path("pruned/ckpt_prune.json").write_text(content)
+    assert refused("inspect", "pruned").startswith(f"pruned/ckpt_prune.json is damaged ({reason}")
 
 
 # ---- zeros -------------------------------------------------------------------------------------------------------

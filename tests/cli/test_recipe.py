@@ -13,7 +13,6 @@ TOP = (
     "spaces, mask, rotation, recovery, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
-SHIPPED = ", ".join(shipped_recipes())
 
 
 def test_list():
@@ -152,14 +151,14 @@ def test_a_picture_is_not_a_recipe(place, command):
 
 @pytest.mark.parametrize("reference", ["dense", "", ".", "/"])
 def test_no_such_recipe(place, reference):
-    message = f"no recipe {reference!r}: shipped are {SHIPPED}; or give a path to a .yaml file"
+    message = f"no recipe {reference!r}: `ckpt-prune recipe list` shows all; or give a path to a .yaml file"
     assert refused("recipe", "validate", reference) == message
     assert refused("recipe", "show", reference) == message
     assert refused("prune", "dense", "--recipe", reference, "-o", "out") == message
 
 
-def test_the_nearest_name_is_suggested(place):
-    assert refused("recipe", "show", "wandasp").startswith("no recipe 'wandasp': did you mean 'wanda-sp'? shipped are ")
+def test_the_nearest_names_are_suggested(place):
+    assert refused("recipe", "show", "wandasp").startswith("no recipe 'wandasp': did you mean 'wanda-sp' or ")
 
 
 def test_a_config_or_a_plan_is_not_a_recipe(place):
@@ -201,6 +200,25 @@ def test_ratios_outside_the_range(place, ratio):
     message = f"--ratio {ratio}: a ratio is in [0, 1)"
     assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "out") == message
     assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "plan.json") == message
+
+
+@pytest.mark.parametrize(("ratio", "meant"), [("20", "0.2"), ("2", "0.02"), ("12.5", "0.125")])
+def test_percentages_without_their_sign_are_asked_about(place, ratio, meant):
+    message = f"--ratio {ratio}: a ratio is in [0, 1): did you mean {meant}?"
+    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "out") == message
+    said = refused("prune", "dense", "--recipe", "magnitude", "--set", f"spaces.mlp.ratio={ratio}", "-o", "out")
+    assert said == f"--set: spaces.mlp.ratio: input should be less than 1, got {float(ratio):g}: did you mean {meant}?"
+
+
+@pytest.mark.parametrize("change", [["--ratio", "50%"], ["--set", "ratio=50%"]])
+def test_percentages_are_ratios(place, change):
+    def plan(*changes):
+        return ok("plan", "dense", "--recipe", "magnitude", *changes, "--json")
+
+    assert plan(*change) == plan(change[0], change[1].replace("50%", "0.5"))
+    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", "100%", "-o", "out") == (
+        "--ratio 1: a ratio is in [0, 1)"
+    )
 
 
 def test_a_ratio_that_leaves_nothing(place):

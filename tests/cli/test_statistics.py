@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ckpt_prune.calibration.statistics import Statistics
-from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, same_files
+from ckpt_prune.calibration.statistics import INDEX, Statistics
+from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
+from tests.interrupting import interrupt_at
 
 
 def test_calibrate_says_what_it_wrote(place):
@@ -44,6 +47,64 @@ def test_an_existing_folder_stays_unless_told(place):
     assert refused("calibrate", "dense", *TEXT, "-o", "pruned", "--overwrite") == (
         "pruned exists and is not a statistics folder: it is not overwritten"
     )
+
+
+def test_a_link_is_not_replaced(place):
+    Path("link").symlink_to("stats")
+    assert refused("calibrate", "dense", *TEXT, "-o", "link", "--overwrite") == (
+        "link is a link, which is not replaced: choose another name"
+    )
+
+
+@contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """No file takes more bytes than this."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("most", [0, 4096])
+@pytest.mark.parametrize("command", [["calibrate", "dense", *TEXT], ["statistics", "add", "stats", "other"]])
+def test_a_disk_that_fills_up(place, most, command):
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "other")
+    before = listing()
+    with full_disk(most):
+        result = run(*command, "-o", "s")
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("Error: cannot write ")
+    assert "Traceback" not in result.stderr
+    assert said.endswith("; free space or choose another place")
+    assert listing() == before
+
+
+@pytest.mark.parametrize("rename", [2, 3])
+def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, monkeypatch):
+    """Before the old ones are moved aside, and before the new ones take their place: the next command finishes it."""
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "other")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Path, "rename", rename)
+        assert run("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite").exit_code == 130
+    found = {Statistics(path.parent).index.seed for path in Path().glob(f"*stats*/{INDEX}")}
+    assert found == {0, 1}
+    assert Path("stats").exists() == (rename == 2)
+    assert run("calibrate", "dense", *TEXT, "-o", "stats").stderr == (
+        "Error: stats exists: choose another name or say --overwrite\n"
+    )
+    assert same_files("stats", "other")
+    assert not list(Path().glob(".stats*"))
+
+
+def test_a_kill_while_old_statistics_are_deleted_is_made_up_for(place):
+    shutil.copytree("stats", ".stats.ckpt_prune-replaced")
+    assert run("calibrate", "dense", *TEXT, "-o", "stats").exit_code == 2
+    assert Statistics(Path("stats")).index.seed == 0
+    assert not list(Path().glob(".stats*"))
 
 
 @pytest.mark.parametrize("out", ["dense", "dense/stats", ".", "dense/../dense"])

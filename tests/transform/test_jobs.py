@@ -222,14 +222,43 @@ def test_the_strength_of_least_held_out_error_is_chosen(sources, tmp_path):
     assert chosen <= set(GRID)
 
 
-def test_ties_and_overflows_go_to_the_larger_strength(sources, monkeypatch):
-    job = job_on(sources.folder("llama"), recipe("ridge", target="sequential", search=BY_PERPLEXITY), live=windows())
-    for values, chosen in (([2.0, 1.0, 1.0], 100.0), ([1.0, 2.0, 3.0], 0.01), ([1e9, 1e9, 1e9], 100.0)):
-        answers = iter(values)
-        monkeypatch.setattr(HiddenStream, "nll", lambda self, answers=answers: next(answers))
-        found = search_strength(job)
-        assert found.chosen == chosen
-        assert list(found.perplexity.values()) == [math.exp(v) if v < 700 else math.inf for v in values]
+def searching(sources, monkeypatch, values):
+    """A job that chooses lambda, and that finds these losses."""
+    answers = iter(values)
+    monkeypatch.setattr(HiddenStream, "nll", lambda self: next(answers))
+    return job_on(sources.folder("llama"), recipe("ridge", target="sequential", search=BY_PERPLEXITY), live=windows())
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen"),
+    [
+        ([2.0, 1.0, 1.0], 100.0),
+        ([1.0, 2.0, 3.0], 0.01),
+        ([1e9, 3.0, math.nan], 1.0),
+        ([math.nan, math.inf, 3.0], 100.0),
+    ],
+)
+def test_ties_go_to_the_larger_strength_and_overflows_are_never_chosen(sources, monkeypatch, values, chosen):
+    found = search_strength(searching(sources, monkeypatch, values))
+    assert found.chosen == chosen
+    assert list(found.perplexity.values()) == [math.exp(v) if v < 700 else None for v in values]
+    assert json.loads(found.model_dump_json()) == found.model_dump()
+
+
+def test_strengths_that_all_overflow_are_refused(sources, monkeypatch, tmp_path):
+    job = searching(sources, monkeypatch, [1e9, math.nan, math.inf])
+    with pytest.raises(UserError) as caught:
+        prune(job, tmp_path / "out")
+    assert str(caught.value) == (
+        "no lambda of the grid (0.01, 1, 100) gives a finite perplexity on the calibration text: "
+        "drop less, or try other values with lambda_grid"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_has_null_where_a_perplexity_overflowed(sources, monkeypatch, tmp_path):
+    report = prune(searching(sources, monkeypatch, [1.0, math.nan, 1e9]), tmp_path / "out")
+    assert list(report["lambda_search"]["perplexity"].values()) == [math.e, None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: what is done is kept, and the exit code tells which it was."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that asks to stop.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def exit_code(error: KeyboardInterrupt) -> int:
+    """As shells have it: 128 and the number of the signal."""
+    return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Raise `Stopped` at the first SIGTERM or SIGHUP; more of them do not disturb what it makes the command do.
+
+    A signal that was ignored stays so: `nohup` has SIGHUP ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
+        yield
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    # None is a handler that is not Python's.
+    before = {each: signal.getsignal(each) for each in _STOPS}
+    before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,77 @@
+"""SIGTERM and SIGHUP end like Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
+from tests.cli.running import TEXT, resumed, run
+
+PROGRAM = """
+import os, signal, sys
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.cli.main import main
+
+commit, calls = CheckpointWriter.commit, 0
+
+def counted(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == 2:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    return commit(*args, **kwargs)
+
+CheckpointWriter.commit = counted
+main(sys.argv[2:])
+"""
+posix = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signals")
+
+
+@posix
+def test_what_is_done_is_kept_and_can_be_resumed(place):
+    job = ["prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT]
+    assert run(*job, "-o", "whole").exit_code == 0
+    command = [sys.executable, "-c", PROGRAM, "SIGTERM", *job, "-o", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr.splitlines()[-2:] == [
+        "out.partial keeps the blocks that are done: the same command with --resume continues",
+        "Interrupted.",
+    ]
+    assert Path("out.partial").is_dir()
+    resumed(job)
+
+
+@posix
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_the_first_signal_stops_and_others_do_not_disturb(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+
+    def work():
+        with stoppable():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(Stopped) as caught:
+        work()
+    assert exit_code(caught.value) == 128 + number
+    assert exit_code(KeyboardInterrupt()) == 130
+    assert signal.getsignal(number) == before
+
+
+@posix
+def test_under_nohup_a_hangup_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
