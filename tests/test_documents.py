@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ckpt_prune.planning.recipe import json_schema
-from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shipped import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ckpt_prune"

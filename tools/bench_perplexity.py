@@ -30,7 +30,8 @@ from ckpt_prune.demo import corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
-from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle

@@ -20,20 +20,32 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
     Raises:
         UserError: no such folder or repository, no access, no network, or offline and not in the cache.
     """
+    folder = local_folder(model)
+    if folder is None:
+        return _download(model, revision)
+    if revision is not None:
+        raise UserError(
+            f"{model} is a folder, which has no revision {revision!r}; leave the revision out or give a Hub id"
+        )
+    return folder
+
+
+def local_folder(model: str) -> Path | None:
+    """`model` where it is a folder; None where it may be a Hub id.
+
+    Raises:
+        UserError: it can be neither.
+    """
     if not model:  # Path("") would be the current folder
         raise UserError("the model's name is empty; give an existing folder or a Hub id such as org/name")
     path = Path(model)
     if path.is_dir():
-        if revision is not None:
-            raise UserError(
-                f"{model} is a folder, which has no revision {revision!r}; leave the revision out or give a Hub id"
-            )
         return path
     if path.exists():
         raise UserError(f"{model} is a file; give the folder that holds config.json")
     if not _HUB_ID.fullmatch(model) or model.startswith("."):
         raise UserError(f"{model} does not exist; give an existing folder or a Hub id such as org/name")
-    return _download(model, revision)
+    return None
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -228,6 +228,17 @@ def refuse_overlap(source: Path, out: Path) -> None:
         raise UserError(f"output {out} overlaps the source {source}: choose a place outside it")
 
 
+def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse a place for the output before any work is done.
+
+    Raises:
+        UserError: it is, contains or is inside the source, or may not be written.
+    """
+    refuse_overlap(source, out)
+    if not resume:
+        Staging(out, job="", layout="", resume=False, overwrite=overwrite)
+
+
 @contextmanager
 def disk_failures(path: Path) -> Iterator[None]:
     """Turn what the operating system says against writing at `path` into a UserError."""

@@ -9,6 +9,7 @@ from ckpt_prune.cli.options import (
     device_option,
     echo_json,
     json_option,
+    model_argument,
     options_of,
     overwrite_option,
     trust_option,
@@ -17,7 +18,7 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
 
 
 @click.command("calibrate")
-@click.argument("model")
+@model_argument
 @options_of(CalibrationOptions)
 @options_of(ImageOptions)
 @click.option(

@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from ckpt_prune.cli.options import echo_json, json_option, table
+from ckpt_prune.cli.options import checked_recipe, echo_json, json_option, model_argument, table
 
 
 @click.command("inspect")
-@click.argument("model")
+@model_argument
 @click.option(
     "--ratio",
     "ratios",
@@ -18,6 +18,7 @@ from ckpt_prune.cli.options import echo_json, json_option, table
 )
 @click.option(
     "--recipe",
+    callback=checked_recipe,
     default="rcpu",
     show_default=True,
     metavar="R",

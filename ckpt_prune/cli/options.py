@@ -11,8 +11,10 @@ import click
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from ckpt_prune.checkpoint.hub import local_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.fields import percent_meant, share_of
+from ckpt_prune.planning.shipped import find_recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,8 +113,24 @@ provider_option = click.option(
     "the graph is fused for, else cpu]",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+
+
+def checked_model(_ctx: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """Refuse what can be neither a folder nor a Hub id, before anything is imported."""
+    local_folder(value)
+    return value
+
+
+def checked_recipe(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse an unknown recipe, before anything is imported."""
+    if value is not None:
+        find_recipe(value)
+    return value
+
+
+model_argument = click.argument("model", callback=checked_model)
 recipe_option = click.option(
-    "--recipe", metavar="R", help="Name of a shipped recipe, or a recipe file. [default: best]"
+    "--recipe", metavar="R", callback=checked_recipe, help="Name of a shipped recipe, or a recipe file. [default: best]"
 )
 
 

@@ -10,6 +10,7 @@ from ckpt_prune.cli.options import (
     device_option,
     echo_json,
     json_option,
+    model_argument,
     overwrite_option,
     ratio_option,
     recipe_option,
@@ -21,7 +22,7 @@ from ckpt_prune.cli.options import (
 
 
 @click.command("plan")
-@click.argument("model")
+@model_argument
 @recipe_option
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @ratio_option

@@ -11,6 +11,7 @@ from ckpt_prune.cli.options import (
     device_option,
     echo_json,
     json_option,
+    model_argument,
     options_of,
     overwrite_option,
     ratio_option,
@@ -25,7 +26,7 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
 
 
 @click.command("prune")
-@click.argument("model")
+@model_argument
 @recipe_option
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @options_of(CalibrationOptions)
@@ -79,16 +80,22 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
       ckpt-prune prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
+    from ckpt_prune.checkpoint.staging import check_output
+    from ckpt_prune.options import PruneOptions
+
+    options = PruneOptions(plan=plan_file, output=out, **given)
+    # Before torch is imported, what can be told without it.
+    if Path(options.model).is_dir():
+        check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
+
     from ckpt_prune.cli.exporting import GraphStep
     from ckpt_prune.cli.resuming import resumable
     from ckpt_prune.errors import UserError
-    from ckpt_prune.options import PruneOptions
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
     from ckpt_prune.transform.run import run
     from ckpt_prune.transform.settle import settle
 
-    options = PruneOptions(plan=plan_file, output=out, **given)
     asked = read_asked(options)
     recipe, source = asked.recipe, asked.model.checkpoint
     goes_on = options.resume and not options.overwrite and not dry_run and recipe.export is not None

@@ -16,7 +16,8 @@ def command() -> None:
 @json_option
 def list_recipes(as_json: bool) -> None:
     """List the shipped recipes."""
-    from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+    from ckpt_prune.planning.recipe_file import load_recipe
+    from ckpt_prune.planning.shipped import shipped_recipes
 
     recipes = [load_recipe(name) for name in shipped_recipes()]
     if as_json:
@@ -31,7 +32,7 @@ def list_recipes(as_json: bool) -> None:
 @click.argument("name")
 def show(name: str) -> None:
     """Print a recipe file, comments included."""
-    from ckpt_prune.planning.recipe_file import find_recipe, recipe_text
+    from ckpt_prune.planning.shipped import find_recipe, recipe_text
 
     click.echo(recipe_text(find_recipe(name)), nl=False)
 
@@ -42,7 +43,7 @@ def show(name: str) -> None:
 def copy(name: str, destination: Path | None) -> None:
     """Copy a shipped recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.recipe_file import find_recipe, recipe_text
+    from ckpt_prune.planning.shipped import find_recipe, recipe_text
 
     source = find_recipe(name)
     target = destination or Path(source.name)

@@ -8,6 +8,7 @@ import click
 
 from ckpt_prune.cli.options import (
     after_option,
+    checked_model,
     device_option,
     echo_json,
     json_option,
@@ -25,7 +26,7 @@ MOST_SAMPLES = 2048
 
 
 @click.command("recover")
-@click.argument("pruned")
+@click.argument("pruned", callback=checked_model)
 @click.option("--dense", required=True, metavar="MODEL", help="The dense model that PRUNED was made from.")
 @options_of(TrainingOptions)
 @options_of(ImageOptions)
@@ -68,10 +69,17 @@ def command(
       ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
       ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
     """
+    from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
+
+    # Before torch is imported, what can be told without it.
+    if Path(dense).is_dir():
+        refuse_overlap(Path(dense), out)
+    if Path(pruned).is_dir():
+        check_output(Path(pruned), out, resume=resume, overwrite=overwrite)
+
     from ckpt_prune.calibration.choosing import chosen_samples, has_data
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
-    from ckpt_prune.checkpoint.staging import refuse_overlap
     from ckpt_prune.cli.rendering import LAYER_HEADERS, layer_rows, recovery_lines
     from ckpt_prune.cli.resuming import resumable
     from ckpt_prune.containers.opening import open_model
@@ -85,7 +93,6 @@ def command(
         recover,
         settle_recovery,
     )
-    from ckpt_prune.transform.run import check_output
 
     def say(line: str) -> None:
         click.echo(line, err=True)

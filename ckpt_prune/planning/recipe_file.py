@@ -1,4 +1,4 @@
-"""Recipe files: the shipped ones, finding and reading them, and errors that name file, line and key."""
+"""Reading recipe files, with errors that name file, line and key."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,58 +12,12 @@ from pydantic import BaseModel, ValidationError
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.fields import percent_meant
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.shipped import find_recipe, recipe_text
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 
-DEFAULT_RECIPE = "best"
-"""The shipped recipe of those who name none."""
 Lines = dict[tuple[str, ...], int]
 """Key path → the line (from 1) of the file that it stands in, or 0 for what is set on the command line."""
-
-
-def recipes_folder() -> Path:
-    """Where the shipped recipes are: inside the installed package, or at the root of a source checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """Name → file of every shipped recipe, sorted by name."""
-    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"), key=lambda path: path.stem)}
-
-
-def find_recipe(reference: str) -> Path:
-    """A shipped recipe's name or a path to a file, as a path.
-
-    Raises:
-        UserError: neither; the nearest shipped names are suggested, three at most.
-    """
-    shipped = shipped_recipes()
-    if reference in shipped:
-        return shipped[reference]
-    path = Path(reference)
-    if path.is_file():
-        return path
-    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
-        raise UserError(f"{reference}: no such recipe file")
-    near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))
-    hint = f"did you mean {near}? " if near else ""
-    raise UserError(
-        f"no recipe {reference!r}: {hint}`ckpt-prune recipe list` shows all; or give a path to a .yaml file"
-    )
-
-
-def recipe_text(path: Path) -> str:
-    """The content of a recipe file, comments included.
-
-    Raises:
-        UserError: it is not text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
 
 
 def load_recipe(

@@ -2,7 +2,8 @@
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
-from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
 from ckpt_prune.report.model import Report
 

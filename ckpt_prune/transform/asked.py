@@ -10,7 +10,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples, has_data
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.checkpoint.staging import refuse_overlap
+from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import open_model
 from ckpt_prune.devices import resolve_device
@@ -18,11 +18,11 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.recipe_file import DEFAULT_RECIPE, load_recipe
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
-from ckpt_prune.transform.run import check_output
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
-from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
+from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
@@ -66,17 +66,6 @@ def search_strength(settled: Settled) -> StrengthSearch:
         )
     chosen = min(finite, key=lambda value: (finite[value], -value))
     return StrengthSearch(chosen=chosen, perplexity={f"{strength:g}": value for strength, value in found.items()})
-
-
-def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Refuse a place for the output before any work is done.
-
-    Raises:
-        UserError: it is, contains or is inside the source, or may not be written (`checkpoint.staging`).
-    """
-    refuse_overlap(source, out)
-    if not resume:
-        Staging(out, job="", layout="", resume=False, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

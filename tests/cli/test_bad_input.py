@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,32 @@ def test_configs_that_transformers_cannot_build(place, changes):
 
 
 # ---- where models are ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prune", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
+        (["recover", "calib.txt", "--dense", "dense", "-o", "out"], "calib.txt is a file; give the folder that holds"),
+        (["inspect", "./absent"], "./absent does not exist; give an existing folder or a Hub id"),
+        (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
+        (["prune", "dense", "--ratio", "20", "-o", "out"], "--ratio 20: a ratio is in [0, 1): did you mean 0.2?"),
+        (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it"),
+        (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),
+        (["prune", "dense", "-o", "dense/out"], "output dense/out overlaps the source dense"),
+    ],
+)
+def test_what_can_be_refused_without_torch_is(place, arguments, message):
+    program = (
+        "import sys\n"
+        "from ckpt_prune.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: " + message.format(here=place))
+    assert done.stderr.count("\n") == 1
 
 
 @every_command

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.planning.recipe_file import shipped_recipes
+from ckpt_prune.planning.shipped import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
 TOP = (

@@ -3,8 +3,9 @@ import yaml
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe, json_schema
-from ckpt_prune.planning.recipe_file import load_recipe, shipped_recipes
+from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe, RecoverySettings
+from ckpt_prune.planning.shipped import shipped_recipes
 
 from .recipes import GOOD, refusal, write
 

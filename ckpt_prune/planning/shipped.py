@@ -1,0 +1,54 @@
+"""The shipped recipes and finding a recipe's file, without torch: a wrong name is refused before anything is loaded."""
+
+import difflib
+from pathlib import Path
+
+from ckpt_prune.errors import UserError
+
+DEFAULT_RECIPE = "best"
+"""The shipped recipe of those who name none."""
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes are: inside the installed package, or at the root of a source checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of every shipped recipe, sorted by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"), key=lambda path: path.stem)}
+
+
+def find_recipe(reference: str) -> Path:
+    """A shipped recipe's name or a path to a file, as a path.
+
+    Raises:
+        UserError: neither; the nearest shipped names are suggested, three at most.
+    """
+    shipped = shipped_recipes()
+    if reference in shipped:
+        return shipped[reference]
+    path = Path(reference)
+    if path.is_file():
+        return path
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise UserError(f"{reference}: no such recipe file")
+    near = " or ".join(repr(name) for name in difflib.get_close_matches(reference, shipped))
+    hint = f"did you mean {near}? " if near else ""
+    raise UserError(
+        f"no recipe {reference!r}: {hint}`ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+    )
+
+
+def recipe_text(path: Path) -> str:
+    """The content of a recipe file, comments included.
+
+    Raises:
+        UserError: it is not text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error
