@@ -75,6 +75,11 @@ def _old_bert(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, T
     return renamed | {"bert.embeddings.position_ids": torch.arange(CONTEXT)[None]}
 
 
+def no_pooler(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """What a class built with `add_pooling_layer=False` saves: gte-small, most embedding models."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("pooler.")}
+
+
 def _without(prefix: str) -> Edit:
     return lambda tensors, config: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 

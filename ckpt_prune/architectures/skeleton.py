@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -136,6 +137,23 @@ def tied_names(model: nn.Module) -> frozenset[str]:
     if not getattr(model.config, "tie_word_embeddings", False):
         return frozenset()
     return frozenset(model._tied_weights_keys or ())  # type: ignore[arg-type]
+
+
+def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
+    """Parameters of a base model's pooler that a checkpoint may lack: all or none.
+
+    Most embedding models are saved from a class built with `add_pooling_layer=False`, which their config.json does
+    not say. What such a checkpoint computes is what its model does with None in place of the pooler.
+
+    Args:
+        model: of the config, with its pooler.
+        missing: its parameters that the checkpoint has no tensor for.
+    """
+    makers = [vars(each)["__init__"] for each in type(model).__mro__ if "__init__" in vars(each)]
+    if not any("add_pooling_layer" in signature(make).parameters for make in makers):
+        return frozenset()
+    pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
+    return frozenset(pooler) if pooler <= set(missing) else frozenset()
 
 
 def parameter_count(model: nn.Module) -> int:

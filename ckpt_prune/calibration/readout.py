@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.skeleton import is_stored_buffer
+from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.streams import ReadTensors
 
@@ -99,6 +99,8 @@ class Readout:
         # As stock loading ties them: a head that is stored under either name, or under both and differs, is respected.
         missing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta}
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        if absent_pooler(model, missing):
+            model.pooler = None
         for name, parameter in model.named_parameters():
             if parameter.is_meta and self._outside(name):
                 raise ValueError(f"no tensor for {name}")

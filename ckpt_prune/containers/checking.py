@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config, tied_names
+from ckpt_prune.architectures.skeleton import (
+    Names,
+    absent_pooler,
+    build_skeleton,
+    is_stored_buffer,
+    parse_config,
+    tied_names,
+)
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
@@ -67,7 +74,9 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], model: nn.Module, where:
     known = Names(model)
     names = sorted(name for name in actual if not is_stored_buffer(name))
     expected = {name: known.shape(name) for name in names}
-    missing = [name for name in known.missing(names) if name not in tied_names(model)]
+    missing = known.missing(names)
+    absent = tied_names(model) | absent_pooler(model, missing)
+    missing = [name for name in missing if name not in absent]
     unknown = [name for name, shape in expected.items() if shape is None]
     if missing:
         raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.utils import logging
 
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
-from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.skeleton import absent_pooler, parse_config
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -81,7 +81,7 @@ def load_reported(
     """Load a folder as `from_pretrained` does for anyone, on CPU, and say what did not fit.
 
     An output of this tool with remote code is built by the same implementation inside this package; its file is not
-    run.
+    run. A base model whose pooler the folder lacks is one without a pooler.
 
     Args:
         folder: A checkpoint folder, single-file or sharded. Pickles are not read.
@@ -121,9 +121,12 @@ def load_reported(
             reason = " ".join(str(error).split()) or type(error).__name__
             by = "transformers" if foreign or ours else "stock transformers"
             raise UserError(f"{folder}: {by} cannot load it: {reason[:300]}") from error
+    pooler = absent_pooler(model, info["missing_keys"])
+    if pooler:  # transformers has filled it with random numbers
+        model.pooler = None
     mismatched = (f"{name}: {tuple(stored)}, {tuple(wanted)}" for name, stored, wanted in info["mismatched_keys"])
     report = LoadReport(
-        missing=tuple(sorted(info["missing_keys"])),
+        missing=tuple(sorted(set(info["missing_keys"]) - pooler)),
         unexpected=tuple(sorted(info["unexpected_keys"])),
         mismatched=tuple(sorted(mismatched)),
     )

@@ -1,0 +1,77 @@
+"""Base models saved without their pooler, as most embedding models are: every command takes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+import ckpt_prune
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.readout import Readout
+from tests.cli.running import edit_weights, ok, refused
+from tests.encoders import edit_files, make, no_pooler, samples
+
+PRUNE = ["--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--set", "spaces.mlp.ratio=0.5"]
+
+
+@pytest.fixture(params=["bert-model", "vit-model"])
+def variant(request) -> str:
+    """A variant whose checkpoint without a pooler is the folder `dense`."""
+    edit_files(make(Path("dense"), request.param), no_pooler)
+    return request.param
+
+
+def test_it_is_pruned_verified_and_loaded(variant):
+    assert json.loads(ok("inspect", "dense", "--json"))["blocks"] == 3
+    ok("prune", "dense", *PRUNE, "-o", "out")
+    assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
+    batch = samples(variant, 4).batch(slice(4))
+    for folder in ("dense", "out"):
+        ours = ckpt_prune.load(folder)
+        theirs = AutoModel.from_pretrained(folder, add_pooling_layer=False).eval()
+        with torch.inference_mode():
+            found, expected = ours(**batch), theirs(**batch)
+        assert found.pooler_output is None
+        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+
+
+def test_it_is_stored_with_remote_code(variant):
+    ok("prune", "dense", *PRUNE, "-o", "stock")
+    ok("prune", "dense", *PRUNE, "--container", "remote", "-o", "remote")
+    assert ok("verify", "remote", "--against", "dense").count(" ok\n") == 5
+    batch = samples(variant, 4).batch(slice(4))
+    with torch.inference_mode():
+        found, expected = (ckpt_prune.load(folder)(**batch) for folder in ("remote", "stock"))
+    assert found.pooler_output is None
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
+
+
+def test_its_graph_has_no_pooled_output(variant):
+    ok("export", "dense", "-o", "onnx")
+    onnx = pytest.importorskip("onnx")
+    assert [each.name for each in onnx.load("onnx/model.onnx").graph.output] == ["last_hidden_state"]
+
+
+def test_outputs_for_effects_are_those_of_the_model(variant):
+    model = Model.open("dense")
+    factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32)
+    readout = Readout(factory, model.checkpoint.tensors, model.checkpoint.read)
+    batch = samples(variant, 4).batch(slice(4))
+    stock = AutoModel.from_pretrained("dense", add_pooling_layer=False).eval()
+    with torch.inference_mode():
+        states = stock(**batch, output_hidden_states=True)
+    found = readout.outputs(batch, states.hidden_states[-1])
+    assert [each.shape for each in found] == [states.last_hidden_state.shape]
+    if variant == "bert-model":  # nothing comes after its last block
+        assert torch.equal(found[0], states.last_hidden_state)
+
+
+def test_half_a_pooler_is_damage(variant):
+    make(Path("whole"), variant)
+    edit_weights("whole", lambda tensors: tensors.pop("pooler.dense.bias"))
+    assert refused("inspect", "whole") == (
+        "whole lacks tensor pooler.dense.bias (1 missing), which its config.json asks for"
+    )
