@@ -89,9 +89,9 @@ def main() -> None:
     """Make a transformer smaller today, offline.
 
     Reads a Hugging Face checkpoint (a folder or a Hub id) of a language or a vision model, drops attention heads, MLP
-    columns or dimensions of q and k, folds a closed-form compensation into the tensors that stay, and writes a
-    checkpoint that stock transformers loads. Or it zeroes single weights. What is lost can be trained back, one block
-    at a time, against the dense model (recover).
+    columns or dimensions of q and k, lets the tensors that stay absorb a closed-form compensation, and writes a
+    checkpoint that transformers loads (with code that it carries where blocks differ in width, as by recipe best). Or
+    it zeroes single weights. What is lost can be trained back, one block at a time, against the dense model (recover).
 
     \b
       ckpt-prune demo
