@@ -40,7 +40,6 @@ class Family(Description):
         layers: module path of the list of blocks.
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
-        exit: modules between the last block and the head, in order, those that are there.
         embedding: module of the token embedding.
         lookups: modules whose two-dimensional tensors are looked up or added, never multiplied.
         dimensions: dimension → config keys to try in order.
@@ -70,7 +69,6 @@ class Family(Description):
     layers: str
     block: str
     entry: list[str]
-    exit: list[str] = Field(default_factory=list)
     embedding: str | None = None
     lookups: list[str]
     dimensions: dict[str, list[str]]
@@ -200,7 +198,6 @@ class Family(Description):
             "layers": self.layers.removeprefix(prefix),
             "block": self.block.removeprefix(prefix),
             "entry": [path.removeprefix(prefix) for path in self.entry],
-            "exit": [path.removeprefix(prefix) for path in self.exit],
             "lookups": [path.removeprefix(prefix) for path in self.lookups],
             "embedding": self.embedding and self.embedding.removeprefix(prefix),
         }

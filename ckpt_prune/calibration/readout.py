@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.streams import ReadTensors
+from ckpt_prune.calibration.outside import ReadTensors, give_buffers
 
 CHUNK = 2**24
 """Logits that are compared at once: 64 MiB in each of a few float32 tensors, however large the vocabulary."""
@@ -41,7 +41,7 @@ class Readout:
         self._model: Any = copy.deepcopy(factory.skeleton).to("meta")
         self._states: Tensor | None = None
         self._fill(tensors, read)
-        self._fill_buffers()
+        give_buffers(factory, self._model, self._outside)
         layers: Any = self._model.get_submodule(factory.family.layers)
         for index, layer in enumerate(layers):
             layer.forward = self._stand_in(last=index == len(layers) - 1)
@@ -104,22 +104,6 @@ class Readout:
         for name, parameter in model.named_parameters():
             if parameter.is_meta and self._outside(name):
                 raise ValueError(f"no tensor for {name}")
-
-    def _fill_buffers(self) -> None:
-        """Buffers that no checkpoint stores: modules compute them themselves, off the meta device."""
-        factory, model = self.factory, self._model
-        for path, module in list(model.named_modules()):
-            own = [buffer for buffer in module.buffers(recurse=False) if buffer.is_meta]
-            if not own or not self._outside(path):
-                continue
-            with factory.device:
-                real = type(module)(factory.config)
-            if next(module.parameters(), None) is None:
-                place, _, attribute = path.rpartition(".")
-                setattr(model.get_submodule(place), attribute, real)
-            else:
-                for name, values in real.named_buffers(recurse=False):
-                    module.register_buffer(name, values, persistent=False)
 
     def _stand_in(self, *, last: bool) -> Callable[..., Tensor | None]:
         """What runs in place of a block's own forward."""

@@ -1,6 +1,5 @@
 """Hidden states of calibration windows, carried through a model one block at a time."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -8,18 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.architectures.skeleton import parameters_on_meta
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Logits
+from ckpt_prune.calibration.outside import ReadTensors, load_module
+from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.errors import UserError
 
 TOKENS_PER_BATCH = 4096
 """Tokens that go through a block together. Fixed, so that a resumed run repeats the same arithmetic."""
-
-ReadTensors = Callable[[list[str]], dict[str, Tensor]]
 
 
 class _LastBlockReachedError(Exception):
@@ -76,42 +74,16 @@ class HiddenStream:
         self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self._enter(set(sizes), allocate)
 
-    def _load(self, path: str) -> nn.Module | None:
-        """A module outside the blocks with its tensors, or None where this model has no such module."""
-        factory = self.factory
-        owner, _, name = path.rpartition(".")
-        module: nn.Module | None = getattr(factory.skeleton.get_submodule(owner), name, None)
-        if module is None:
-            return None
-        wanted = [n for n in self._tensors if any(p.startswith(f"{path}.") for p in factory.parameters(n))]
-        factory.fill(module, path, self._read(wanted))
-        if any(buffer.is_meta for buffer in module.buffers()):
-            # Buffers that no checkpoint stores: the module computes them itself, off the meta device.
-            real = self._made_again(type(module), path)
-            if next(module.parameters(), None) is None:
-                setattr(factory.skeleton.get_submodule(owner), name, real)
-                return real
-            for buffer, values in real.named_buffers():
-                place, _, attribute = buffer.rpartition(".")
-                module.get_submodule(place).register_buffer(attribute, values.to(factory.device), persistent=False)
-        return module
-
-    def _made_again(self, kind: type[nn.Module], path: str) -> nn.Module:
-        """A module whose buffers are real."""
-        factory = self.factory
-        if next(iter(inspect.signature(kind).parameters)) == "config":
-            with factory.device:
-                return kind(factory.config)
-        # Only the model knows what it is made of (an embedding that is scaled).
-        with parameters_on_meta():
-            return type(factory.skeleton)(factory.config).get_submodule(path)
-
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
     @torch.no_grad()
     def _enter(self, sizes: set[int], allocate: Allocate) -> None:
         family, factory = self.factory.family, self.factory
         model = factory.skeleton
-        entry = [module for path in family.entry if (module := self._load(path)) is not None]
+        entry = [
+            module
+            for path in family.entry
+            if (module := load_module(factory, model, path, self._tensors, self._read)) is not None
+        ]
         layers: Any = model.get_submodule(family.layers)
         captured: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         states: list[Tensor] = []
@@ -231,24 +203,14 @@ class HiddenStream:
             states: what the last block made of the samples `rows`, (T, hidden) each; the stream's own by default.
             rows: which samples, int64 (R,); all by default.
         """
-        family, factory = self.factory.family, self.factory
-        assert family.causal
-        assert family.head is not None
-        assert family.embedding is not None
-        after = [module for path in family.exit if (module := self._load(path)) is not None]
-        tied = bool(factory.config.tie_word_embeddings)
-        head_path = family.embedding if tied else family.head
-        (head_name,) = (n for n in self._tensors if factory.parameters(n) == (f"{head_path}.weight",))
-        head = self._read([head_name])[head_name].to(factory.device, factory.dtype)
+        assert self.factory.family.causal
+        readout = Readout(self.factory, self._tensors, self._read)
         loss, tokens = 0.0, 0
         numbers = range(len(self.samples)) if rows is None else rows.tolist()
         for hidden, number in zip(self.states if states is None else states, numbers, strict=True):
-            output = hidden.to(factory.device)
-            for module in after:
-                output = module(output)
-            logits = functional.linear(output, head)[:-1].float()
-            (ids,) = self.samples.batch(slice(number, number + 1))["input_ids"]
-            targets = ids[1:].to(factory.device)
-            loss += functional.cross_entropy(logits, targets, reduction="sum").double().item()
+            batch = self.samples.batch(slice(number, number + 1))
+            (logits,) = readout.outputs(batch, hidden[None])
+            targets = batch["input_ids"][0, 1:].to(logits.device)
+            loss += functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum").double().item()
             tokens += len(targets)
         return loss / tokens

@@ -16,8 +16,8 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.outside import ReadTensors
 from ckpt_prune.calibration.sources import MomentSource
-from ckpt_prune.calibration.streams import ReadTensors
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room

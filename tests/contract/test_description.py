@@ -48,9 +48,8 @@ def test_named_modules_exist(case: Case) -> None:
     assert len(modules[family.layers]) == BLOCKS
     paths = [path for path in (family.head, family.embedding) if path]
     assert {*paths, *family.pooled} <= modules.keys()
-    # Of those that run before and after the blocks a class may lack some, never all.
+    # A class may lack some of the modules that run before the blocks, never all.
     assert any(path in modules for path in family.entry)
-    assert not family.exit or any(path in modules for path in family.exit)
     if family.residual is not None:
         block = case.block(skeleton, 0)
         assert set(family.residual.reads) <= dict(block.named_modules()).keys()
