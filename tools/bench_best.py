@@ -37,7 +37,6 @@ from ckpt_prune.transform.effects import measure_effects
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
-from ckpt_prune.transform.solvers.columns import unit_columns
 from tools.bench_corp import Pixels, compare, images, logits
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
@@ -187,7 +186,7 @@ class Entrants:
         start = time.monotonic()
         out = self.scratch / "out"
         done = run(settle(Request(self.model, loaded, statistics, live)), out, overwrite=True)
-        report = done.report
+        report = done.report.data()
         seconds = time.monotonic() - start
         held_out = [s["error_held_out"] for s in report["sites"] if s["error_held_out"] is not None]
         return {
@@ -269,7 +268,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
             for ratio in args.ratios:
                 loaded = load_recipe("best", (*UNIFORM, "target=dense", "container=any"), ratio)
                 out = Path(scratch) / "out"
-                report = run(settle(Request(model, loaded, entrants.statistics)), out, overwrite=True).report
+                report = run(settle(Request(model, loaded, entrants.statistics)), out, overwrite=True).report.data()
                 written = Checkpoint.open(out)
                 for site in report["sites"]:
                     if site["error_held_out"] is None:
@@ -283,8 +282,8 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
                     if bias in written.tensors:
                         own = written.read([bias])[bias].double()
                         shift = own - checkpoint.read([bias])[bias].double() if bias in checkpoint.tensors else own
-                    per_unit = moments.width // site["units"]
-                    fit = from_moments(dense, moments, unit_columns(torch.tensor(site["kept"]), per_unit))
+                    kept = model.consumer_columns(site["space"], torch.tensor(site["kept"]))
+                    fit = from_moments(dense, moments, kept)
                     assert fit.target_energy is not None
                     found = error(Solution(new, shift), fit) / fit.target_energy
                     pairs.append((site["error_held_out"], site["error_compensated"], found))

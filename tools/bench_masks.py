@@ -105,7 +105,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                         mock.patch.object(rotations, "learn", Remembered(rotations.learn, one)),
                         mock.patch.object(rotations, "learn_shared", Remembered(rotations.learn_shared, all_)),
                     ):
-                        report = run(settled, Path(scratch) / "out", overwrite=True).report
+                        report = run(settled, Path(scratch) / "out", overwrite=True).report.data()
                     note: dict[str, Any] = {"method": method, "pattern": pattern, "rotation": kind}
                     note["seconds"] = round(time.monotonic() - start, 1)
                     if report["rotation"]:

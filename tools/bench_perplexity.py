@@ -120,7 +120,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                     request = replace(request, statistics=statistics)
                     if recipe.target == "sequential" and not recipe.perplexity_grid:
                         request = replace(request, live=None)
-                report = run(settle(request), out, overwrite=True).report
+                report = run(settle(request), out, overwrite=True).report.data()
                 note = {
                     "parameters": report["after"]["parameters"],
                     "container": report["container"]["model_type"],

@@ -88,9 +88,9 @@ class Model:
         columns = self.family.columns.get(space)
         return 1 if columns is None else columns.columns.per_unit(self.dimension)
 
-    def dense_widths(self) -> dict[SpaceName, int]:
-        """Units of every space."""
-        return {space: self.units(space) for space in self.family.spaces}
+    def consumer_columns(self, space: SpaceName, units: Tensor) -> Tensor:
+        """Columns of a space's consumer that some units of a site lie on, int64, in the dense model."""
+        return self.family.columns[space].columns.lines(units, self.site_units(space), self.dimension)
 
     def config_values(self, widths: BlockWidths) -> dict[str, int]:
         """Config keys and values that say how many units of each space there are."""

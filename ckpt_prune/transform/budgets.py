@@ -275,13 +275,14 @@ def _unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
     model = request.model
     units = {space: model.units(space) for space in request.recipe.spaces}
     found: dict[SpaceName, float] = {}
+    whole = cost_in(kind, cost_of(model))
     for space in units:
         if units[space] == 1:
             found[space] = 1.0  # it stays whatever it costs
             continue
         widths = [dict(units) for _ in range(model.blocks)]
         widths[0][space] -= 1
-        found[space] = float(cost_in(kind, cost_of(model)) - cost_in(kind, _cost(request, widths)))
+        found[space] = float(whole - cost_in(kind, _cost(request, widths)))
     return found
 
 

@@ -54,7 +54,7 @@ def model(name: str) -> Model:
 def test_dimensions(name):
     found = model(name)
     assert found.blocks == found.dimension("layers") == BLOCKS
-    assert found.dense_widths() == {s: found.units(s) for s in WIDTHS[name]} == WIDTHS[name]
+    assert {s: found.units(s) for s in found.family.spaces} == WIDTHS[name]
     copies = {s: 4 if s == "qk" else 1 for s in WIDTHS[name]}
     assert {s: found.copies(s) for s in WIDTHS[name]} == copies
     assert {s: found.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
@@ -207,7 +207,7 @@ def test_widths_are_read_off_tensors(name, data):
 @pytest.mark.parametrize("name", RAW)
 def test_whole_widths_are_the_checkpoints_own_shapes(name):
     found = model(name)
-    assert found.shapes_at([found.dense_widths()] * BLOCKS) == found.shapes
+    assert found.shapes_at([{s: found.units(s) for s in found.family.spaces}] * BLOCKS) == found.shapes
     assert found.shapes_at([{}] * BLOCKS) == found.shapes
 
 

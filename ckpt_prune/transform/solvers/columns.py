@@ -6,7 +6,6 @@ from functools import reduce
 from operator import add
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.kinds import SpaceMoments
@@ -73,7 +72,6 @@ class ColumnSolver(Solver):
         name = self.model.tensor(block, consumer)
         bias = tensors.get(self.model.tensor(block, consumer, "bias"))
         methods = self._methods(block, tensors)
-        per_unit = self.model.unit_columns(self.space)
         weight = tensors[name].to(self.device)
         folds = tuple(each.to(self.device) for each in _inputs(moments))
         whole = total(folds) if folds else None
@@ -84,7 +82,7 @@ class ColumnSolver(Solver):
         plan = self._plan(block, name, kept, scores)
         if kept.numel() == scores.numel():
             return plan, None
-        columns = unit_columns(kept, per_unit).to(self.device)
+        columns = self.model.consumer_columns(self.space, kept).to(self.device)
         weight_kept = weight[:, columns].double()
         plan.method = methods[0]
         if whole is None:
@@ -212,8 +210,3 @@ class _Blends(Sequence[Blend]):
         if isinstance(index, slice):
             return _Blends(self.weight, self.folds[index], self.kept)
         return blend_from_moments(self.weight, self.folds[index], self.kept)
-
-
-def unit_columns(kept: Tensor, per_unit: int) -> Tensor:
-    """Columns of the kept units: unit u covers u * per_unit ... (u + 1) * per_unit - 1."""
-    return (kept[:, None] * per_unit + torch.arange(per_unit, device=kept.device)).flatten()
