@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import quiet_transformers
-from ckpt_prune.export.folder import EMBEDDED_BYTES, GraphWriter
+from ckpt_prune.exporting.folder import EMBEDDED_BYTES, GraphWriter
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests import encoders, families
 from tests.once import once, run_folder

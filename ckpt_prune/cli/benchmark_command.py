@@ -7,7 +7,7 @@ import click
 from ckpt_prune.cli.options import device_option, echo_json, json_option, table, trust_option
 
 if TYPE_CHECKING:
-    from ckpt_prune.benchmark.figures import Block, Result, Row, Run
+    from ckpt_prune.benchmarking.figures import Block, Result, Row, Run
 
 NONE = "-"
 """Stands for a figure that is not known."""
@@ -75,7 +75,7 @@ def command(a: str, b: str, batches: str, device: str, as_json: bool, **options:
       ckpt-prune benchmark MODEL OUT --onnx --threads 2
       ckpt-prune benchmark DENSE_GRAPH PRUNED_GRAPH --generate 64
     """
-    from ckpt_prune.benchmark.run import Settings, compare
+    from ckpt_prune.benchmarking.run import Settings, compare
     from ckpt_prune.devices import resolve_device
 
     settings = Settings(batches=_batches(batches), device=str(resolve_device(device)), **options)

@@ -62,8 +62,8 @@ def command(
     from ckpt_prune.cli.exporting import write_graph
     from ckpt_prune.cli.proof import proof_samples
     from ckpt_prune.containers.opening import open_checkpoint
-    from ckpt_prune.export.folder import GraphWriter
-    from ckpt_prune.export.session import provider_for
+    from ckpt_prune.exporting.folder import GraphWriter
+    from ckpt_prune.exporting.session import provider_for
 
     settings = GraphSettings(**{name: options[name] for name in GraphSettings.model_fields})
     source = open_checkpoint(model, trust=trust)

@@ -10,12 +10,12 @@ import click
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.cli.proof import ProofOptions, proof_lines, proof_samples
-from ckpt_prune.export.folder import GraphWriter, dtype_of, graph_bytes
-from ckpt_prune.export.manifest import Manifest
-from ckpt_prune.export.outcome import ProofSamples, Validation
-from ckpt_prune.export.session import Provider, provider_for
-from ckpt_prune.export.tasks import chosen_task
-from ckpt_prune.export.validation import validate
+from ckpt_prune.exporting.folder import GraphWriter, dtype_of, graph_bytes
+from ckpt_prune.exporting.manifest import Manifest
+from ckpt_prune.exporting.outcome import ProofSamples, Validation
+from ckpt_prune.exporting.session import Provider, provider_for
+from ckpt_prune.exporting.tasks import chosen_task
+from ckpt_prune.exporting.validation import validate
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import CalibrationOptions, ImageOptions
 from ckpt_prune.planning.export_recipe import ExportRecipe, GraphSettings

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ckpt_prune.calibration.image_files import Split
-    from ckpt_prune.export.outcome import Case, ProofSamples, Validation
-    from ckpt_prune.export.tasks import Task
+    from ckpt_prune.exporting.outcome import Case, ProofSamples, Validation
+    from ckpt_prune.exporting.tasks import Task
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """Where nothing is asked for: windows and their length, at most the context; images."""
@@ -80,7 +80,7 @@ def _text(folder: Path, task: "Task", options: ProofOptions, trust: bool) -> "Pr
     from ckpt_prune.calibration.text import evaluation_windows, frame_length, framed, load_tokenizer, read_text
     from ckpt_prune.errors import UserError
     from ckpt_prune.evaluation.loading import config_of
-    from ckpt_prune.export.outcome import ProofSamples
+    from ckpt_prune.exporting.outcome import ProofSamples
 
     config = config_of(folder, trust=trust).get_text_config()
     context = getattr(config, "max_position_embeddings", None) or WINDOW
@@ -154,7 +154,7 @@ def _images(folder: Path, task: "Task", options: ProofOptions, trust: bool, spli
     from ckpt_prune.calibration.images import ImageSamples
     from ckpt_prune.evaluation.classification import class_names
     from ckpt_prune.evaluation.loading import read_config
-    from ckpt_prune.export.outcome import ProofSamples
+    from ckpt_prune.exporting.outcome import ProofSamples
 
     if options.images is None:
         return ProofSamples(description=_noise(options, "normal noise for pixels, no --images being given"))
@@ -228,7 +228,7 @@ def _row(case: "Case") -> list[str]:
 
 def _named(case: "Case") -> str:
     """A case in words: its output, and what it was read from."""
-    from ckpt_prune.export.metrics import counted
+    from ckpt_prune.exporting.metrics import counted
 
     size = counted(case.batch, "image") if case.tokens is None else f"{case.batch} x {counted(case.tokens, 'token')}"
     padding = "" if case.padding == "none" else f", padded {case.padding}"

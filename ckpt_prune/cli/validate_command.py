@@ -44,9 +44,9 @@ def command(folder: Path, against: str, provider: Any, trust: bool, as_json: boo
       ckpt-prune validate OUT-onnx --against OUT --images photos --labels labels.csv
     """
     from ckpt_prune.checkpoint.hub import resolve
-    from ckpt_prune.export.manifest import read_manifest
-    from ckpt_prune.export.session import provider_for
-    from ckpt_prune.export.validation import validate
+    from ckpt_prune.exporting.manifest import read_manifest
+    from ckpt_prune.exporting.session import provider_for
+    from ckpt_prune.exporting.validation import validate
 
     asked = ValidateOptions(**options)
     manifest = read_manifest(folder)

@@ -32,8 +32,8 @@ def command(ctx: click.Context, folder: Path, against: str | None, as_json: bool
 
     from ckpt_prune.checkpoint.hub import resolve
     from ckpt_prune.evaluation.verify import verify
-    from ckpt_prune.export.session import GRAPH
-    from ckpt_prune.export.verify import verify_graph
+    from ckpt_prune.exporting.session import GRAPH
+    from ckpt_prune.exporting.verify import verify_graph
     from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 
     dense = resolve(against) if against else None

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_prune.benchmark import run as benchmark
-from ckpt_prune.benchmark.figures import Block, Machine, Result, Row, Run
-from ckpt_prune.benchmark.pool import Worker, workers
-from ckpt_prune.benchmark.run import Settings
+from ckpt_prune.benchmarking import run as benchmark
+from ckpt_prune.benchmarking.figures import Block, Machine, Result, Row, Run
+from ckpt_prune.benchmarking.pool import Worker, workers
+from ckpt_prune.benchmarking.run import Settings
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.export.manifest import Manifest, Source
+from ckpt_prune.exporting.manifest import Manifest, Source
 from ckpt_prune.filenames import GRAPH_RECORD
-from tests.benchmark import targets
+from tests.benchmarking import targets
 from tests.cli.running import edit_weights, misused, ok, refused, run
 from tests.graphs import exports
 

@@ -13,10 +13,10 @@ from ckpt_prune.checkpoint import writing
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.cli.main import main
 from ckpt_prune.errors import UserError
-from ckpt_prune.export import folder as export_folder
+from ckpt_prune.exporting import folder as export_folder
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.cli.test_prune import COSTS
-from tests.export.exports import traced_before
+from tests.exporting.exports import traced_before
 from tests.graphs import undisturbed
 
 PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.export.folder import GraphWriter
+from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.planning.export_recipe import GraphSettings
-from tests.export.exports import (
+from tests.exporting.exports import (
     Graph,
     Text,
     assert_near,
@@ -28,7 +28,7 @@ EXACT = 1e-5
 
 
 SHALLOW = [replace(case, blocks=1) for case in first_cases() if case.variant is None]
-"""Tracing is slow, and what holds for one block next to another is held in `tests/export`."""
+"""Tracing is slow, and what holds for one block next to another is held in `tests/exporting`."""
 
 
 @pytest.mark.parametrize("case", SHALLOW, ids=str)

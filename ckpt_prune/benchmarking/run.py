@@ -1,0 +1,241 @@
+"""The benchmark: two models, in one runtime or two, timed in turns."""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from ckpt_prune.benchmarking.costs import Costs, costs_of, weights_bytes
+from ckpt_prune.benchmarking.entrants import Entrant, GraphWish, Say, open_entrant, scratch_folder, with_graph
+from ckpt_prune.benchmarking.figures import Label, Machine, Result, Run, blocks_of
+from ckpt_prune.benchmarking.messages import Memory, Ready, Seat, Timing
+from ckpt_prune.benchmarking.pool import workers
+from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
+from ckpt_prune.errors import UserError
+from ckpt_prune.exporting.folder import graph_bytes
+from ckpt_prune.exporting.manifest import runtime_versions
+from ckpt_prune.progress import meter
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How two models are compared."""
+
+    onnx: bool = False
+    """Also in onnxruntime; exported folders run in nothing else."""
+    batches: tuple[int, ...] = (1,)
+    tokens: int | None = None
+    """The tokens of a text; None for 128, or what the context has room for."""
+    steps: int | None = None
+    """Generated after the text; None for 16, or half the context where that is less, where both models can."""
+    rounds: int = 30
+    warmup: int = 3
+    """Rounds that are run before and not counted."""
+    threads: int | None = None
+    """The threads of each model; None for as many as torch takes."""
+    device: str = "cpu"
+    """The device of PyTorch."""
+    provider: Literal["cpu", "cuda"] | None = None
+    """The provider of onnxruntime; None for CUDA where PyTorch's device is one, else the CPU."""
+    optimize: Literal["none", "cpu", "cuda"] | None = None
+    """What graphs are fused for; None for graphs as they are found, or made without."""
+    dtype: Literal["fp32", "fp16"] | None = None
+    """The type of both runtimes; None for fp32, and for graphs as they are found."""
+    trust: bool = False
+    """Run the code that a checkpoint brings, where it is not this tool's."""
+
+
+class Timed(Protocol):
+    """What can be told to run a workload once."""
+
+    def time(self, workload: Workload) -> Timing:
+        """Run it, and say how long it took."""
+
+
+def compare(a: str, b: str, settings: Settings, say: Say) -> Result:
+    """Time two models in turns.
+
+    Both are loaded WHOLE, a process for each model and runtime, and stay in memory together.
+
+    Args:
+        a: the reference, usually dense: a folder or a Hub id of a checkpoint, or an exported folder.
+        b: what is compared with it.
+        settings: how.
+        say: is told in a line what takes long and what is not as asked for.
+
+    Raises:
+        UserError: the two cannot be compared, cannot be loaded or exported, or a process dies.
+    """
+    wish = GraphWish(settings.optimize, settings.dtype)
+    pair = [
+        open_entrant("A", a, wish, say, onnx=settings.onnx),
+        open_entrant("B", b, wish, say, onnx=settings.onnx),
+    ]
+    onnx = _in_onnxruntime(pair, settings)
+    jobs = choose_workloads(
+        [each.reads(trust=settings.trust) for each in pair],
+        [a, b],
+        batches=settings.batches,
+        tokens=settings.tokens,
+        steps=settings.steps,
+    )
+    costs: dict[Label, Costs | None] = {
+        each.label: costs_of(each.checkpoint) if each.checkpoint is not None else None for each in pair
+    }
+    threads = settings.threads or torch.get_num_threads()
+    with scratch_folder() as scratch:
+        if onnx:
+            pair = [with_graph(each, wish, scratch, say, trust=settings.trust) for each in pair]
+            _say_differences(pair, say)
+        seats = _seats(pair, settings, threads, onnx)
+        with workers(seats) as pool:
+            ready = [worker.ready() for worker in pool]
+            for seat, loaded in zip(seats, ready, strict=True):
+                if loaded.note:
+                    say(f"{seat}: {loaded.note}")
+            blocks, done = [], count(1)
+            with meter((settings.warmup + settings.rounds) * len(jobs), "timing", unit="round") as bar:
+                for job in jobs:
+                    timings = take_turns(
+                        pool, job, rounds=settings.rounds, warmup=settings.warmup, tick=lambda: bar.to(next(done))
+                    )
+                    blocks += blocks_of(job, seats, timings, costs)
+            memory = [worker.finish() for worker in pool]
+        runs = [_run(*each, pair, costs) for each in zip(seats, ready, memory, strict=True)]
+    return Result(
+        machine=_machine(threads, [each.device for each in ready]),
+        rounds=settings.rounds,
+        warmup=settings.warmup,
+        seed=SEED,
+        runs=runs,
+        blocks=blocks,
+    )
+
+
+def take_turns(
+    timed: Sequence[Timed], workload: Workload, *, rounds: int, warmup: int, tick: Callable[[], None]
+) -> list[list[Timing]]:
+    """Time a workload in rounds of each of them once; a round starts with the second of the round before.
+
+    What slows the machine down for a while slows them all down alike.
+
+    Args:
+        timed: what is timed.
+        workload: one of them.
+        rounds: that are counted.
+        warmup: rounds before them.
+        tick: is called after every round.
+
+    Returns:
+        The timings of each, round by round.
+    """
+    found: list[list[Timing]] = [[] for _ in timed]
+    for number in range(warmup + rounds):
+        for turn in range(len(timed)):
+            index = (number + turn) % len(timed)
+            timing = timed[index].time(workload)
+            if number >= warmup:
+                found[index].append(timing)
+        tick()
+    return found
+
+
+def _in_onnxruntime(pair: Sequence[Entrant], settings: Settings) -> bool:
+    """Whether graphs are timed: where asked for, or where there is nothing else."""
+    graphs = [each.name for each in pair if each.checkpoint is None]
+    if settings.onnx or len(graphs) == len(pair):
+        return True
+    if graphs:
+        raise UserError(
+            f"{graphs[0]} is an exported graph, which runs in onnxruntime alone: say --onnx to time both there"
+        )
+    for option, value in (("--provider", settings.provider), ("--optimize", settings.optimize)):
+        if value is not None:
+            raise UserError(f"{option} is for onnxruntime: say --onnx as well")
+    return False
+
+
+def _say_differences(pair: Sequence[Entrant], say: Say) -> None:
+    a, b = (each.manifest for each in pair)
+    assert a is not None
+    assert b is not None
+    for what, one, other in (("dtype", a.dtype, b.dtype), ("optimize", a.optimize, b.optimize)):
+        if one != other:
+            say(f"the graphs were made with --{what} {one} and {other}: their ratio is not of pruning alone")
+
+
+def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool) -> list[Seat]:
+    seats = [
+        Seat(
+            each.label,
+            each.name,
+            "PyTorch",
+            str(each.folder),
+            settings.device,
+            threads,
+            settings.dtype or "fp32",
+            settings.trust,
+        )
+        for each in pair
+        if each.checkpoint is not None
+    ]
+    if onnx:
+        # The same GPU, where both are on one.
+        kind = torch.device(settings.device).type
+        device = settings.device if settings.provider in (None, kind) else settings.provider
+        seats += [
+            Seat(each.label, each.name, "onnxruntime", str(each.graph), device, threads, each.manifest.dtype)
+            for each in pair
+            if each.manifest is not None
+        ]
+    return seats
+
+
+def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], costs: dict[Label, Costs | None]) -> Run:
+    entrant = next(each for each in pair if each.label == seat.label)
+    graph = seat.runtime == "onnxruntime"
+    known = costs[seat.label]
+    parameters = None
+    if known is not None:
+        parameters = known.parameters
+    elif entrant.checkpoint is not None:
+        parameters = sum(info.numel for info in entrant.checkpoint.tensors.values())
+    disk = graph_bytes(Path(seat.folder)) if graph or entrant.checkpoint is None else weights_bytes(entrant.checkpoint)
+    return Run(
+        label=seat.label,
+        model=seat.model,
+        runtime=seat.runtime,
+        device=ready.device,
+        dtype=seat.dtype,
+        optimize=entrant.manifest.optimize if graph and entrant.manifest else None,
+        parameters=parameters,
+        disk_bytes=disk,
+        base_bytes=memory.base,
+        peak_bytes=memory.peak,
+        gpu_bytes=memory.gpu,
+    )
+
+
+def _machine(threads: int, devices: Sequence[str]) -> Machine:
+    gpus = [torch.device(each) for each in devices if each != "cpu" and torch.cuda.is_available()]
+    return Machine(
+        processor=_processor(),
+        gpu=torch.cuda.get_device_name(gpus[0].index or 0) if gpus else None,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=threads,
+        versions=runtime_versions(),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,114 @@
+"""The model card of an exported graph, with a snippet that needs onnxruntime and numpy alone."""
+
+from typing import Any
+
+from ckpt_prune.exporting.manifest import Manifest
+from ckpt_prune.filenames import GRAPH_RECORD, VALIDATION
+
+
+def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = True) -> str:
+    """README.md of an exported folder.
+
+    Args:
+        manifest: its record.
+        config: config.json.
+        proved: whether there is a validation.json.
+    """
+    compared = (
+        f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
+        if proved
+        else "It was not compared with PyTorch; `ckpt-prune validate` does it"
+    )
+    fused = "" if manifest.optimize == "none" else f", fused for onnxruntime's {manifest.optimize.upper()} provider"
+    lines = [
+        "---",
+        "library_name: onnx",
+        f"pipeline_tag: {manifest.task}",
+        "tags: [ckpt-prune, onnx]",
+        "---",
+        "",
+        f"# {manifest.source.name}, ONNX",
+        "",
+        f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from `{manifest.source.name}` "
+        f"({config.get('model_type')}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}{fused}.",
+        f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
+        *_context(manifest, config),
+        "",
+        "| | name | type | shape |",
+        "|---|---|---|---|",
+    ]
+    for what, ports in (("in", manifest.inputs), ("out", manifest.outputs)):
+        lines += [f"| {what} | `{port.name}` | {port.type} | {' × '.join(map(str, port.shape))} |" for port in ports]
+    return "\n".join([*lines, "", "```python", snippet(manifest), "```", ""])
+
+
+def _context(manifest: Manifest, config: dict[str, Any]) -> list[str]:
+    """How long a text may be; beyond, a graph fails over an index or reads positions it was never trained on."""
+    limit = config.get("max_position_embeddings")
+    if manifest.modality == "image" or not isinstance(limit, int):
+        return []
+    return [f"Texts have at most {limit} tokens, a prompt and what is generated after it together."]
+
+
+def snippet(manifest: Manifest) -> str:
+    """Python that runs the graph in the current folder, on made-up tokens or pixels."""
+    on = ', providers=["CUDAExecutionProvider", "CPUExecutionProvider"]' if manifest.optimize == "cuda" else ""
+    lines = [
+        "import numpy as np",
+        "import onnxruntime",
+        "",
+        f'session = onnxruntime.InferenceSession("model.onnx"{on})',
+    ]
+    names = [port.name for port in manifest.inputs]
+    kind = manifest.float_type
+    if manifest.cached:
+        lines += _generation(names, kind, _hint(manifest))
+    elif manifest.modality == "image":
+        sizes = ", ".join(str(size) for size in manifest.inputs[0].shape[1:])
+        shown = "first.argmax(-1)" if manifest.task == "image-classification" else "first.shape"
+        lines += [
+            f"pixels = np.zeros((1, {sizes}), np.{kind})  # resized and normalised as preprocessor_config.json says",
+            'first, *others = session.run(None, {"pixel_values": pixels})',
+            f"print({shown})",
+        ]
+    else:
+        generates = manifest.task == "text-generation"
+        lines += [
+            f"ids = np.array([[3, 4, 5]]){_hint(manifest)}",
+            f"first, *others = session.run(None, {{{_feed(names, 'ids', 'ids.shape[1]')}}})",
+            "print(first[:, -1].argmax(-1))  # the next token" if generates else "print(first.shape)",
+        ]
+    return "\n".join(lines)
+
+
+def _hint(manifest: Manifest) -> str:
+    """Where token ids come from, as a comment."""
+    if "tokenizer.json" not in manifest.files:
+        return "  # token ids of a text"
+    return '  # of a text: tokenizers.Tokenizer.from_file("tokenizer.json").encode(TEXT).ids'
+
+
+def _feed(names: list[str], ids: str, total: str) -> str:
+    """The graph's inputs of tokens without padding, as the inside of a dict."""
+    known = {
+        "input_ids": ids,
+        "attention_mask": f"np.ones((1, {total}), np.int64)",
+        "position_ids": f"np.arange({total})[None, -{ids}.shape[1]:]",
+        "token_type_ids": f"np.zeros_like({ids})",
+    }
+    return ", ".join(f'"{name}": {value}' for name, value in known.items() if name in names)
+
+
+def _generation(names: list[str], kind: str, hint: str) -> list[str]:
+    shown = "  # as text: the tokenizer's decode(ids[0])" if "tokenizer.json" in hint else ""
+    return [
+        f"ids = new = np.array([[3, 4, 5]]){hint}",
+        'past = [each for each in session.get_inputs() if each.name.startswith("past_key_values.")]',
+        f"cache = {{p.name: np.zeros((1, p.shape[1], 0, p.shape[3]), np.{kind}) for p in past}}",
+        "for _ in range(20):",
+        f"    feed = {{{_feed(names, 'new', 'ids.shape[1]')}}}",
+        "    logits, *present = session.run(None, feed | cache)",
+        "    new, cache = logits[:, -1:].argmax(-1), dict(zip(cache, present))",
+        "    ids = np.hstack([ids, new])",
+        f"print(ids){shown}",
+    ]

@@ -1,0 +1,194 @@
+"""A task's own metric in onnxruntime and in PyTorch, by the functions that `evaluate` measures checkpoints with."""
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.calibration.text import load_tokenizer
+from ckpt_prune.evaluation.classification import compare_classifiers
+from ckpt_prune.evaluation.features import compare_features
+from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
+from ckpt_prune.evaluation.perplexity import compare
+from ckpt_prune.exporting.reference import Reference
+from ckpt_prune.exporting.session import OnnxModel
+from ckpt_prune.planning.export_recipe import TaskName
+
+MEAN_SHARE = 0.1
+"""Means are held to so much of the tolerance: errors of single elements are rounding, of random sign, and a mean that
+moves as far as they do is a bias."""
+
+
+class Metric(BaseModel):
+    """One figure in both runtimes."""
+
+    name: str
+    """perplexity, masked perplexity, top-1, agreement or cosine."""
+    onnxruntime: float | None
+    """None where it overflows."""
+    pytorch: float | None
+    """None also of agreement and cosine, which are of both at once."""
+    of: str
+    """What it was measured on."""
+    difference: float | None
+    """What is held to the tolerance; None where it overflows.
+
+    Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images that
+    the two put into different classes. Cosine: relative error of the features.
+    """
+    tolerance: float
+    """The most that passes. Top-1 and agreement: share of the images that the two put into different classes which
+    PyTorch itself has nearer than two errors that pass, so that either may come first."""
+    passed: bool
+
+
+def text_metric(
+    graph: OnnxModel, reference: Reference, task: TaskName, windows: Tensor, folder: Path, tolerance: float
+) -> Metric | str:
+    """The metric of a model of text, or why there is none.
+
+    Args:
+        graph: open.
+        reference: PyTorch.
+        task: of the graph.
+        windows: int64 (N, T), real text.
+        folder: with the tokenizer, which knows the token that masks others.
+        tolerance: of single outputs, in units of the largest.
+
+    Raises:
+        UserError: a model's outputs are not numbers.
+    """
+    ours, theirs = _models(graph, reference)
+    of = f"{counted(len(windows), 'window')} of {counted(windows.shape[1], 'token')}"
+    if task == "text-generation":
+        causal = compare(ours, theirs, windows, what="perplexity")
+        a, b = causal.score, causal.reference_score
+        return _perplexity("perplexity", (a.perplexity, b.perplexity), abs(a.nll - b.nll), of, tolerance)
+    if task == "fill-mask":
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.mask_token_id is None:
+            return "its tokenizer has no mask token, so nothing can be masked"
+        masked = choose_masked(windows, set(tokenizer.all_special_ids))
+        found = fill_in(ours, windows, masked, tokenizer.mask_token_id, theirs)
+        assert isinstance(found, MaskedComparison)
+        of = f"{counted(int(masked.sum()), 'masked token')} in {of}"
+        pair = found.score.perplexity, found.reference_score.perplexity
+        apart = abs(math.log(pair[0]) - math.log(pair[1])) if all(map(math.isfinite, pair)) else math.inf
+        return _perplexity("masked perplexity", pair, apart, of, tolerance)
+    if task == "feature-extraction":
+        return _cosine(ours, reference, TokenWindows(windows), of, tolerance)
+    return f"{task} has none without labelled texts"
+
+
+def image_metric(
+    graph: OnnxModel, reference: Reference, task: TaskName, images: ImageSamples, tolerance: float
+) -> Metric | str:
+    """The metric of a model of images, or why there is none.
+
+    Arguments are those of `text_metric`.
+
+    Raises:
+        UserError: a model's outputs are not numbers.
+    """
+    ours, theirs = _models(graph, reference)
+    of = counted(len(images), "image")
+    if task == "feature-extraction":
+        return _cosine(ours, reference, images, of, tolerance)
+    if task != "image-classification":
+        return f"{task} of images has none"
+    given, expected = _Noted(ours), _Noted(theirs)
+    found = compare_classifiers(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), images, what="top-1")
+    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * tolerance)
+    a, b = found.score.top1, found.reference_score.top1
+    if a is None:
+        a, b = found.agreement, None
+    return Metric(
+        name="agreement" if b is None else "top-1",
+        onnxruntime=a,
+        pytorch=b,
+        of=of,
+        difference=apart,
+        tolerance=close,
+        passed=apart <= close,
+    )
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 image", "2 images"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _models(graph: OnnxModel, reference: Reference) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Both as what `evaluation` takes: it calls them, and asks for their config, device and type."""
+    return cast(PreTrainedModel, graph), reference.model
+
+
+def _perplexity(name: str, pair: tuple[float, float], apart: float, of: str, tolerance: float) -> Metric:
+    ours, theirs = (value if math.isfinite(value) else None for value in pair)
+    return Metric(
+        name=name,
+        onnxruntime=ours,
+        pytorch=theirs,
+        of=of,
+        difference=apart if math.isfinite(apart) else None,
+        tolerance=tolerance * MEAN_SHARE,
+        passed=apart <= tolerance * MEAN_SHARE,
+    )
+
+
+def _cosine(ours: PreTrainedModel, reference: Reference, samples: Samples, of: str, tolerance: float) -> Metric:
+    found = compare_features(ours, cast(PreTrainedModel, reference.module), samples)
+    apart = math.sqrt(found.relative_error)
+    return Metric(
+        name="cosine",
+        onnxruntime=found.cosine,
+        pytorch=None,
+        of=of,
+        difference=apart,
+        tolerance=tolerance,
+        passed=apart <= tolerance,
+    )
+
+
+class _Noted:
+    """A classifier whose logits are kept, (B, classes) of each batch."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.device, self.dtype = model.device, model.dtype
+        self.logits: list[Tensor] = []
+
+    def eval(self) -> "_Noted":
+        """A classifier to measure is in evaluation mode."""
+        self._model.eval()
+        return self
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run it."""
+        output = self._model(**inputs)
+        self.logits.append(output.logits)
+        return output
+
+
+def _flips(ours: Tensor, theirs: Tensor, share: float) -> tuple[float, float]:
+    """How many images are put into another class, and how many of these may be, each as a share of all.
+
+    An image may be where PyTorch has the two classes nearer than `share` of its largest logit.
+
+    Args:
+        ours: logits of onnxruntime, (N, classes).
+        theirs: of PyTorch.
+        share: see above.
+    """
+    a, b = ours.double().argmax(1, keepdim=True), theirs.double().argmax(1, keepdim=True)
+    values = theirs.double()
+    margin = values.gather(1, b) - values.gather(1, a)
+    flipped = a != b
+    near = flipped & (margin <= share * values.abs().max())
+    return flipped.sum().item() / len(ours), near.sum().item() / len(ours)

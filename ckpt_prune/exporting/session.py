@@ -1,0 +1,207 @@
+"""Running an exported graph in onnxruntime, as the model it came from."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import config_of
+from ckpt_prune.exporting.tasks import PAST, PRESENT
+
+T = TypeVar("T")
+
+GRAPH = "model.onnx"
+DATA = f"{GRAPH}.data"
+"""External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
+
+Provider = Literal["cpu", "cuda"]
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_WHY = "onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for)"
+_TYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64,
+    "tensor(bool)": torch.bool,
+}
+
+
+def provider_for(optimize: Literal["cpu", "cuda", "none"]) -> Provider:
+    """What a graph is run on where nothing else is said: what it is fused for, else the CPU."""
+    return "cpu" if optimize == "none" else optimize
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open graph."""
+
+    inner: Any
+    """onnxruntime's InferenceSession."""
+    provider: Provider
+    """What it runs on."""
+    note: str | None
+    """Why that is not what was asked for."""
+
+
+def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0) -> Session:
+    """Load a graph into onnxruntime.
+
+    Args:
+        graph: an ONNX file; external data lies beside it.
+        provider: what to run it on. Where CUDA is asked for and cannot be loaded, the CPU is used and `note` says so.
+        threads: of one operator; by default as many as torch uses, which heeds the cores this process may run on.
+        device: number of the GPU.
+
+    Raises:
+        UserError: onnxruntime cannot load it.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 3
+    # Threads that spin while they wait take the cores from whoever else computes (measured: PyTorch beside it 1.7 times
+    # slower); alone on the machine it costs 0 to 6 %.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    note = None
+    if provider == "cuda":
+        # It would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
+        cuda = (_PROVIDERS["cuda"], {"use_tf32": "0", "device_id": str(device)})
+        there = _PROVIDERS["cuda"] in _built_for()
+        found = _load(graph, options, [cuda, _PROVIDERS["cpu"]]) if there else "not built in"
+        if not isinstance(found, str) and _PROVIDERS["cuda"] in found.get_providers():
+            return Session(found, "cuda", None)
+        note = f"CUDA was asked for and {_WHY}"
+    found = _load(graph, options, [_PROVIDERS["cpu"]])
+    if isinstance(found, str):
+        more = f"; {note}" if note else ""
+        raise UserError(f"{graph}: onnxruntime cannot load it: {found}{more}")
+    return Session(found, "cpu", None if note is None else f"{note}: it runs on the CPU")
+
+
+def _built_for() -> list[str]:
+    providers: list[str] = onnxruntime.get_available_providers()
+    return providers
+
+
+def _load(graph: Path, options: Any, providers: list[Any]) -> Any:
+    """An InferenceSession, or in one line why there is none."""
+    try:
+        with _quiet_onnxruntime():
+            # Its own way back to other providers prints on stdout and keeps quiet about what it runs on.
+            return onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@contextmanager
+def _quiet_onnxruntime() -> Iterator[None]:
+    """Hold back what onnxruntime prints of a provider it cannot load; that it was not is said in one line."""
+    onnxruntime.set_default_logger_severity(4)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(2)
+
+
+class OnnxModel:
+    """A graph that is called like the transformers model it came from.
+
+    Args:
+        folder: of an export: `model.onnx` and config.json.
+        provider: what to run it on.
+        threads: of one operator.
+        device: number of the GPU.
+
+    Attributes:
+        config: of the model.
+        session: the open graph.
+        inputs, outputs: names to onnxruntime's descriptions, in the graph's order.
+        device: where outputs are: always the CPU.
+        dtype: of the graph's floating-point outputs.
+
+    Raises:
+        UserError: onnxruntime cannot load it.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, folder: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0
+    ) -> None:
+        self.config = config_of(folder)
+        self.session = open_session(folder / GRAPH, provider=provider, threads=threads, device=device)
+        self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
+        self.outputs = {each.name: each for each in self.session.inner.get_outputs()}
+        self.dtype = next(_TYPES.get(each.type, torch.float32) for each in self.outputs.values())
+
+    def eval(self) -> "OnnxModel":
+        """A graph is always in evaluation mode."""
+        return self
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values go in and out."""
+        return any(name.startswith(PAST) for name in self.inputs)
+
+    def empty_cache(self, batch: int) -> dict[str, Tensor]:
+        """Keys and values of no tokens: `past_key_values.*`, (B, heads, 0, head_dim)."""
+        return {
+            name: torch.zeros([batch, each.shape[1], 0, each.shape[3]], dtype=_TYPES[each.type])
+            for name, each in self.inputs.items()
+            if name.startswith(PAST)
+        }
+
+    def arrays(self, feed: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+        """What onnxruntime is given: arrays of the graph's types, of what it has inputs for."""
+        return {
+            name: np.ascontiguousarray(value.to(_TYPES[self.inputs[name].type]).numpy())
+            for name, value in feed.items()
+            if name in self.inputs
+        }
+
+    def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the graph: inputs by name to outputs by name, on the CPU; what it has no input for is left out.
+
+        Raises:
+            UserError: onnxruntime fails.
+        """
+        arrays = self.arrays(feed)
+        try:
+            values = self.session.inner.run(None, arrays)
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(arrays.items())[:4])
+            reason = " ".join(str(error).split())
+            raise UserError(f"onnxruntime cannot run the graph on {sizes}: {reason[:300]}") from error
+        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, values, strict=True)}
+
+    def __call__(self, **inputs: Any) -> ModelOutput:
+        """Run on whole texts or images, without earlier tokens.
+
+        Args:
+            inputs: `input_ids` (B, T), with `attention_mask`, `position_ids`, `token_type_ids` where they are not all
+                ones, counted along the mask, and zeros; or `pixel_values` (B, C, H, W). Others are left out.
+        """
+        feed = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        if "input_ids" in feed:
+            feed = complete(feed) | self.empty_cache(len(feed["input_ids"]))
+        return ModelOutput(self.run(feed))
+
+
+def complete(feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of text with all that a graph may ask for beside `input_ids`, (B, T) int64."""
+    ids = feed["input_ids"]
+    mask = feed.get("attention_mask", torch.ones_like(ids))
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    return {"attention_mask": mask, "position_ids": positions, "token_type_ids": torch.zeros_like(ids)} | feed
+
+
+def next_cache(found: Mapping[str, T]) -> dict[str, T]:
+    """The keys and values that came out, as what goes in next."""
+    return {name.replace(PRESENT, PAST, 1): value for name, value in found.items() if name.startswith(PRESENT)}

@@ -1,0 +1,82 @@
+"""Proving that an exported folder is whole: its graph loads, is finite, and is the one that passed."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir
+
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import Check, guarded
+from ckpt_prune.exporting.integrity import check_files, check_operators, present_files
+from ckpt_prune.exporting.manifest import Manifest, read_manifest
+from ckpt_prune.exporting.outcome import Validation, read_validation
+from ckpt_prune.exporting.session import GRAPH, open_session, provider_for
+from ckpt_prune.filenames import VALIDATION
+from ckpt_prune.progress import track
+
+
+def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
+    """Check an exported folder without running its graph on anything.
+
+    Args:
+        folder: as `ckpt-prune export` wrote it.
+        source: the checkpoint that it should be of.
+
+    Raises:
+        UserError: the folder is no export, or its record is damaged.
+    """
+    manifest = read_manifest(folder)
+    present = present_files(folder, manifest)
+    checks = [
+        guarded("files", lambda: check_files(folder, manifest, present)),
+        guarded("checker", lambda: check_operators(folder, manifest)),
+        guarded("finite", lambda: _finite(folder)),
+        guarded("load", lambda: _load(folder, manifest)),
+        guarded("validation", lambda: _validation(folder, manifest, present)),
+    ]
+    if source is not None:
+        checks.append(guarded("source", lambda: _source(manifest, source)))
+    return checks
+
+
+def _finite(folder: Path) -> tuple[bool, str]:
+    try:
+        weights = onnx_ir.load(folder / GRAPH).graph.initializers
+        for name, value in track(list(weights.items()), "checking for NaN and Inf", unit="tensor"):
+            tensor = value.const_value
+            if tensor is not None and tensor.dtype.is_floating_point() and not np.isfinite(tensor.numpy()).all():
+                return False, f"{name} has NaN or Inf"
+    except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
+        raise UserError(f"{GRAPH} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    return True, f"no NaN, no Inf in {len(weights)} tensors"
+
+
+def _load(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
+    wanted = provider_for(manifest.optimize)
+    try:
+        session = open_session(folder / GRAPH, provider=wanted)
+    except UserError as error:
+        # Operators for CUDA alone say nothing on a machine without it.
+        return (None if wanted == "cuda" else False), str(error)
+    inner = session.inner
+    loaded = f"onnxruntime loads it: {len(inner.get_inputs())} inputs, {len(inner.get_outputs())} outputs"
+    return True, loaded if session.note is None else f"{loaded}; {session.note}"
+
+
+def _validation(folder: Path, manifest: Manifest, present: dict[str, str]) -> tuple[bool | None, str]:
+    if not (folder / VALIDATION).is_file():
+        return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
+    found: Validation = read_validation(folder)
+    if found.files != present or found.against.fingerprint != manifest.source.fingerprint:
+        return False, f"{VALIDATION} is not about these files: run `ckpt-prune validate`"
+    if not found.passed:
+        return False, f"{VALIDATION} says that the graph does not compute what the model does"
+    return True, f"compared with PyTorch on {len(found.cases)} inputs, on {found.provider}: within the tolerance"
+
+
+def _source(manifest: Manifest, source: Path) -> tuple[bool, str]:
+    checkpoint = Checkpoint.open(source)
+    if manifest.source.fingerprint != checkpoint.fingerprint:
+        return False, f"it was exported from another model than {source}: its record names {manifest.source.name}"
+    return True, f"exported from {source}"

@@ -1,0 +1,53 @@
+"""What processes do in tests in place of loading a model. Imports nothing heavy: each of them starts a Python."""
+
+import os
+import signal
+import time
+
+from ckpt_prune.benchmarking.messages import Failure, Memory, Ready
+
+
+def obliging(connection, seat):
+    """Ready at once; every timing takes as long as the model's name says."""
+    connection.send(Ready("cpu", None))
+    while connection.recv() is not None:
+        connection.send({"forward": [float(seat.model)]})
+    connection.send(Memory(1, 2, None))
+
+
+def failing(connection, seat):
+    connection.send(Failure("out of memory"))
+
+
+def complaining(connection, seat):
+    """Fails when it is timed, and is gone by the time it is timed again."""
+    connection.send(Ready("cpu", None))
+    connection.recv()
+    connection.send(Failure("no room for the cache"))
+
+
+def killed(connection, seat):
+    connection.send(Ready("cpu", None))
+    connection.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crashing(connection, seat):
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def leaving(connection, seat):
+    os._exit(3)
+
+
+def endless(connection, seat):
+    """Never answers, and ignores the gentler signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection.send(Ready("cpu", None))
+    time.sleep(3600)
+
+
+def waiting(connection, seat):
+    """Never answers."""
+    connection.send(Ready("cpu", None))
+    time.sleep(3600)

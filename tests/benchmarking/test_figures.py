@@ -1,0 +1,83 @@
+"""Figures from raw timings, against numpy and against sums done by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_prune.benchmarking.costs import Costs
+from ckpt_prune.benchmarking.figures import blocks_of, percentile
+from ckpt_prune.benchmarking.messages import Seat
+from ckpt_prune.benchmarking.workload import Workload
+
+SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40)
+
+
+@given(SECONDS, st.floats(0, 100))
+def test_percentiles_are_numpys(values, percent):
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
+
+
+def seat(label: str, runtime: str = "PyTorch") -> Seat:
+    return Seat(label, label.lower(), runtime, label, "cpu", 1, "fp32")
+
+
+def text(steps: int, batch: int = 2) -> Workload:
+    return Workload("text", batch, 10, steps, True, True, 40, (0, 0, 0))
+
+
+def test_prefill_and_decode():
+    """Two rounds of 20 tokens, and of two steps of 2 tokens."""
+    timings = [
+        [{"prefill": [0.1], "decode": [0.01, 0.02]}, {"prefill": [0.3], "decode": [0.03, 0.08]}],
+        [{"prefill": [0.1], "decode": [0.01, 0.01]}, {"prefill": [0.1], "decode": [0.01, 0.01]}],
+    ]
+    costs = {"A": Costs(7, once=0, per_token=10, per_pair=4), "B": Costs(5, once=0, per_token=5, per_pair=2)}
+    prefill, decode = blocks_of(text(2), [seat("A"), seat("B")], timings, costs)
+    assert (prefill.phase, prefill.batch, prefill.tokens, prefill.steps, prefill.unit) == (
+        "prefill",
+        2,
+        10,
+        2,
+        "tokens",
+    )
+    a, b = prefill.rows
+    assert (a.label, a.model, a.runtime) == ("A", "a", "PyTorch")
+    assert (a.p50_ms, a.p95_ms, a.throughput) == pytest.approx((200, 290, 2 * 20 / 0.4))
+    assert (a.p50_ratio, a.flops_ratio) == (1, 1)
+    assert a.latencies_ms == [[100], [300]]
+    assert (b.p50_ratio, b.flops_ratio) == (0.5, 0.5)
+    assert a.flops == 2 * (10 * 10 + 4 * 10 * 10)
+    a, b = decode.rows
+    assert decode.phase == "decode"
+    # 2 tokens in a step, 4 steps.
+    assert (a.p50_ms, a.p95_ms, a.throughput) == pytest.approx((25, 72.5, 2 * 4 / 0.14))
+    assert np.array(a.latencies_ms) == pytest.approx(np.array([[10, 20], [30, 80]]))
+    assert b.p50_ratio == pytest.approx(10 / 25)
+    # The queries of the two steps look at 11 and at 12 keys: 46 on average, by 4.
+    assert a.flops == 2 * (10 + 4 * 23 // 2)
+
+
+def test_ratios_are_to_a_in_the_same_runtime():
+    seats = [seat("A"), seat("B"), seat("A", "onnxruntime"), seat("B", "onnxruntime")]
+    timings = [[{"prefill": [seconds]}] for seconds in (1.0, 0.5, 0.25, 0.2)]
+    (block,) = blocks_of(text(0), seats, timings, {"A": None, "B": Costs(5, 0, 5, 2)})
+    assert [row.p50_ratio for row in block.rows] == pytest.approx([1, 0.5, 1, 0.8])
+    # Without the FLOPs of A there is nothing to compare with.
+    assert [row.flops for row in block.rows] == [None, 500, None, 500]
+    assert {row.flops_ratio for row in block.rows} == {None}
+
+
+def test_without_a_in_a_runtime_there_is_no_ratio():
+    timings = [[{"prefill": [1.0]}], [{"prefill": [0.5]}]]
+    (block,) = blocks_of(text(0), [seat("B"), seat("A", "onnxruntime")], timings, {"A": None, "B": None})
+    assert [row.p50_ratio for row in block.rows] == [None, 1]
+
+
+def test_images():
+    workload = Workload("image", 4, 0, 0, False, False, 0, (3, 8, 8))
+    costs = {"A": Costs(7, once=100, per_token=0, per_pair=0), "B": None}
+    (block,) = blocks_of(workload, [seat("A")], [[{"forward": [0.5]}, {"forward": [1.5]}]], costs)
+    assert (block.phase, block.tokens, block.unit) == ("forward", None, "images")
+    assert block.rows[0].throughput == pytest.approx(4)
+    assert block.rows[0].flops == 400
