@@ -1,16 +1,54 @@
-"""Smaller transformers today: structured pruning of Hugging Face checkpoints with closed-form compensation."""
+"""Smaller transformers today: structured pruning of Hugging Face checkpoints with closed-form compensation.
 
-from typing import Any
+What the commands of `ckpt-prune` do, a function of the same name does here, with the same options and the same errors
+(`UserError`); results are objects, and `progress=False` keeps stderr silent.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ckpt_prune._version import __version__
+from ckpt_prune.errors import UserError
 
-__all__ = ["__version__", "load"]
+if TYPE_CHECKING:
+    from ckpt_prune.api.benchmark import benchmark
+    from ckpt_prune.api.calibrate import calibrate
+    from ckpt_prune.api.evaluate import evaluate
+    from ckpt_prune.api.export import export
+    from ckpt_prune.api.inspect import inspect
+    from ckpt_prune.api.plan import plan
+    from ckpt_prune.api.prune import prune
+    from ckpt_prune.api.recover import recover
+    from ckpt_prune.api.sweep import sweep
+    from ckpt_prune.api.validate import validate
+    from ckpt_prune.api.verify import verify
+    from ckpt_prune.loading import load
+
+__all__ = [
+    "UserError",
+    "__version__",
+    "benchmark",
+    "calibrate",
+    "evaluate",
+    "export",
+    "inspect",
+    "load",
+    "plan",
+    "prune",
+    "recover",
+    "sweep",
+    "validate",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load` when it is first asked for: it brings torch and transformers."""
-    if name == "load":
-        from ckpt_prune.loading import load
+    """Import a function when it is first asked for: some bring torch and transformers."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "ckpt_prune.loading" if name == "load" else f"ckpt_prune.api.{name}"
+    return getattr(importlib.import_module(module), name)
 
-        return load
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,15 +1,77 @@
 """What the library and the command line take, as pydantic models: the same names, types, limits and defaults."""
 
+import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.ratios import checked_ratio
 
 
-class SampleOptions(BaseModel):
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, str | os.PathLike) else value
+
+
+def path_of(value: Any) -> Any:
+    """The folder of a result that has one, an output (`path`) or statistics (`folder`); other values as they are."""
+    found = getattr(value, "path", getattr(value, "folder", value))
+    return os.fspath(found) if isinstance(found, os.PathLike) else found
+
+
+def _changes(value: Any) -> Any:
+    """Changes of a recipe as the command line takes them."""
+    if isinstance(value, Mapping):
+        return tuple(f"{key}={json.dumps(each)}" for key, each in value.items())
+    return _several(value)
+
+
+def _with_commas(value: Any) -> Any:
+    """Several values as the command line takes them."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple | set | frozenset | range) else value
+
+
+Texts = Annotated[tuple[Path, ...], BeforeValidator(_several)]
+"""Text files, or one of them."""
+Folder = Annotated[str, BeforeValidator(path_of)]
+"""A folder or a Hub id, or a result that has a folder."""
+
+
+class Options(BaseModel):
+    """What a command takes."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+O = TypeVar("O", bound=BaseModel)  # noqa: E741
+
+
+def checked(kind: type[O], given: Mapping[str, Any]) -> O:
+    """Options from values.
+
+    Args:
+        kind: which options.
+        given: name → value; names of other kinds of options are left alone.
+
+    Raises:
+        UserError: a value that means nothing, named as the command line names it.
+    """
+    try:
+        return kind(**{name: given[name] for name in kind.model_fields if name in given})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        said = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"--{option} {first['input']}: {said}") from error
+
+
+class SampleOptions(Options):
     """Which windows of which text, or how many images, to run a model on."""
 
-    text: tuple[Path, ...] = Field((), description="Text file to run the model on (.txt or .jsonl); may be repeated.")
+    text: Texts = Field((), description="Text file to run the model on (.txt or .jsonl); may be repeated.")
     samples: int | None = Field(
         None, ge=1, description="Number of windows, or of images. [default: 128 windows; all images, at most 4000]"
     )
@@ -49,7 +111,7 @@ class TrainingOptions(SampleOptions):
     )
 
 
-class ImageOptions(BaseModel):
+class ImageOptions(Options):
     """Which images to calibrate on."""
 
     images: Path | None = Field(
@@ -63,10 +125,10 @@ class ImageOptions(BaseModel):
     max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
 
 
-class EvaluationOptions(BaseModel):
+class EvaluationOptions(Options):
     """What to measure a model on."""
 
-    text: tuple[Path, ...] = Field((), description="Text file to measure perplexity on; may be repeated.")
+    text: Texts = Field((), description="Text file to measure perplexity on; may be repeated.")
     window: int | None = Field(None, ge=2, description="Tokens per window; needed with --text.")
     images: Path | None = Field(
         None,
@@ -86,21 +148,57 @@ class EvaluationOptions(BaseModel):
     )
 
 
-class RecipeOptions(BaseModel):
+class ProofOptions(Options):
+    """What to compare a graph with PyTorch on."""
+
+    text: Texts = Field(
+        default=(),
+        description="Text file to compare on (.txt or .jsonl); may be repeated. [default: Python sources of the "
+        "running Python's standard library]",
+    )
+    images: Path | None = Field(
+        default=None,
+        description="Folder of images to compare on: plain, with labels.csv, or with a sub-folder per class. "
+        "[default: noise, and no accuracy]",
+    )
+    labels: Path | None = Field(
+        default=None,
+        description="CSV with columns file, label and perhaps split (eval). [default: labels.csv in or beside DIR]",
+    )
+    samples: int | None = Field(default=None, ge=1, description="Number of windows, or of images. [default: 16, 64]")
+    window: int | None = Field(
+        default=None, ge=2, description="Tokens per window. [default: the model's context length, at most 512]"
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Of the random choice of images, and of noise.")
+    max_corrupt: float = Field(default=0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
+
+
+class SourceOptions(Options):
+    """Which model to read, and where to work."""
+
+    model: Folder = Field(description="Folder of a model, or a Hub id.")
+    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
+
+
+class RecipeOptions(SourceOptions):
     """Which model to prune, and by which recipe."""
 
-    model: str = Field(description="Folder of the dense model, or a Hub id.")
-    recipe: str | None = Field(None, description="Name of a shipped recipe, or a recipe file. Default: best.")
-    statistics: Path | None = Field(None, description="Statistics folder.")
-    ratio: float | None = Field(None, ge=0, lt=1, description="Share to drop, in place of the recipe's.")
+    recipe: Annotated[str | None, BeforeValidator(path_of)] = Field(
+        None, description="Name of a shipped recipe, or a recipe file."
+    )
+    statistics: Annotated[Path | None, BeforeValidator(path_of)] = Field(None, description="Statistics folder.")
+    ratio: Annotated[float | None, BeforeValidator(checked_ratio)] = Field(
+        None, description="Share to drop, in place of the recipe's."
+    )
     target_params: str | None = Field(None, description="Parameters to come down to, a number or a share.")
     target_bytes: str | None = Field(None, description="Bytes to come down to, a number or a share.")
     target_flops: str | None = Field(None, description="FLOPs to come down to, a number or a share.")
-    overrides: tuple[str, ...] = Field((), description="Changes of the recipe's keys, KEY=VALUE.")
+    overrides: Annotated[tuple[str, ...], BeforeValidator(_changes)] = Field(
+        (), description="Changes of the recipe's keys, KEY=VALUE."
+    )
     container: str | None = Field(None, description="What the output is stored as.")
     overwrite: bool = Field(False, description="Replace an existing output.")
-    trust: bool = Field(False, description="Accept a model that asks for code of its own.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
 
 
 class PlanOptions(RecipeOptions):
@@ -110,12 +208,101 @@ class PlanOptions(RecipeOptions):
     diagnostics: bool = Field(True, description="Also predict floors, rho2, spectra and held-out errors.")
 
 
-class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions):
+class HeldStatesOptions(Options):
+    """What is kept of hidden states, and measured on them."""
+
+    state_memory: float = Field(8.0, ge=0, description="GiB of hidden states that are kept in memory.")
+    perplexity_after: Annotated[str | None, BeforeValidator(_with_commas)] = Field(
+        None, description="Numbers of blocks K, with commas between, or all."
+    )
+
+
+class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions, HeldStatesOptions):
     """What to prune, how, and into what."""
 
     output: Path = Field(description="Folder to write.")
-    plan: Path | None = Field(None, description="Plan file to apply instead of a recipe.")
+    plan: Annotated[Any, BeforeValidator(lambda value: getattr(value, "plan", value))] = Field(
+        None, description="A plan, or its file, to apply instead of a recipe."
+    )
     diagnostics: bool = Field(True, description="Also record floors, rho2, spectra and held-out errors.")
-    state_memory: float = Field(8.0, ge=0, description="GiB of hidden states that are kept in memory.")
-    after: str | None = Field(None, description="Numbers of blocks K, with commas between, or all.")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
+    dry_run: bool = Field(False, description="Check everything; write nothing.")
+
+
+class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions):
+    """What to recover, against what, and into what."""
+
+    pruned: Folder = Field(description="Folder of the pruned model, or a Hub id.")
+    dense: Folder = Field(description="The dense model that it was made from.")
+    output: Path = Field(description="Folder to write.")
+    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
+    resume: bool = Field(False, description="Continue an interrupted run of the same job.")
+    overwrite: bool = Field(False, description="Replace an existing output.")
+
+
+class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
+    """What to measure statistics of."""
+
+    output: Path = Field(description="Statistics folder to write.")
+    collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which moments.")
+    effects: bool = Field(False, description="Also measure what pruning each site alone does to the model's output.")
+    overwrite: bool = Field(False, description="Replace an existing output.")
+
+
+class EvaluateOptions(SourceOptions, EvaluationOptions):
+    """What to measure, and beside what."""
+
+    against: Annotated[str | None, BeforeValidator(path_of)] = Field(None, description="A reference, the dense model.")
+    tasks: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="lm-eval tasks.")
+    include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")
+
+
+class InspectOptions(Options):
+    """What to describe."""
+
+    model: Folder = Field(description="Folder of a model, or a Hub id.")
+    ratios: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Shares of units to drop.")
+    recipe: Annotated[str, BeforeValidator(path_of)] = Field("rcpu", description="Whose spaces ratios apply to.")
+    sparsity: bool = Field(False, description="Count the zeros of the linear weights.")
+
+
+class ExportOptions(Options):
+    """What to export, and into what."""
+
+    model: Folder = Field(description="Folder of a model, or a Hub id.")
+    output: Path = Field(description="Folder to write.")
+    proof: bool = Field(True, description="Compare the graph in onnxruntime with PyTorch.")
+    provider: Literal["cpu", "cuda"] | None = Field(None, description="What onnxruntime runs on.")
+    overwrite: bool = Field(False, description="Replace an existing output.")
+    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
+
+
+class ValidateOptions(ProofOptions):
+    """What to compare on, and how strictly."""
+
+    tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest difference that passes, in units of the largest output; means are held to a tenth of it. "
+        "[default: 1e-4 for fp32, 2e-2 for fp16]",
+    )
+
+
+class BenchmarkOptions(Options):
+    """What to time, and how."""
+
+    a: Folder = Field(description="The reference, usually dense.")
+    b: Folder = Field(description="What is compared with it.")
+    onnx: bool = Field(False, description="Time both in onnxruntime as well.")
+    batches: Annotated[str, BeforeValidator(_with_commas)] = Field("1", description="Texts or images at once.")
+    tokens: int | None = Field(None, ge=1, description="Tokens of each text.")
+    generate: int | None = Field(None, ge=0, description="Tokens to generate after the text.")
+    rounds: int = Field(30, ge=1, description="Times that each is timed.")
+    warmup: int = Field(3, ge=0, description="Rounds before them, not counted.")
+    threads: int | None = Field(None, ge=1, description="Of each model.")
+    provider: Literal["cpu", "cuda"] | None = Field(None, description="Of onnxruntime.")
+    optimize: Literal["none", "cpu", "cuda"] | None = Field(None, description="Fuse graphs made here for this.")
+    dtype: Literal["fp32", "fp16"] | None = Field(None, description="Of PyTorch and of graphs made here.")
+    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")

@@ -1,4 +1,4 @@
-"""Progress on stderr, in one place: bars on a terminal, elsewhere at most one line a minute."""
+"""Progress and notices on stderr, in one place: bars on a terminal, elsewhere at most one line a minute, or nothing."""
 
 import math
 import os
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -15,6 +16,34 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 """Seconds from any moment on, never backwards."""
 _EVERY_SECONDS = 60.0
+_silent: ContextVar[bool] = ContextVar("silent", default=False)
+
+
+@contextmanager
+def progress_shown(shown: bool) -> Iterator[None]:
+    """Let bars, lines and notices through, or print nothing at all."""
+    token = _silent.set(not shown)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+class Notices:
+    """What a user should know while work goes on: each line is kept, and printed on stderr as it comes.
+
+    Attributes:
+        lines: all so far.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        """Say a line."""
+        self.lines.append(line)
+        if not _silent.get():
+            _print(line)
 
 
 def track(
@@ -34,6 +63,9 @@ def track(
         unit: what one of them is.
         clock: for lines where stderr is no terminal.
     """
+    if _silent.get():
+        yield from items
+        return
     if _is_terminal():
         size = _size()
         yield from tqdm(items, desc=what, total=total, unit=unit, ncols=size.columns, nrows=size.lines)
@@ -75,8 +107,7 @@ class _Lines:
         now = self._clock()
         if now - self._said >= _EVERY_SECONDS:
             self._said = now
-            with suppress(OSError, ValueError):  # where stderr is closed, work goes on
-                print(self._line(now - self._begun), file=sys.stderr, flush=True)
+            _print(self._line(now - self._begun))
 
     def _line(self, seconds: float) -> str:
         parts = [f"{self._unit} {self.n}"]
@@ -86,6 +117,11 @@ class _Lines:
         if self._total and 0 < self.n < self._total:
             parts.append(f"about {_minutes(seconds * (self._total - self.n) / self.n)} left")
         return f"{self._what}: {', '.join([*parts, *filter(None, [self._postfix])])}"
+
+
+def _print(line: str) -> None:
+    with suppress(OSError, ValueError):  # where stderr is closed, work goes on
+        print(line, file=sys.stderr, flush=True)
 
 
 def _minutes(seconds: float) -> str:
@@ -98,29 +134,35 @@ class Meter:
     """What is shown of steps that several loops share.
 
     Args:
-        bar: a bar, or lines.
+        bar: a bar, or lines; None shows nothing.
     """
 
-    def __init__(self, bar: "tqdm[Any] | _Lines") -> None:
+    def __init__(self, bar: "tqdm[Any] | _Lines | None") -> None:
         self._bar = bar
 
     def step(self, step: int, value: float) -> None:
         """So many steps of a loop are done and have reached `value`; none before the first."""
-        self._bar.set_postfix_str(f"{value:.6g}", refresh=False)
-        self._bar.update(min(step, 1))
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{value:.6g}", refresh=False)
+            self._bar.update(min(step, 1))
 
     def say(self, text: str) -> None:
         """What is being done, beside the bar."""
-        self._bar.set_postfix_str(text)
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
 
     def to(self, done: int) -> None:
         """So many steps are done, whether taken or not."""
-        self._bar.update(done - int(self._bar.n))
+        if self._bar is not None:
+            self._bar.update(done - int(self._bar.n))
 
 
 @contextmanager
 def meter(total: int, what: str, *, unit: str = "step", clock: Clock = time.monotonic) -> Iterator[Meter]:
     """What `track` shows, moved by hand."""
+    if _silent.get():
+        yield Meter(None)
+        return
     if not _is_terminal():
         yield Meter(_Lines(what, total, unit, clock))
         return

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_prune.api.benchmark import benchmark
 from ckpt_prune.cli.options import device_option, echo_json, json_option, table, trust_option
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ NONE = "-"
 )
 @click.option(
     "--generate",
-    "steps",
     type=click.IntRange(min=0),
     metavar="N",
     help="Tokens to generate after the text, with the cache; 0 for none. [default: 16 where both models can, less in a "
@@ -54,7 +54,7 @@ NONE = "-"
 )
 @trust_option
 @json_option
-def command(a: str, b: str, batches: str, device: str, as_json: bool, **options: Any) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Time A, the dense model, against B, the pruned one: latency, throughput, size and peak memory.
 
     Both are loaded WHOLE, each in a process of its own, a second time for --onnx, and all stay in memory together.
@@ -75,24 +75,11 @@ def command(a: str, b: str, batches: str, device: str, as_json: bool, **options:
       ckpt-prune benchmark MODEL OUT --onnx --threads 2
       ckpt-prune benchmark DENSE_GRAPH PRUNED_GRAPH --generate 64
     """
-    from ckpt_prune.benchmarking.run import Settings, compare
-    from ckpt_prune.devices import resolve_device
-
-    settings = Settings(batches=_batches(batches), device=str(resolve_device(device)), **options)
-    result = compare(a, b, settings, lambda line: click.echo(line, err=True))
+    result = benchmark(**given)
     if as_json:
         echo_json(result.model_dump())
     else:
         click.echo(show(result))
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    from ckpt_prune.errors import UserError
-
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--batch {text}: expected whole numbers from 1, for example 1,8")
-    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def show(result: "Result") -> str:

@@ -5,14 +5,15 @@ from typing import Any
 
 import click
 
+from ckpt_prune.api.export import export
 from ckpt_prune.cli.options import echo_json, json_option, options_of, overwrite_option, provider_option, trust_option
-from ckpt_prune.cli.proof import ProofOptions
+from ckpt_prune.options import ProofOptions
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 
 @click.command("export")
 @click.argument("model")
-@click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @options_of(GraphSettings)
 @click.option(
     "--validate/--no-validate",
@@ -26,16 +27,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 @overwrite_option
 @trust_option
 @json_option
-def command(
-    model: str,
-    out: Path,
-    proof: bool,
-    provider: Any,
-    overwrite: bool,
-    trust: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Write MODEL (a folder or a Hub id, any output of this tool included) as an ONNX graph that onnxruntime runs.
 
     OUT is complete for deployment: model.onnx, with model.onnx.data beside it above 1 GiB of weights, config.json,
@@ -59,29 +51,12 @@ def command(
       ckpt-prune export VIT -o vit-onnx --images DIR
       ckpt-prune export OUT -o onnx-fp16 --dtype fp16 --optimize cuda --provider cuda
     """
-    from ckpt_prune.cli.exporting import write_graph
-    from ckpt_prune.cli.proof import proof_samples
-    from ckpt_prune.containers.opening import open_checkpoint
-    from ckpt_prune.exporting.folder import GraphWriter
-    from ckpt_prune.exporting.session import provider_for
-
-    settings = GraphSettings(**{name: options[name] for name in GraphSettings.model_fields})
-    source = open_checkpoint(model, trust=trust)
-    writer = GraphWriter(source, out, settings, overwrite=overwrite)
-    samples = None
-    if proof:
-        asked = ProofOptions(**{name: options[name] for name in ProofOptions.model_fields})
-        samples = proof_samples(source.path, writer.task, asked, trust=trust)
-    outcome = write_graph(
-        writer,
-        samples,
-        provider=provider or provider_for(settings.optimize),
-        tolerance=settings.tolerance,
-        trust=trust,
-    )
+    exported = export(**given)
     if as_json:
-        echo_json(outcome.json())
+        echo_json(exported.data())
     else:
-        for line in outcome.lines():
+        from ckpt_prune.cli.proof import exported_lines
+
+        for line in exported_lines(exported):
             click.echo(line)
-    click.get_current_context().exit(0 if outcome.passed else 1)
+    click.get_current_context().exit(0 if exported.passed else 1)

@@ -12,9 +12,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ckpt_prune.checkpoint.hub import local_folder
-from ckpt_prune.errors import UserError
-from ckpt_prune.planning.fields import percent_meant, share_of
 from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.ratios import checked_ratio, share_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,7 +95,6 @@ state_memory_option = click.option(
 )
 after_option = click.option(
     "--perplexity-after",
-    "after",
     metavar="K,K,...|all",
     help="Also measure the perplexity on held-out windows with only the first K blocks recovered (causal language "
     "models; with none and with all is measured anyway). Each K keeps the hidden states of the held-out samples once "
@@ -134,11 +132,8 @@ recipe_option = click.option(
 )
 
 
-def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    # `not` catches NaN as well.
-    if value is not None and not 0 <= value < 1:
-        raise UserError(f"--ratio {value:g}: a ratio is in [0, 1){percent_meant(value)}")
-    return value
+def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> Any:
+    return checked_ratio(value)
 
 
 class _Ratio(click.types.FloatParamType):
@@ -191,7 +186,6 @@ set_option = click.option(
 
 trust_option = click.option(
     "--trust-remote-code",
-    "trust",
     is_flag=True,
     help="Accept a MODEL whose config.json or image processor asks for code of its own. The processor's is run where "
     "transformers has no such class; the model's is not, except by evaluate, export, validate and benchmark: the stock "

@@ -5,6 +5,9 @@ from typing import Any
 
 import click
 
+from ckpt_prune.api.plan import plan
+from ckpt_prune.api.sweep import Sweep
+from ckpt_prune.api.sweep import sweep as plan_at
 from ckpt_prune.cli.options import (
     container_option,
     device_option,
@@ -19,6 +22,7 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
+from ckpt_prune.errors import UserError
 
 
 @click.command("plan")
@@ -34,12 +38,12 @@ from ckpt_prune.cli.options import (
     metavar="FROM:TO:STEP",
     help="Plan at several ratios, such as 0.1:0.7:0.1, and print the curve of size and predicted error.",
 )
-@click.option("-o", "--output", "out", type=click.Path(path_type=Path), help="Plan file to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
 @overwrite_option
 @trust_option
 @device_option
 @json_option
-def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) -> None:
+def command(sweep: str | None, as_json: bool, **given: Any) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
     Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
@@ -56,37 +60,36 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
       ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
     """
-    from ckpt_prune.checkpoint.staging import write_whole
-    from ckpt_prune.options import PlanOptions
-    from ckpt_prune.transform.asked import plan_request
-    from ckpt_prune.transform.checks import check_request
-    from ckpt_prune.transform.planned import make_plan
-    from ckpt_prune.transform.settle import settle
-
-    ratios = None if sweep is None else _ratios(sweep)
-    request = plan_request(PlanOptions(output=out, diagnostics=ratios is None, **given), ratios=ratios is not None)
-    checkpoint = request.model.checkpoint
-    if ratios is not None:
-        check_request(request)
-        checkpoint.check_finite()
-        _print_sweep(request, ratios, as_json=as_json)
+    if sweep is not None:
+        _at_ratios(sweep, as_json, given)
         return
-    settled = settle(request)
-    checkpoint.check_finite()
-    plan = make_plan(settled)
-    if out is not None:
-        write_whole(out, plan.to_json())
+    made = plan(**given)
     if as_json:
-        click.echo(plan.to_json(), nl=False)
+        click.echo(made.plan.to_json(), nl=False)
         return
-    _print_plan(settled, plan)
-    if out is not None:
-        click.echo(f"\nplan written to {out}")
+    _print_plan(made.settled, made.plan)
+    if made.path is not None:
+        click.echo(f"\nplan written to {made.path}")
+
+
+def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
+    own = [given.pop(name) for name in ("ratio", "target_params", "target_bytes", "target_flops", "output")]
+    if any(value is not None for value in own):
+        raise UserError(
+            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
+        )
+    given.pop("overwrite")
+    found = plan_at(given.pop("model"), ratios, **given)
+    if as_json:
+        echo_json(found.data())
+    else:
+        _print_sweep(found)
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, warning_lines
     from ckpt_prune.report.figures import relative_floor
+    from ckpt_prune.transform.messages import few_tokens
 
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
     click.echo()
@@ -119,50 +122,32 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo(f"\n{plan.container_note}")
 
 
-def _ratios(text: str) -> list[float]:
-    """The ratios of FROM:TO:STEP, both ends included."""
-    from decimal import Decimal
-
-    from ckpt_prune.errors import UserError
-
-    try:
-        start, stop, step = (Decimal(part) for part in text.split(":"))
-        if not all(number.is_finite() for number in (start, stop, step)):
-            raise ValueError(text)
-        count = int((stop - start) / step) if step > 0 else -1
-    except (ValueError, ArithmeticError) as error:
-        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error
-    if not (0 <= start <= stop < 1) or count < 0 or count > 1000:
-        raise UserError(f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps")
-    return [float(start + index * step) for index in range(count + 1)]
-
-
-def _print_sweep(request: Any, ratios: list[float], *, as_json: bool) -> None:
+def _print_sweep(found: Sweep) -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
-    from ckpt_prune.planning.accounting import cost_of
-    from ckpt_prune.transform.sweep import sweep
 
-    points, before = sweep(request, ratios), cost_of(request.model)
-    spaces = list(request.recipe.spaces)
-    if as_json:
-        rows_json = [{"ratio": p.ratio, **p.after.model_dump(), "widths": p.widths, "errors": p.errors} for p in points]
-        echo_json({"recipe": request.recipe.name, "before": before.model_dump(), "points": rows_json})
-        return
     rows = []
-    for point in points:
-        kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in spaces)]
-        errors = ["-" if point.errors[s] is None else f"{point.errors[s]:.4f}" for s in spaces]
+    for point in found.points:
+        kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in found.spaces)]
+        errors = ["-" if point.errors[s] is None else f"{point.errors[s]:.4f}" for s in found.spaces]
         rows.append(
             [
                 f"{point.ratio:g}",
                 human_count(point.after.parameters),
-                f"{point.after.parameters / before.parameters:.1%}",
+                f"{point.after.parameters / found.before.parameters:.1%}",
                 human_bytes(point.after.bytes),
                 human_count(point.after.flops),
                 *kept,
                 *errors,
             ]
         )
-    headers = ["ratio", "parameters", "share", "bytes", "FLOPs", *spaces, *(f"{space} error" for space in spaces)]
+    headers = [
+        "ratio",
+        "parameters",
+        "share",
+        "bytes",
+        "FLOPs",
+        *found.spaces,
+        *(f"{space} error" for space in found.spaces),
+    ]
     click.echo(table(headers, rows))
     click.echo("errors: means over blocks, relative to each output's energy, after compensation")

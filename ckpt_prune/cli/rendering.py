@@ -16,7 +16,7 @@ from ckpt_prune.report.figures import (
     worse_on_held_out,
 )
 from ckpt_prune.report.model import Report
-from ckpt_prune.sparsity.patterns import UNSTRUCTURED
+from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.settle import Settled
 
 COST_HEADERS = ["", "before", "after", "share"]
@@ -39,32 +39,6 @@ def kept_line(settled: Settled) -> str:
             told = f"the size of {told}" if asked is None else asked.words
         kept.append(f"{space} {span}/{model.units(space)} ({told})")
     return f"kept per block: {', '.join(kept)}"
-
-
-def few_tokens(settled: Settled, *, errors: str) -> str | None:
-    """A warning where the calibration tokens are too few for the fits to be more than memory, or None.
-
-    Args:
-        settled: what was measured on how much.
-        errors: where they stand: above or below.
-    """
-    request, model, recipe = settled.request, settled.model, settled.recipe
-    tokens = request.statistics.index.tokens if request.statistics else 0
-    if request.live is not None and not tokens:
-        tokens = len(request.live.samples) * request.live.samples.tokens
-    widths = [
-        max(width[space] for width in settled.widths) * model.unit_columns(space)
-        for space in recipe.spaces
-        if recipe.needs_gram(space)
-    ]
-    if recipe.mask is not None and recipe.mask.method == "sparsegpt":
-        widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
-    if not widths or tokens >= 2 * max(widths):
-        return None
-    return (
-        f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
-        f"the errors {errors} are a fit, not a prediction; use more samples"
-    )
 
 
 def report_lines(report: Report) -> Iterable[str]:
@@ -128,7 +102,7 @@ def mask_lines(report: Report) -> Iterable[str]:
         )
     if mask is None or report.mask is None:
         return
-    how = mask_name(report.mask.method, report.mask.pattern)
+    how = mask_words(report.mask.method, report.mask.pattern)
     yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
     if mask.mean_error is not None:
         yield f"mean error of the outputs on the calibration samples {mask.mean_error:.4f}"
@@ -139,11 +113,6 @@ def mask_lines(report: Report) -> Iterable[str]:
             f"{len(weights)} of {mask.linears} Hessians were singular with damping {mask.asked:g} and took up to "
             f"{max(damp for _, damp in mask.damped):g}: use more samples ({named})"
         )
-
-
-def mask_name(method: str, pattern: str) -> str:
-    """A mask in a line: its method, and its pattern where it has one."""
-    return method if pattern == UNSTRUCTURED else f"{method} {pattern}"
 
 
 def recovery_lines(report: Report) -> Iterable[str]:

@@ -4,21 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import Field
 
+from ckpt_prune.api.validate import validate
 from ckpt_prune.cli.options import echo_json, json_option, options_of, provider_option, trust_option
-from ckpt_prune.cli.proof import ProofOptions, proof_lines, proof_samples
-
-
-class ValidateOptions(ProofOptions):
-    """What to compare on, and how strictly."""
-
-    tolerance: float | None = Field(
-        default=None,
-        gt=0,
-        description="Largest difference that passes, in units of the largest output; means are held to a tenth of it. "
-        "[default: 1e-4 for fp32, 2e-2 for fp16]",
-    )
+from ckpt_prune.options import ValidateOptions
 
 
 @click.command("validate")
@@ -28,7 +17,7 @@ class ValidateOptions(ProofOptions):
 @provider_option
 @trust_option
 @json_option
-def command(folder: Path, against: str, provider: Any, trust: bool, as_json: bool, **options: Any) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
 
     Checks the files' digests, runs onnx.checker, compares inputs and outputs with the model's, and runs both on the
@@ -43,20 +32,11 @@ def command(folder: Path, against: str, provider: Any, trust: bool, as_json: boo
       ckpt-prune validate OUT-onnx --against OUT --text held_out.txt
       ckpt-prune validate OUT-onnx --against OUT --images photos --labels labels.csv
     """
-    from ckpt_prune.checkpoint.hub import resolve
-    from ckpt_prune.exporting.manifest import read_manifest
-    from ckpt_prune.exporting.session import provider_for
-    from ckpt_prune.exporting.validation import validate
-
-    asked = ValidateOptions(**options)
-    manifest = read_manifest(folder)
-    model = resolve(against)
-    samples = proof_samples(folder, manifest.what, asked, trust=trust)
-    chosen = provider or provider_for(manifest.optimize)
-    found = validate(folder, model, samples, provider=chosen, tolerance=asked.tolerance, trust=trust)
-    found.write(folder)
+    found = validate(**given)
     if as_json:
         echo_json(found.model_dump())
     else:
+        from ckpt_prune.cli.proof import proof_lines
+
         click.echo("\n".join(proof_lines(found)))
     click.get_current_context().exit(0 if found.passed else 1)

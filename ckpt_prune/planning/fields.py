@@ -2,11 +2,12 @@
 
 import difflib
 from collections.abc import Iterable
-from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from ckpt_prune.ratios import as_share
 
 
 class OneOf:
@@ -41,25 +42,7 @@ class OneOf:
         return {"type": "string", "enum": self.names}
 
 
-def share_of(text: str) -> float | None:
-    """The number that a percentage such as "20%" is: 0.2; None for what is no percentage."""
-    try:
-        return float(Decimal(text.strip().removesuffix("%")) / 100) if text.strip().endswith("%") else None
-    except InvalidOperation:
-        return None
-
-
-def percent_meant(ratio: float) -> str:
-    """What to ask where a ratio is too large and reads like a percentage; empty elsewhere."""
-    return f": did you mean {ratio / 100:g}?" if 2 <= ratio < 100 else ""
-
-
-def _share(value: Any) -> Any:
-    share = share_of(value) if isinstance(value, str) else None
-    return value if share is None else share
-
-
-Ratio = Annotated[float, BeforeValidator(_share)]
+Ratio = Annotated[float, BeforeValidator(as_share)]
 """A number, or a percentage such as 20%."""
 
 

@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.fields import percent_meant
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shipped import find_recipe, recipe_text
 from ckpt_prune.planning.yaml12 import Yaml12Loader
+from ckpt_prune.ratios import percent_meant
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 
 Lines = dict[tuple[str, ...], int]

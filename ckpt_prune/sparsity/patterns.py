@@ -48,3 +48,8 @@ def parse_pattern(text: str) -> GroupPattern | None:
             f"pattern {text!r} cannot be meant: N:M keeps N of every M consecutive weights, with 1 <= N < M <= {MOST}"
         )
     return GroupPattern(kept, of)
+
+
+def mask_words(method: str, pattern: str) -> str:
+    """A mask in a line: its method, and its pattern where it has one."""
+    return method if pattern == UNSTRUCTURED else f"{method} {pattern}"

@@ -60,7 +60,7 @@ def read_asked(options: PruneOptions) -> Asked:
             "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
         )
     device = resolve_device(options.device)
-    plan = None if options.plan is None else read_plan(options.plan)
+    plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
     recipe = plan.recipe if plan is not None else _recipe(options, size)
     recovers = recipe.recovery is not None
     if data and not recovers and (options.statistics is not None or plan is not None):
@@ -70,9 +70,9 @@ def read_asked(options: PruneOptions) -> Asked:
             if plan is not None
             else f"give --statistics or {given}, not both"
         )
-    if options.after is not None and not recovers:
+    if options.perplexity_after is not None and not recovers:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
-    return Asked(options, open_model(options.model, trust=options.trust), recipe, plan, device)
+    return Asked(options, open_model(options.model, trust=options.trust_remote_code), recipe, plan, device)
 
 
 def _recipe(options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
@@ -83,21 +83,16 @@ def _recipe(options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
     return load_recipe(name, changes, options.ratio, size)
 
 
-def plan_request(options: PlanOptions, *, ratios: bool = False) -> Request:
+def plan_request(options: PlanOptions) -> Request:
     """The request to make a plan of.
 
     Args:
         options: as they were given.
-        ratios: whether the ratios of a sweep replace the recipe's.
 
     Raises:
         UserError: options that do not go together, what cannot be read, or what no plan can say.
     """
     size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
-    if ratios and (options.ratio is not None or size or options.output is not None):
-        raise UserError(
-            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
-        )
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
     device, recipe = resolve_device(options.device), _recipe(options, size)
@@ -111,7 +106,7 @@ def plan_request(options: PlanOptions, *, ratios: bool = False) -> Request:
         raise UserError(
             f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
         )
-    model = open_model(options.model, trust=options.trust)
+    model = open_model(options.model, trust=options.trust_remote_code)
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
     statistics = None if options.statistics is None else Statistics(options.statistics)
@@ -189,7 +184,7 @@ def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | N
 def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveSamples:
     """The samples and how they are to be measured on."""
     options = asked.options
-    samples = chosen_samples(asked.model, options, options, trust=options.trust, say=say)
+    samples = chosen_samples(asked.model, options, options, trust=options.trust_remote_code, say=say)
     folds = options.folds or (min(4, len(samples)) if asked.recipe.needs_folds else 1)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
@@ -202,11 +197,11 @@ def _training(
     """What blocks are trained on: as many samples as the recipe says, else the calibration's."""
     options, recovery = asked.options, asked.recipe.recovery
     assert recovery is not None
-    after = asked_after(options.after, asked.model)
+    after = asked_after(options.perplexity_after, asked.model)
     samples = live.samples if live is not None else None
     if samples is None or recovery.samples is not None:
         wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
-        samples = chosen_samples(asked.model, wanted, options, trust=options.trust, say=say)
+        samples = chosen_samples(asked.model, wanted, options, trust=options.trust_remote_code, say=say)
     return RecoverySamples(samples, training_dtype(options), allocate, after)
 
 

@@ -32,7 +32,7 @@ class Point:
     errors: dict[SpaceName, float | None]
 
 
-def sweep(request: Request, ratios: Sequence[float]) -> list[Point]:
+def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
     """Plan a request at several ratios.
 
     Args:

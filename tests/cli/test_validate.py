@@ -11,9 +11,10 @@ import torch
 from click.testing import Result
 from onnx import numpy_helper
 
-from ckpt_prune.cli.proof import ProofOptions, proof_samples
 from ckpt_prune.errors import UserError
+from ckpt_prune.exporting.proof_data import proof_samples
 from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.options import ProofOptions
 from tests.cli.running import misused, ok, read_json, refused, run
 from tests.encoders import IMAGE
 from tests.evaluation.tiny import tiny_tokenizer

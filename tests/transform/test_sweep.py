@@ -14,7 +14,7 @@ from ckpt_prune.transform.budgets import dense_scores
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
-from ckpt_prune.transform.sweep import Point, sweep
+from ckpt_prune.transform.sweep import Point, points_at
 from tests.encoders import calibrate, request_on
 
 from .whole import data_of
@@ -62,7 +62,7 @@ def expected(request: Request, ratio: float) -> Point:
 def test_points_are_plans(dense, case):
     variant, recipe = CASES[case]
     request = request_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
-    points = sweep(request, RATIOS)
+    points = points_at(request, RATIOS)
     for point, ratio in zip(points, RATIOS, strict=True):
         alone = expected(request, ratio)
         assert (point.ratio, point.after, point.widths) == (alone.ratio, alone.after, alone.widths)
@@ -80,21 +80,21 @@ def test_units_are_ranked_once(dense, monkeypatch):
         "ckpt_prune.transform.sweep.dense_scores", lambda given: calls.append(given) or dense_scores(given)
     )
     monkeypatch.setattr("ckpt_prune.transform.budgets.dense_scores", lambda _: pytest.fail("ranked again"))
-    sweep(request, RATIOS)
+    points_at(request, RATIOS)
     assert calls == [request]
 
 
 def test_widths_of_dimensions_are_those_of_one_head(dense):
     request = request_on(dense.folder("vit"), CASES["q and k"][1], dense.statistics("vit", 2))
-    assert sweep(request, [0.0])[0].widths == {"qk": (4, 4), "mlp": (22, 22)}
+    assert points_at(request, [0.0])[0].widths == {"qk": (4, 4), "mlp": (22, 22)}
 
 
 def test_without_grams_no_error_is_known(dense, tmp_path):
     folder = dense.folder("llama")
     statistics = calibrate(folder, tmp_path / "vectors", data_of("llama"), collect=("moments",))
-    points = sweep(request_on(folder, load_recipe("flap"), statistics), [0.0, 0.5])
+    points = points_at(request_on(folder, load_recipe("flap"), statistics), [0.0, 0.5])
     assert [point.errors for point in points] == [{"heads": 0.0, "mlp": 0.0}, {"heads": None, "mlp": None}]
-    assert sweep(request_on(folder, load_recipe("magnitude")), [0.5])[0].errors == {"heads": None, "mlp": None}
+    assert points_at(request_on(folder, load_recipe("magnitude")), [0.5])[0].errors == {"heads": None, "mlp": None}
 
 
 def test_a_score_without_moments_needs_none(dense, tmp_path):
@@ -104,11 +104,11 @@ def test_a_score_without_moments_needs_none(dense, tmp_path):
     recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
     request = request_on(folder, recipe, statistics)
     assert make_plan(settle(request)).sites
-    assert sweep(request, [0.5])[0].errors["qk"] is None
+    assert points_at(request, [0.5])[0].errors["qk"] is None
 
 
 def test_a_ratio_that_leaves_nothing_is_refused(dense):
     request = request_on(dense.folder("llama"), load_recipe("magnitude"))
     with pytest.raises(UserError) as caught:
-        sweep(request, [0.5, 0.99])
+        points_at(request, [0.5, 0.99])
     assert str(caught.value) == "ratio 0.99 would drop all 22 units of a space: at least one must stay"

@@ -1,0 +1,1 @@
+"""The Python surface: one function for each command, with the same options, the same errors, and results as objects."""

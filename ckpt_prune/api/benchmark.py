@@ -1,0 +1,83 @@
+"""`ckpt_prune.benchmark`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from ckpt_prune.api.types import AnyModel, Provider
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import BenchmarkOptions, checked
+from ckpt_prune.progress import Notices, progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.benchmarking.figures import Result
+
+
+def benchmark(
+    a: AnyModel,
+    b: AnyModel,
+    *,
+    onnx: bool = False,
+    batches: str | Sequence[int] = "1",
+    tokens: int | None = None,
+    generate: int | None = None,
+    rounds: int = 30,
+    warmup: int = 3,
+    threads: int | None = None,
+    provider: Provider | None = None,
+    optimize: Literal["none", "cpu", "cuda"] | None = None,
+    dtype: Literal["fp32", "fp16"] | None = None,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> "Result":
+    """Time two models in turns, as `ckpt-prune benchmark` does. Both are loaded whole, each in its own process.
+
+    Args:
+        a: the reference, usually dense: a folder, a Hub id or a result; checkpoint or exported graph.
+        b: what is compared with it.
+        onnx: time both in onnxruntime as well.
+        batches: texts or images at once.
+        tokens: of each text; None for 128, or what the shorter context has room for.
+        generate: tokens to generate after the text, with the cache; None for 16 where both models can.
+        rounds: times that each is timed.
+        warmup: rounds before them, not counted.
+        threads: of each model; None for as many as PyTorch takes.
+        provider: of onnxruntime; None for cuda where the device is, else cpu.
+        optimize: fuse graphs made here for this provider.
+        dtype: of PyTorch and of graphs made here.
+        trust_remote_code: run code that a folder brings.
+        device: of PyTorch: auto, cpu, cuda or cuda:i.
+        progress: show bars and notices on stderr.
+
+    Raises:
+        UserError: the two cannot be compared, cannot be loaded or exported, or a process dies.
+    """
+    options = checked(BenchmarkOptions, locals())
+    sizes = _batches(options.batches)
+
+    from ckpt_prune.benchmarking.run import Settings, compare
+    from ckpt_prune.devices import resolve_device
+
+    with progress_shown(progress):
+        settings = Settings(
+            onnx=options.onnx,
+            batches=sizes,
+            tokens=options.tokens,
+            steps=options.generate,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            threads=options.threads,
+            device=str(resolve_device(options.device)),
+            provider=options.provider,
+            optimize=options.optimize,
+            dtype=options.dtype,
+            trust=options.trust_remote_code,
+        )
+        return compare(options.a, options.b, settings, Notices())
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"--batch {text}: expected whole numbers from 1, for example 1,8")
+    return tuple(dict.fromkeys(int(part) for part in parts))

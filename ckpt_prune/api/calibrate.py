@@ -1,0 +1,146 @@
+"""`ckpt_prune.calibrate`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import CalibrateOptions, checked
+from ckpt_prune.progress import Notices, progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.architectures.model import Model
+    from ckpt_prune.calibration.kinds import Collect
+    from ckpt_prune.calibration.samples import Samples
+    from ckpt_prune.calibration.statistics import Statistics
+
+
+def calibrate(
+    model: AnyModel,
+    *,
+    output: AnyPath,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    labels: AnyPath | None = None,
+    max_corrupt: float = 0.05,
+    samples: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    choose: Choose = "random",
+    bos: Bos = "auto",
+    compute_dtype: ComputeDtype = "float32",
+    folds: int | None = None,
+    collect: str | Sequence[str] | None = None,
+    effects: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> "Statistics":
+    """Measure a dense model's activation statistics, as `ckpt-prune calibrate` does, one block in memory at a time.
+
+    Args:
+        model: a folder, a Hub id, or what a function of this package has written.
+        output: the statistics folder to write.
+        text: files to run a language model on.
+        images: folder of images to run a vision model on, in place of text.
+        labels: CSV with a column file and perhaps split (calib).
+        max_corrupt: share of the images that may fail to decode.
+        samples: windows, or images; None for 128 windows, or all images up to 4000.
+        window: tokens per window; None for the model's context, at most 2048.
+        seed: of the random choice of samples.
+        choose: random samples, or the first ones.
+        bos: begin-of-sequence token before the text.
+        compute_dtype: in which blocks run.
+        folds: runs of samples whose moments are kept apart.
+        collect: kinds of moments; None for all that the model's family can use.
+        effects: also measure what pruning each site alone does to the model's own output.
+        overwrite: replace an existing statistics folder.
+        trust_remote_code: accept a model that asks for code of its own.
+        device: auto, cpu, cuda or cuda:i.
+        progress: show bars and notices on stderr.
+
+    Returns:
+        The statistics, which other functions take where they ask for some.
+
+    Raises:
+        UserError: bad input; nothing is left behind.
+    """
+    options = checked(CalibrateOptions, locals())
+
+    import torch
+
+    from ckpt_prune.calibration.choosing import chosen_samples, has_data
+    from ckpt_prune.calibration.measure import everything, measure
+    from ckpt_prune.calibration.statistics import with_effects
+    from ckpt_prune.checkpoint.staging import refuse_overlap
+    from ckpt_prune.checkpoint.units import human_bytes
+    from ckpt_prune.containers.checking import check_source
+    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.transform.effects import measure_effects
+
+    out, trust = options.output, options.trust_remote_code
+    if not has_data(options, options):
+        raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
+    with progress_shown(progress):
+        say = Notices()
+        target = resolve_device(options.device)
+        source = open_model(options.model, trust=trust)
+        checkpoint, family = source.checkpoint, source.family
+        kinds = _kinds(options.collect, everything(source), family.model_type)
+        if effects and "gram" not in kinds:
+            raise UserError(f"--effects needs Grams: give --collect {options.collect},gram")
+        check_source(source)
+        refuse_overlap(checkpoint.path, out)
+        chosen = chosen_samples(source, options, options, trust=trust, say=say)
+        checkpoint.check_finite()
+        dtype = getattr(torch, options.compute_dtype)
+        statistics = None
+        if options.effects and not options.overwrite:
+            statistics = _lacking_effects(options, source, chosen, kinds if options.collect else None)
+        if statistics is None:
+            statistics = measure(
+                source,
+                chosen,
+                out,
+                seed=options.seed,
+                folds=options.folds or 1,
+                collect=kinds,
+                device=target,
+                compute_dtype=dtype,
+                overwrite=options.overwrite,
+                announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
+            )
+        if not options.effects:
+            return statistics
+        held = statistics.index.collect
+        spaces = [space for space in family.spaces if space in family.columns or "logits" in held]
+        measured = measure_effects(source, statistics, chosen, spaces=spaces, device=target, compute_dtype=dtype)
+        return with_effects(statistics, measured)
+
+
+def _lacking_effects(
+    options: CalibrateOptions, model: "Model", samples: "Samples", collect: "Sequence[Collect] | None"
+) -> "Statistics | None":
+    """The statistics in the output where they are what is asked for and lack nothing but effects, or None."""
+    from ckpt_prune.calibration.statistics import INDEX, Statistics
+
+    if not (options.output / INDEX).is_file():
+        return None
+    found = Statistics(options.output)
+    index = found.index
+    same = index.model == model.checkpoint.fingerprint and index.data == [samples.fingerprint]
+    asked = options.folds in (None, index.folds) and (not collect or list(collect) == index.collect)
+    return found if same and asked and "gram" in index.collect and not index.effects else None
+
+
+def _kinds(text: str | None, known: tuple[Any, ...], family: str) -> tuple[Any, ...]:
+    """What `collect` asks for, in a fixed order; vectors always."""
+    if text is None:
+        return known
+    asked = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in asked if part not in known]
+    if unknown or not asked:
+        raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
+    return tuple(kind for kind in known if kind in asked or kind == "moments")

@@ -1,0 +1,92 @@
+"""`ckpt_prune.export`."""
+
+from typing import TYPE_CHECKING, Literal
+
+from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.options import ExportOptions, ProofOptions, checked
+from ckpt_prune.planning.export_recipe import AskedTask, GraphSettings
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.exporting.writing import Exported
+
+
+def export(
+    model: AnyModel,
+    *,
+    output: AnyPath,
+    task: AskedTask = "auto",
+    opset: int | None = None,
+    dtype: Literal["fp32", "fp16"] = "fp32",
+    cache: bool | None = None,
+    optimize: Literal["cpu", "cuda", "none"] = "none",
+    tolerance: float | None = None,
+    proof: bool = True,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    labels: AnyPath | None = None,
+    samples: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    max_corrupt: float = 0.05,
+    provider: Provider | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> "Exported":
+    """Write a model as an ONNX graph, as `ckpt-prune export` does. The whole model is loaded, and again to compare.
+
+    Args:
+        model: a folder, a Hub id, or what a function of this package has written.
+        output: the folder to write; it appears only if the graph computes what the model does.
+        task: what the graph is for; "auto": what the checkpoint's own head is.
+        opset: ONNX opset; None for 20.
+        dtype: of the weights and of what is computed.
+        cache: keys and values of earlier tokens as inputs and outputs; None: where text is generated.
+        optimize: fuse into onnxruntime's own operators for this provider.
+        tolerance: largest difference that passes, in units of the largest output; None: by dtype.
+        proof: compare the graph in onnxruntime with PyTorch.
+        text: files to compare on; without any, Python's standard library.
+        images: folder of images to compare on; without any, noise.
+        labels: CSV with columns file and label.
+        samples: windows, or images, to compare on.
+        window: tokens per window.
+        seed: of the random choice of images, and of noise.
+        max_corrupt: share of the images that may fail to decode.
+        provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
+        overwrite: replace an existing export.
+        trust_remote_code: run code that a folder brings.
+        progress: show bars and notices on stderr.
+
+    Returns:
+        What was written and how it compares; `passed` is False where the graph does not compute what the model does,
+        and then nothing is written.
+
+    Raises:
+        UserError: the model cannot be exported so, or the place is taken.
+    """
+    given = locals()
+    options, settings, proving = (
+        checked(ExportOptions, given),
+        checked(GraphSettings, given),
+        checked(ProofOptions, given),
+    )
+
+    from ckpt_prune.containers.opening import open_checkpoint
+    from ckpt_prune.exporting.folder import GraphWriter
+    from ckpt_prune.exporting.proof_data import proof_samples
+    from ckpt_prune.exporting.session import provider_for
+    from ckpt_prune.exporting.writing import write_graph
+
+    trust = options.trust_remote_code
+    with progress_shown(progress):
+        source = open_checkpoint(options.model, trust=trust)
+        writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
+        chosen = proof_samples(source.path, writer.task, proving, trust=trust) if options.proof else None
+        return write_graph(
+            writer,
+            chosen,
+            provider=options.provider or provider_for(settings.optimize),
+            tolerance=settings.tolerance,
+            trust=trust,
+        )

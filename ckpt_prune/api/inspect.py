@@ -1,0 +1,69 @@
+"""`ckpt_prune.inspect`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_prune.api.types import AnyModel
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import InspectOptions, checked
+from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.progress import progress_shown
+from ckpt_prune.ratios import percent_meant, share_of
+
+if TYPE_CHECKING:
+    from ckpt_prune.description.model import Description
+
+
+def inspect(
+    model: AnyModel,
+    *,
+    ratios: str | Sequence[float] | None = None,
+    recipe: str = "rcpu",
+    sparsity: bool = False,
+    progress: bool = True,
+) -> "Description":
+    """Say what a model is, as `ckpt-prune inspect` does: family, spaces and widths, sizes, and fitting containers.
+
+    Args:
+        model: a folder, perhaps with nothing but a config.json, a Hub id, or what a function of this package has
+            written.
+        ratios: shares of the units of the recipe's spaces; the size is told after dropping each.
+        recipe: whose spaces and rounding ratios apply to.
+        sparsity: also count the zeros of the linear weights. Reads all weights.
+        progress: show bars on stderr.
+
+    Raises:
+        UserError: there is no such model, it is of no known family, or a ratio leaves nothing.
+    """
+    options = checked(InspectOptions, locals())
+    wanted = _numbers(options.ratios)
+    find_recipe(options.recipe)
+
+    from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
+    from ckpt_prune.containers.opening import open_checkpoint
+    from ckpt_prune.description.describe import describe
+
+    with progress_shown(progress):
+        folder = Path(options.model)
+        config_only = folder.is_dir() and is_config_only(folder)
+        if config_only and sparsity:
+            raise UserError(
+                f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
+            )
+        checkpoint = checkpoint_of_config(folder) if config_only else open_checkpoint(options.model, trust=True)
+        return describe(
+            checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity
+        )
+
+
+def _numbers(text: str | None) -> list[float]:
+    parts = [part for part in (text or "").split(",") if part.strip()]
+    try:
+        values = [float(part) if (share := share_of(part)) is None else share for part in parts]
+    except ValueError:
+        raise UserError(f"--ratio {text}: expected numbers, for example 0.1,0.2,0.3") from None
+    wrong = [value for value in values if not 0 <= value < 1]
+    if wrong:
+        raise UserError(f"--ratio {text}: a ratio is in [0, 1){percent_meant(wrong[0])}")
+    return values

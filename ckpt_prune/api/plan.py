@@ -1,0 +1,91 @@
+"""`ckpt_prune.plan`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.options import PlanOptions, checked
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.planning.plan import Plan
+    from ckpt_prune.transform.settle import Settled
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, with what it was made from.
+
+    Attributes:
+        plan: which units of which sites stay, with scores and predicted errors; `prune(plan=…)` takes it.
+        settled: the job that it plans.
+        path: the file it was written to, or None.
+    """
+
+    plan: "Plan"
+    settled: "Settled"
+    path: Path | None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        data: dict[str, Any] = json.loads(self.plan.to_json())
+        return data
+
+
+def plan(
+    model: AnyModel,
+    *,
+    recipe: AnyPath | None = None,
+    statistics: "AnyPath | Statistics | None" = None,
+    ratio: float | str | None = None,
+    target_params: str | None = None,
+    target_bytes: str | None = None,
+    target_flops: str | None = None,
+    overrides: Mapping[str, object] | Sequence[str] = (),
+    container: str | None = None,
+    output: AnyPath | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> Planned:
+    """Decide which units of a model stay under a recipe, and predict size and error, as `ckpt-prune plan` does.
+
+    Args:
+        model: a folder, a Hub id, or what a function of this package has written.
+        recipe: a shipped recipe's name or a file; None for the default.
+        statistics: what `calibrate` gave, or its folder.
+        ratio: share of units to drop in every space, such as 0.2 or "20%", in place of the recipe's.
+        target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
+        target_bytes: bytes of tensors, likewise, such as "9.5GiB".
+        target_flops: FLOPs of one forward pass, likewise.
+        overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
+        container: what the output is to be stored as.
+        output: the plan file to write, if any.
+        overwrite: replace an existing plan.
+        trust_remote_code: accept a model that asks for code of its own.
+        device: auto, cpu, cuda or cuda:i.
+        progress: show bars on stderr.
+
+    Raises:
+        UserError: options that do not go together, what cannot be read, or what no plan can say.
+    """
+    options = checked(PlanOptions, locals())
+
+    from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.planned import make_plan
+    from ckpt_prune.transform.settle import settle
+
+    with progress_shown(progress):
+        request = plan_request(options)
+        settled = settle(request)
+        request.model.checkpoint.check_finite()
+        made = make_plan(settled)
+        if options.output is not None:
+            write_whole(options.output, made.to_json())
+        return Planned(made, settled, options.output)

@@ -1,0 +1,244 @@
+"""`ckpt_prune.prune`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.resuming import resumable
+from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.checkpoint.staging import check_output
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import GRAPH_FOLDER
+from ckpt_prune.options import PruneOptions, checked
+from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.progress import Notices, progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.api.plan import Planned
+    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.exporting.step import GraphStep
+    from ckpt_prune.exporting.writing import Exported
+    from ckpt_prune.planning.plan import Plan
+    from ckpt_prune.report.model import Report
+    from ckpt_prune.transform.asked import Asked
+    from ckpt_prune.transform.settle import Settled
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What became of a prune.
+
+    Attributes:
+        path: the output; where it was a dry run, the one that would be written.
+        settled: the job with all that was decided; None where only the graph of an earlier run was missing.
+        report: as in the output's ckpt_prune.json; None after a dry run.
+        graph: the ONNX graph of a recipe with `export`, or None.
+        notices: lines that were said while it ran.
+    """
+
+    path: Path
+    settled: "Settled | None"
+    report: "Report | None"
+    graph: "Exported | None" = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the graph, if there is to be one, computes what the model does."""
+        return self.graph is None or self.graph.passed
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        if self.report is None:
+            return _dry_data(self.settled)
+        return self.report.data() | ({} if self.graph is None else {"onnx": self.graph.data()})
+
+
+class GraphFailedError(UserError):
+    """The output is complete, and its graph cannot be made.
+
+    Args:
+        message: why.
+        pruned: the output.
+    """
+
+    def __init__(self, message: str, pruned: Pruned) -> None:
+        super().__init__(message)
+        self.pruned = pruned
+
+
+def prune(
+    model: AnyModel,
+    *,
+    output: AnyPath,
+    recipe: AnyPath | None = None,
+    plan: "AnyPath | Plan | Planned | None" = None,
+    statistics: "AnyPath | Statistics | None" = None,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    labels: AnyPath | None = None,
+    max_corrupt: float = 0.05,
+    samples: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    choose: Choose = "random",
+    bos: Bos = "auto",
+    compute_dtype: ComputeDtype = "float32",
+    folds: int | None = None,
+    ratio: float | str | None = None,
+    target_params: str | None = None,
+    target_bytes: str | None = None,
+    target_flops: str | None = None,
+    overrides: Mapping[str, object] | Sequence[str] = (),
+    container: str | None = None,
+    dry_run: bool = False,
+    resume: bool = False,
+    diagnostics: bool = True,
+    state_memory: float = 8.0,
+    perplexity_after: str | Sequence[int] | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> Pruned:
+    """Write a pruned and compensated copy of a model that transformers loads, as `ckpt-prune prune` does.
+
+    Args:
+        model: a folder, a Hub id, or what a function of this package has written.
+        output: the folder to write; it appears only when it is complete.
+        recipe: a shipped recipe's name or a file; None for the default.
+        plan: what `plan` gave, or a plan file, in place of a recipe.
+        statistics: what `calibrate` gave, or its folder.
+        text: files to measure a language model on, in place of statistics.
+        images: folder of images to measure a vision model on.
+        labels: CSV with a column file and perhaps split (calib).
+        max_corrupt: share of the images that may fail to decode.
+        samples: windows, or images; None for 128 windows, or all images up to 4000.
+        window: tokens per window; None for the model's context, at most 2048.
+        seed: of the random choice of samples.
+        choose: random samples, or the first ones.
+        bos: begin-of-sequence token before the text.
+        compute_dtype: in which blocks run.
+        folds: runs of samples whose moments are kept apart.
+        ratio: share of units to drop in every space, or of weights that a mask zeroes, such as 0.2 or "20%".
+        target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
+        target_bytes: bytes of tensors, likewise, such as "9.5GiB".
+        target_flops: FLOPs of one forward pass, likewise.
+        overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
+        container: what the output is stored as.
+        dry_run: check everything and write nothing.
+        resume: continue an interrupted run of the same job.
+        diagnostics: also record floors, rho2, spectra and held-out errors of every site.
+        state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped beside the output.
+        perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
+        overwrite: replace an existing output.
+        trust_remote_code: accept a model that asks for code of its own.
+        device: auto, cpu, cuda or cuda:i.
+        progress: show bars and notices on stderr.
+
+    Raises:
+        GraphFailedError: the output is written, and the recipe's graph cannot be made of it.
+        UserError: bad input; nothing is left behind.
+    """
+    options = checked(PruneOptions, locals())
+    out = options.output
+    # Before torch is imported, what can be told without it.
+    if options.recipe is not None:
+        find_recipe(options.recipe)
+    if Path(options.model).is_dir():
+        check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
+
+    from ckpt_prune.transform.asked import prune_request, read_asked
+    from ckpt_prune.transform.checks import check_trained
+    from ckpt_prune.transform.run import run
+    from ckpt_prune.transform.settle import settle
+
+    with progress_shown(progress):
+        say = Notices()
+        asked = read_asked(options)
+        if options.resume and not options.overwrite and not options.dry_run:
+            finished = _missing_graph(asked, say)
+            if finished is not None:
+                return finished
+        settled = settle(prune_request(asked, say))
+        check_trained(settled.request)
+        if options.dry_run and settled.known is None:
+            raise UserError(
+                f"allocation {asked.recipe.allocation} has no widths before the model is measured: "
+                f"for a dry run, run `{asked.recipe.calibration}` and give --statistics STATS instead"
+            )
+        step = _graph_step(asked)
+        if options.dry_run or settled.request.measures_first:
+            _check_before_measuring(settled, step, out)
+        if options.dry_run:
+            return Pruned(out, settled, None, None, tuple(say.lines))
+        with resumable(out, say):
+            done = run(settled, out, resume=options.resume, overwrite=options.overwrite)
+        pruned = Pruned(out, done.settled, done.report, None, tuple(say.lines))
+        return pruned if step is None else _with_graph(pruned, step, say)
+
+
+def _graph_step(asked: "Asked") -> "GraphStep | None":
+    from ckpt_prune.exporting.step import GraphStep
+
+    options, recipe = asked.options, asked.recipe
+    if recipe.export is None:
+        return None
+    return GraphStep.of(recipe.export, asked.model.checkpoint, options, options, trust=options.trust_remote_code)
+
+
+def _with_graph(pruned: Pruned, step: "GraphStep", say: Notices) -> Pruned:
+    from dataclasses import replace
+
+    try:
+        graph = step.run(pruned.path, say)
+    except UserError as error:
+        raise GraphFailedError(str(error), replace(pruned, notices=tuple(say.lines))) from error
+    return replace(pruned, graph=graph, notices=tuple(say.lines))
+
+
+def _missing_graph(asked: "Asked", say: Notices) -> Pruned | None:
+    """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
+    from ckpt_prune.report.reading import report_of
+
+    recipe, out = asked.recipe, asked.options.output
+    if recipe.export is None or (out / GRAPH_FOLDER).exists():
+        return None
+    report = report_of(out)
+    if report is None:
+        return None
+    digest = report.recipe_digest if report.asked is None else report.asked.digest
+    if digest != recipe.digest or report.source.fingerprint != asked.model.checkpoint.fingerprint:
+        return None
+    say(f"{out} is complete: only its graph is missing")
+    step = _graph_step(asked)
+    assert step is not None
+    return _with_graph(Pruned(out, None, report), step, say)
+
+
+def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: Path) -> None:
+    """What running would find after measuring: refused here, a NaN would otherwise pass for an overflow."""
+    from ckpt_prune.checkpoint.writing import check_room
+
+    settled.model.checkpoint.check_finite()
+    if settled.known is not None:
+        cost = settled.output.cost
+        check_room(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))
+
+
+def _dry_data(settled: "Settled | None") -> dict[str, Any]:
+    from ckpt_prune.transform.messages import messages
+
+    assert settled is not None
+    return {
+        "recipe": settled.recipe.model_dump(mode="json", by_alias=True),
+        "container": {
+            "model_type": settled.output.container.model_type,
+            "remote_code": settled.output.container.remote_class is not None,
+        },
+        "widths": [dict(width) for width in settled.widths],
+        "before": settled.before.model_dump(),
+        "after": settled.output.cost.model_dump(),
+        "messages": messages(settled),
+    }

@@ -1,0 +1,152 @@
+"""`ckpt_prune.recover`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpt_prune.api.resuming import resumable
+from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import RecoverOptions, checked
+from ckpt_prune.planning.recovery_recipe import Part, RecoverySettings
+from ckpt_prune.progress import Notices, progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.report.model import Report
+
+MOST_SAMPLES = 2048
+"""Samples where none are asked for, as in the paper, or all there are."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What became of a recovery.
+
+    Attributes:
+        path: the output.
+        report: as in the output's ckpt_prune.json.
+        notices: lines that were said while it ran.
+    """
+
+    path: Path
+    report: "Report"
+    notices: tuple[str, ...] = ()
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return self.report.data()
+
+
+def recover(
+    pruned: AnyModel,
+    *,
+    dense: AnyModel,
+    output: AnyPath,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    labels: AnyPath | None = None,
+    max_corrupt: float = 0.05,
+    samples: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    choose: Choose = "random",
+    bos: Bos = "auto",
+    compute_dtype: ComputeDtype = "float32",
+    epochs: int = 10,
+    lr: float | None = None,
+    batch: int = 4,
+    accumulate: int = 1,
+    schedule: Literal["cosine", "constant"] = "cosine",
+    only: Part | None = None,
+    layers: str | None = None,
+    held_out: float = 0.1,
+    patience: int = 3,
+    state_memory: float = 8.0,
+    perplexity_after: str | Sequence[int] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> Recovered:
+    """Train what a pruned model has left, block by block, as `ckpt-prune recover` does (LaCo).
+
+    Args:
+        pruned: an output of this tool, or a model that another tool pruned: a folder, a Hub id or a result.
+        dense: the model it was made from.
+        output: the folder to write; it appears only when it is complete.
+        text: files to recover a language model on.
+        images: folder of images to recover a vision model on.
+        labels: CSV with a column file and perhaps split (calib).
+        max_corrupt: share of the images that may fail to decode.
+        samples: windows, or images; None for 2048, or all there are.
+        window: tokens per window; None for the model's context, at most 2048.
+        seed: of the choice and the order of samples.
+        choose: random samples, or the first ones.
+        bos: begin-of-sequence token before the text.
+        compute_dtype: in which blocks run; float32 or bfloat16.
+        epochs: passes over the samples for each block, at most.
+        lr: learning rate of Adam; None for the paper's, scaled by the hidden size.
+        batch: samples per optimiser step.
+        accumulate: parts, at most, that a batch goes through the block in.
+        schedule: of the learning rate over a block's steps.
+        only: train these linear modules alone.
+        layers: recover blocks A to B - 1 only, as "A:B".
+        held_out: share of the samples that decides which epoch's weights are kept, if any.
+        patience: epochs without less error on them before a block is left.
+        state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped beside the output.
+        perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
+        resume: continue an interrupted run of the same job.
+        overwrite: replace an existing output.
+        trust_remote_code: accept a model that asks for code of its own.
+        device: auto, cpu, cuda or cuda:i.
+        progress: show bars and notices on stderr.
+
+    Raises:
+        UserError: bad input, or two models that do not belong together; nothing is left behind.
+    """
+    given = locals()
+    options, settings = checked(RecoverOptions, given), checked(RecoverySettings, given)
+    out, trust = options.output, options.trust_remote_code
+    # Before torch is imported, what can be told without it.
+    if Path(options.dense).is_dir():
+        refuse_overlap(Path(options.dense), out)
+    if Path(options.pruned).is_dir():
+        check_output(Path(options.pruned), out, resume=options.resume, overwrite=options.overwrite)
+
+    from ckpt_prune.calibration.choosing import chosen_samples, has_data
+    from ckpt_prune.calibration.states import StateMemory
+    from ckpt_prune.calibration.text import read_text
+    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.transform import recover as recovering
+    from ckpt_prune.transform.asked import asked_after, training_dtype
+
+    if not has_data(options, options):
+        raise UserError("recover needs --text FILE, or --images DIR for a vision model")
+    with progress_shown(progress):
+        say = Notices()
+        target, dtype = resolve_device(options.device), training_dtype(options)
+        ours, theirs = open_model(options.pruned, trust=trust), open_model(options.dense, trust=trust)
+        refuse_overlap(theirs.checkpoint.path, out)
+        check_output(ours.checkpoint.path, out, resume=options.resume, overwrite=options.overwrite)
+        recovering.check_models(ours, theirs)
+        chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
+        recovering.check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
+        request = recovering.RecoveryRequest(
+            ours,
+            theirs,
+            settings,
+            chosen,
+            seed=options.seed,
+            compute_dtype=dtype,
+            device=target,
+            allocate=StateMemory(int(options.state_memory * 2**30), out.absolute().parent),
+            after=asked_after(options.perplexity_after, ours),
+        )
+        settled = recovering.settle_recovery(request)
+        with resumable(out, say):
+            report = recovering.recover(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
+        return Recovered(out, report, tuple(say.lines))

@@ -1,0 +1,100 @@
+"""`ckpt_prune.sweep`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import PlanOptions, checked
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.architectures.spaces import SpaceName
+    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.planning.records import Cost
+    from ckpt_prune.transform.sweep import Point
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The curve of a recipe: size and predicted error at several ratios.
+
+    Attributes:
+        recipe: its name.
+        spaces: that it prunes.
+        before: size of the dense model.
+        points: one for each ratio.
+    """
+
+    recipe: str
+    spaces: tuple["SpaceName", ...]
+    before: "Cost"
+    points: tuple["Point", ...]
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        rows = [
+            {"ratio": point.ratio, **point.after.model_dump(), "widths": point.widths, "errors": point.errors}
+            for point in self.points
+        ]
+        return {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows}
+
+
+def sweep(
+    model: AnyModel,
+    ratios: str | Sequence[float],
+    *,
+    recipe: AnyPath | None = None,
+    statistics: "AnyPath | Statistics | None" = None,
+    overrides: Mapping[str, object] | Sequence[str] = (),
+    container: str | None = None,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> Sweep:
+    """Plan at several ratios, as `ckpt-prune plan --sweep` does.
+
+    Args:
+        model: a folder, a Hub id, or what a function of this package has written.
+        ratios: "FROM:TO:STEP", both ends included, or the ratios themselves.
+        recipe: a shipped recipe's name or a file; None for the default.
+        statistics: what `calibrate` gave, or its folder.
+        overrides: changes of the recipe's keys, dotted.
+        container: what the output is to be stored as.
+        trust_remote_code: accept a model that asks for code of its own.
+        device: auto, cpu, cuda or cuda:i.
+        progress: show bars on stderr.
+
+    Raises:
+        UserError: as `plan`, or a ratio leaves nothing of a space.
+    """
+    wanted = _ratios(ratios) if isinstance(ratios, str) else [float(ratio) for ratio in ratios]
+    options = checked(PlanOptions, {**locals(), "diagnostics": False})
+
+    from ckpt_prune.planning.accounting import cost_of
+    from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.checks import check_request
+    from ckpt_prune.transform.sweep import points_at
+
+    with progress_shown(progress):
+        request = plan_request(options)
+        check_request(request)
+        request.model.checkpoint.check_finite()
+        points = points_at(request, wanted)
+        return Sweep(request.recipe.name, tuple(request.recipe.spaces), cost_of(request.model), tuple(points))
+
+
+def _ratios(text: str) -> list[float]:
+    """The ratios of FROM:TO:STEP, both ends included."""
+    try:
+        start, stop, step = (Decimal(part) for part in text.split(":"))
+        if not all(number.is_finite() for number in (start, stop, step)):
+            raise ValueError(text)
+        count = int((stop - start) / step) if step > 0 else -1
+    except (ValueError, ArithmeticError) as error:
+        raise UserError(f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1") from error
+    if not (0 <= start <= stop < 1) or count < 0 or count > 1000:
+        raise UserError(f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps")
+    return [float(start + index * step) for index in range(count + 1)]

@@ -1,0 +1,75 @@
+"""`ckpt_prune.validate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.options import ValidateOptions, checked, path_of
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.exporting.outcome import Validation
+
+
+def validate(
+    folder: AnyModel,
+    *,
+    against: AnyModel,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    labels: AnyPath | None = None,
+    samples: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    max_corrupt: float = 0.05,
+    tolerance: float | None = None,
+    provider: Provider | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> "Validation":
+    """Compare an exported graph with its model again, as `ckpt-prune validate` does. The whole model is loaded.
+
+    Args:
+        folder: what `export` wrote.
+        against: the checkpoint that it was exported from.
+        text: files to compare on; without any, Python's standard library.
+        images: folder of images to compare on; without any, noise.
+        labels: CSV with columns file and label.
+        samples: windows, or images, to compare on.
+        window: tokens per window.
+        seed: of the random choice of images, and of noise.
+        max_corrupt: share of the images that may fail to decode.
+        tolerance: largest difference that passes, in units of the largest output; None: by dtype.
+        provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
+        trust_remote_code: run code that a folder brings.
+        progress: show bars and notices on stderr.
+
+    Returns:
+        What came out, as in the folder's validation.json.
+
+    Raises:
+        UserError: there is no graph, or the data does not suit it.
+    """
+    options = checked(ValidateOptions, locals())
+
+    from ckpt_prune.checkpoint.hub import resolve
+    from ckpt_prune.exporting import validation
+    from ckpt_prune.exporting.manifest import read_manifest
+    from ckpt_prune.exporting.proof_data import proof_samples
+    from ckpt_prune.exporting.session import provider_for
+
+    place = Path(path_of(folder))
+    with progress_shown(progress):
+        manifest = read_manifest(place)
+        model = resolve(path_of(against))
+        chosen = proof_samples(place, manifest.what, options, trust=trust_remote_code)
+        found = validation.validate(
+            place,
+            model,
+            chosen,
+            provider=provider or provider_for(manifest.optimize),
+            tolerance=options.tolerance,
+            trust=trust_remote_code,
+        )
+        found.write(place)
+        return found

@@ -1,0 +1,62 @@
+"""`ckpt_prune.verify`."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.types import AnyModel
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.options import path_of
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.evaluation.verify import Check
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked of an output.
+
+    Attributes:
+        checks: each with its name, whether it passed (None where it could not be made), and what was found.
+    """
+
+    checks: tuple["Check", ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(check.passed is not False for check in self.checks)
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"passed": self.passed, "checks": [asdict(check) for check in self.checks]}
+
+
+def verify(folder: AnyModel, *, against: AnyModel | None = None, progress: bool = True) -> Verification:
+    """Prove that an output or an exported graph is whole, as `ckpt-prune verify` does. The whole model is loaded.
+
+    Args:
+        folder: an output of this tool, or a folder that `export` wrote.
+        against: the dense model, or the one that was exported: also check that what was kept is its own.
+        progress: show bars on stderr.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    from ckpt_prune.checkpoint.hub import resolve
+    from ckpt_prune.evaluation import verify as checking
+    from ckpt_prune.exporting.session import GRAPH
+    from ckpt_prune.exporting.verify import verify_graph
+
+    place = Path(path_of(folder))
+    with progress_shown(progress):
+        dense = None if against is None else resolve(path_of(against))
+        holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
+        if holds_graph or (place / GRAPH_RECORD).is_file():
+            return Verification(tuple(verify_graph(place, dense)))
+        checks = list(checking.verify(place, dense))
+        if (place / GRAPH_FOLDER / GRAPH_RECORD).is_file():
+            inside = verify_graph(place / GRAPH_FOLDER, place)
+            checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]
+        return Verification(tuple(checks))

@@ -1,0 +1,1 @@
+"""What a checkpoint is, in figures: the answer of `inspect`."""

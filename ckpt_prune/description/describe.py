@@ -1,0 +1,186 @@
+"""Describing a checkpoint from its config and the headers of its weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_prune.architectures.family import family_of
+from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.choosing import choose_container
+from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.description.model import (
+    Description,
+    ModelDescription,
+    Origin,
+    RemoteDescription,
+    SizeAtRatio,
+    SpaceDescription,
+    SparsityDescription,
+    TensorZeros,
+    Zeros,
+)
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
+from ckpt_prune.transform.checks import check_spaces
+from ckpt_prune.transform.decisions import Decisions
+from ckpt_prune.transform.output import output_of
+from ckpt_prune.transform.request import Request
+
+
+def describe(
+    checkpoint: Checkpoint, *, weights: bool, recipe: str, ratios: Sequence[float], sparsity: bool
+) -> Description:
+    """Describe a checkpoint.
+
+    Args:
+        checkpoint: what to describe.
+        weights: whether it has any, beside its config.
+        recipe: whose spaces ratios apply to.
+        ratios: shares of units to drop, each giving a size.
+        sparsity: count zeros; reads all weights.
+
+    Raises:
+        UserError: the model is of no known family, its tensors are not those of its config, or a ratio does not suit.
+    """
+    remote = remote_class(checkpoint.config, checkpoint.path)
+    zeros = _zeros(checkpoint) if sparsity else None
+    if remote is not None and not ratios:
+        return _remote(checkpoint, remote, zeros)
+    return _model(checkpoint, weights, recipe, ratios, zeros)
+
+
+def _model(
+    checkpoint: Checkpoint,
+    weights: bool,
+    recipe: str,
+    ratios: Sequence[float],
+    zeros: SparsityDescription | None,
+) -> ModelDescription:
+    model = Model.of(checkpoint)
+    family = model.family
+    check_source(model)
+    made = report_of(checkpoint.path)
+    _recipe(recipe, 0.0)
+    pruned = [_size_at(model, recipe, ratio) for ratio in ratios]
+    return ModelDescription(
+        model=str(checkpoint.path),
+        family=family.model_type,
+        architecture=family.architecture,
+        dtype=str(checkpoint.dtype).removeprefix("torch."),
+        files=len(checkpoint.files),
+        blocks=model.blocks,
+        tied_head=model.tied,
+        spaces={name: _space(model, name) for name in family.spaces},
+        **cost_of(model).model_dump(),
+        weights=weights,
+        made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
+        pruned=pruned,
+        recipe=recipe if pruned else None,
+        sparsity=zeros,
+    )
+
+
+def _space(model: Model, name: Any) -> SpaceDescription:
+    family, units = model.family, model.units(name)
+    description = family.spaces[name]
+    columns = family.columns.get(name)
+    consumer = None if columns is None else columns.consumer
+    existing = {module for module in family.linears if model.has(module, "bias")}
+    fits = {}
+    for label, biases in (
+        ("weights", existing),
+        ("weights and bias", existing | ({consumer} if consumer else set())),
+    ):
+        try:
+            # One unit fewer stands for any number: the first drop is what changes the container.
+            widths = [{name: max(1, units - 1)}] * model.blocks
+            fits[label] = choose_container(model, widths, biases).model_type
+        except UserError:
+            fits[label] = "remote code"
+    tensors = model.checkpoint.tensors
+    per_block = sum(tensors[model.tensor(0, module)].numel for module in description.modules)
+    return SpaceDescription(
+        unit=description.unit,
+        units=units,
+        consumer=consumer,
+        columns_per_unit=model.unit_columns(name),
+        parameters=per_block * model.blocks,
+        containers=fits,
+    )
+
+
+def _recipe(name: str, ratio: float) -> Recipe:
+    if load_recipe(name).mask is not None:
+        raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
+    # Whatever holds the shape: sizes are asked for, not a refusal.
+    return load_recipe(name, ("container=any",), ratio)
+
+
+def _size_at(model: Model, recipe: str, ratio: float) -> SizeAtRatio:
+    loaded = _recipe(recipe, ratio)
+    check_spaces(model.family, loaded)
+    widths = Decisions(loaded).widths(model)
+    output = output_of(Request(model, loaded), widths)
+    container = output.container
+    return SizeAtRatio(
+        ratio=ratio,
+        units={str(space): count for space, count in widths[0].items()},
+        container=container.model_type + (" + remote code" if container.remote_class else ""),
+        **output.cost.model_dump(),
+    )
+
+
+def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | None) -> RemoteDescription:
+    made = report_of(checkpoint.path)
+    return RemoteDescription(
+        model=str(checkpoint.path),
+        family=family_of(checkpoint.config).model_type,
+        architecture=remote,
+        dtype=str(checkpoint.dtype).removeprefix("torch."),
+        files=len(checkpoint.files),
+        parameters=sum(info.numel for info in checkpoint.tensors.values()),
+        bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        flops=made.after.flops if made else None,
+        tokens=made.after.tokens if made else None,
+        source=made.source.name if made else None,
+        recipe=made.recipe.name if made else None,
+        note=made.container.note if made else None,
+        sparsity=zeros,
+    )
+
+
+def _zeros(checkpoint: Checkpoint) -> SparsityDescription:
+    family = fitting_family(checkpoint)
+    found = {each.name: each for each in find_zeros(checkpoint)}
+    modules = {
+        module: [found[name] for name in names]
+        for module, names in weights_by_module(checkpoint.tensors, family.block, family.linears).items()
+    }
+    return SparsityDescription(
+        modules={module: _together(tensors) for module, tensors in modules.items()},
+        blocks=_together([each for tensors in modules.values() for each in tensors]),
+        tensors=[
+            TensorZeros(
+                name=each.name, shape=list(each.shape), zeros=each.zeros, share=each.share, pattern=each.pattern
+            )
+            for each in found.values()
+        ],
+    )
+
+
+def _together(tensors: Sequence[Sparsity]) -> Zeros:
+    return Zeros(
+        tensors=len(tensors),
+        weights=sum(each.numel for each in tensors),
+        zeros=sum(each.zeros for each in tensors),
+        min=min((each.share for each in tensors), default=0.0),
+        mean=share_of_all(tensors),
+        max=max((each.share for each in tensors), default=0.0),
+        pattern=pattern_of_all(tensors),
+    )

@@ -1,0 +1,167 @@
+"""The answer of `inspect`, as one model that `--json` prints."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Fixed(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class SpaceDescription(_Fixed):
+    """One space of a model.
+
+    Attributes:
+        unit: what one unit is.
+        units: in each block.
+        consumer: the module whose columns the space ends in; None for q and k.
+        columns_per_unit: of the consumer.
+        parameters: of the tensors that the space lies on, all blocks together.
+        containers: of an output with fewer units: `weights` alone, and `weights and bias`.
+    """
+
+    unit: str
+    units: int
+    consumer: str | None
+    columns_per_unit: int
+    parameters: int
+    containers: dict[str, str]
+
+
+class SizeAtRatio(_Fixed):
+    """What is left of a model at one ratio.
+
+    Attributes:
+        ratio: share of units to drop.
+        units: space → units kept in each block.
+        container: of the output.
+        parameters, bytes, flops, tokens: as in `planning.records.Cost`.
+    """
+
+    ratio: float
+    units: dict[str, int]
+    container: str
+    parameters: int
+    bytes: int
+    flops: int
+    tokens: int | None
+
+
+class Zeros(_Fixed):
+    """Zeros of several tensors together.
+
+    Attributes:
+        tensors: how many.
+        weights: their elements.
+        zeros: of them.
+        min, mean, max: shares of zeros over the tensors.
+        pattern: the tightest N:M that all hold, or None.
+    """
+
+    tensors: int
+    weights: int
+    zeros: int
+    min: float
+    mean: float
+    max: float
+    pattern: str | None
+
+
+class TensorZeros(_Fixed):
+    """Zeros of one tensor."""
+
+    name: str
+    shape: list[int]
+    zeros: int
+    share: float
+    pattern: str | None
+
+
+class SparsityDescription(_Fixed):
+    """Zeros of the blocks' linear weights by module and together, and of every tensor."""
+
+    modules: dict[str, Zeros]
+    blocks: Zeros
+    tensors: list[TensorZeros]
+
+
+class Origin(_Fixed):
+    """What an output of this tool was made from."""
+
+    source: str
+    recipe: str
+
+
+class _Any(_Fixed):
+    model: str
+    family: str
+    architecture: str
+    dtype: str
+    files: int
+    sparsity: SparsityDescription | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return self.model_dump(exclude={"sparsity"} if self.sparsity is None else None)
+
+
+class ModelDescription(_Any):
+    """A model that can be pruned.
+
+    Attributes:
+        model: its folder.
+        family: its model type.
+        architecture: the class it loads as.
+        dtype: of its weights.
+        files: safetensors files.
+        blocks: of the model.
+        tied_head: whether the head is the embedding.
+        spaces: by name.
+        parameters, bytes, flops, tokens: as in `planning.records.Cost`.
+        weights: False where there is a config alone.
+        made_from: where it is an output of this tool.
+        pruned: its size at the ratios that were asked for.
+        recipe: whose spaces they apply to.
+        sparsity: where it was asked for.
+    """
+
+    blocks: int
+    tied_head: bool
+    spaces: dict[str, SpaceDescription]
+    parameters: int
+    bytes: int
+    flops: int
+    tokens: int | None
+    weights: bool
+    made_from: Origin | None
+    pruned: list[SizeAtRatio]
+    recipe: str | None
+
+
+class RemoteDescription(_Any):
+    """An output with remote code of this tool, which cannot be pruned again.
+
+    Attributes:
+        model: its folder.
+        family: its model type.
+        architecture: its class, of its own code.
+        dtype: of its weights.
+        files: safetensors files.
+        parameters, bytes: of its tensors.
+        flops, tokens: as in `planning.records.Cost`; None where it has no report.
+        source, recipe: what it was made from, and how.
+        note: why no stock container holds it.
+        sparsity: where it was asked for.
+    """
+
+    parameters: int
+    bytes: int
+    flops: int | None
+    tokens: int | None
+    source: str | None
+    recipe: str | None
+    note: str | None
+
+
+Description = ModelDescription | RemoteDescription

@@ -1,0 +1,112 @@
+"""Measuring a model of images: a classifier by its classes, a base model by its features."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import BaseImageProcessor
+
+from ckpt_prune.architectures.family import family_of
+from ckpt_prune.architectures.model import image_tokens
+from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.calibration.image_files import choose_images, find_images
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
+from ckpt_prune.evaluation.features import compare_features
+from ckpt_prune.evaluation.kinds import auto_class_of, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.loading import load_model, read_config
+from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult
+from ckpt_prune.evaluation.texts import Pair
+from ckpt_prune.options import EvaluationOptions
+
+
+def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | FeaturesResult:
+    """Measure a model of images.
+
+    Raises:
+        UserError: it reads no images, the two cannot be compared, or the images say nothing of the model.
+    """
+    assert options.images is not None
+    folder, reference = pair.folder, pair.reference
+    base = None
+    if is_vision(folder) and auto_class_of(folder) == "AutoModel":
+        base = reference_of_base(folder, reference)
+        check_same_kind(folder, base)
+    classes = _shared_classes(folder, reference) if base is None else None
+    processor = _shared_processor(folder, reference, pair.trust)
+    files = find_images(options.images, labels=options.labels, split="eval", id2label=classes)
+    if files.labels is None and reference is None:
+        raise UserError(
+            f"{options.images}: images without classes say nothing of one model; give --labels FILE, a sub-folder per "
+            "class, or --against MODEL2"
+        )
+    if options.limit is not None:
+        files = choose_images(files, samples=min(options.limit, len(files.paths)), seed=0)
+    samples = ImageSamples(files, processor, tokens=_tokens_of(folder), max_corrupt=options.max_corrupt)
+    if base is not None:
+        return _features(pair, base, samples)
+    return _classification(pair, samples)
+
+
+def _features(pair: Pair, base: Path, samples: ImageSamples) -> FeaturesResult:
+    models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]
+    try:
+        found = compare_features(models[0], models[1], samples)
+    except ValueError as error:  # what transformers' vision models raise for images of another size
+        reason = " ".join(str(error).split())
+        raise UserError(f"the models do not take what they are to be compared on: {reason[:300]}") from error
+    return FeaturesResult(pair.folder, base, found, tuple(sorted(samples.skipped)))
+
+
+def _classification(pair: Pair, samples: ImageSamples) -> AccuracyResult:
+    skipped = tuple(sorted(samples.skipped))
+    model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
+    if pair.reference is None:
+        return AccuracyResult(pair.folder, classify(model, samples), skipped)
+    other = load_model(pair.reference, device=pair.device, trust_remote_code=pair.trust)
+    found = compare_classifiers(model, other, samples)
+    return AccuracyResult(
+        pair.folder, found.score, skipped, pair.reference, found.reference_score, found.kl, found.agreement
+    )
+
+
+def _tokens_of(folder: Path) -> Callable[[tuple[int, int]], int]:
+    """Tokens of an image of a size; asked only of base models, whose family is known."""
+    config = read_config(folder)
+    return lambda size: image_tokens(family_of(config), parse_config(config), size)
+
+
+def _shared_classes(folder: Path, reference: Path | None) -> dict[int, str]:
+    classes = _classes(folder)
+    if reference is not None and len(_classes(reference)) != len(classes):
+        raise UserError(
+            f"{folder} and {reference} have {len(classes)} and {len(_classes(reference))} classes: "
+            "their figures cannot be compared"
+        )
+    return classes
+
+
+def _shared_processor(folder: Path, reference: Path | None, trust: bool) -> BaseImageProcessor:
+    processor = load_processor(folder, trust_remote_code=trust)
+    if reference is not None:
+        other = load_processor(reference, trust_remote_code=trust)
+        if processor.to_json_string() != other.to_json_string():
+            raise UserError(
+                f"{folder} and {reference} have different image processors: their figures cannot be compared"
+            )
+    return processor
+
+
+def _classes(folder: Path) -> dict[int, str]:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; give a checkpoint folder as published on the Hub")
+    config = read_object(folder / "config.json")
+    if not is_classifier(config):
+        what = config.get("architectures") or config.get("model_type")
+        raise UserError(
+            f"{folder} is no image classifier ({', '.join(what) if isinstance(what, list) else what}): "
+            "--images does not go with it; measure a language model with --text"
+        )
+    return class_names(config)

@@ -1,0 +1,190 @@
+"""What `evaluate` gives: one kind of result for every kind of model, each as an object and as JSON."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.evaluation.classification import Classification
+from ckpt_prune.evaluation.features import FeatureComparison
+from ckpt_prune.evaluation.masked import MaskedScore
+from ckpt_prune.evaluation.perplexity import Score
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """A causal language model on text.
+
+    Attributes:
+        model: that was measured.
+        score: its own.
+        against: the reference, where there is one.
+        reference: its score.
+        kl: mean over scored tokens of KL(reference ‖ model), nats.
+        agreement: share of the tokens where both predict the same.
+    """
+
+    model: Path
+    score: Score
+    against: Path | None = None
+    reference: Score | None = None
+    kl: float | None = None
+    agreement: float | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        found = self._figures(self.model, self.score)
+        if self.against is not None and self.reference is not None:
+            found |= {
+                "kl": self.kl,
+                "top1_agreement": self.agreement,
+                "against": self._figures(self.against, self.reference),
+            }
+        return found
+
+    @staticmethod
+    def _figures(model: Path, score: Score) -> dict[str, Any]:
+        return {
+            "model": str(model),
+            "perplexity": _finite(score.perplexity),
+            "nll": score.nll,
+            "window": score.window,
+            "windows": score.windows,
+            "tokens": score.tokens,
+        }
+
+
+@dataclass(frozen=True)
+class MaskedResult:
+    """A masked language model on text, asked for masked tokens.
+
+    Attributes:
+        model: that was measured.
+        score: its own.
+        against: the reference, where there is one.
+        reference: its score.
+        kl: mean over masked tokens of KL(reference ‖ model), nats.
+        agreement: share of the masked tokens where both predict the same.
+    """
+
+    model: Path
+    score: MaskedScore
+    against: Path | None = None
+    reference: MaskedScore | None = None
+    kl: float | None = None
+    agreement: float | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        found = self._figures(self.model, self.score)
+        if self.against is not None and self.reference is not None:
+            found |= {
+                "kl": self.kl,
+                "top1_agreement": self.agreement,
+                "against": self._figures(self.against, self.reference),
+            }
+        return found
+
+    @staticmethod
+    def _figures(model: Path, score: MaskedScore) -> dict[str, Any]:
+        return {
+            "model": str(model),
+            "masked_perplexity": _finite(score.perplexity),
+            "accuracy": score.accuracy,
+            "window": score.window,
+            "windows": score.windows,
+            "masked": score.tokens,
+        }
+
+
+@dataclass(frozen=True)
+class AccuracyResult:
+    """An image classifier on images.
+
+    Attributes:
+        model: that was measured.
+        score: its own.
+        skipped: names of images that do not decode.
+        against: the reference, where there is one.
+        reference: its score.
+        kl: mean over images of KL(reference ‖ model), nats.
+        agreement: share of the images where both put the same class first.
+    """
+
+    model: Path
+    score: Classification
+    skipped: tuple[str, ...] = ()
+    against: Path | None = None
+    reference: Classification | None = None
+    kl: float | None = None
+    agreement: float | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        against = None
+        if self.against is not None and self.reference is not None:
+            against = {"model": str(self.against), "top1": self.reference.top1, "top5": self.reference.top5}
+        return {
+            "model": str(self.model),
+            "images": self.score.images,
+            "top1": self.score.top1,
+            "top5": self.score.top5,
+            "agreement": self.agreement,
+            "kl": self.kl,
+            "against": against,
+            "skipped": list(self.skipped),
+        }
+
+
+@dataclass(frozen=True)
+class FeaturesResult:
+    """A base model's features beside those of a reference.
+
+    Attributes:
+        model: that was measured.
+        against: the reference.
+        found: cosine and relative error of the last hidden states.
+        skipped: names of images that do not decode; None of text.
+    """
+
+    model: Path
+    against: Path
+    found: FeatureComparison
+    skipped: tuple[str, ...] | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        figures = {
+            "model": str(self.model),
+            "against": str(self.against),
+            "cosine": self.found.cosine,
+            "relative_error": self.found.relative_error,
+            "samples": self.found.samples,
+            "tokens": self.found.tokens,
+        }
+        return figures if self.skipped is None else figures | {"skipped": list(self.skipped)}
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Tasks that were run by lm-eval.
+
+    Attributes:
+        model: that was measured.
+        tables: lm-eval's own: results (task → metric → value), versions and n-samples.
+    """
+
+    model: Path
+    tables: dict[str, Any]
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return self.tables
+
+
+Result = PerplexityResult | MaskedResult | AccuracyResult | FeaturesResult | TaskResult

@@ -1,0 +1,117 @@
+"""Measuring a model of text: perplexity, masked tokens or features, whichever it gives."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.text import (
+    evaluation_windows,
+    frame_length,
+    framed,
+    load_tokenizer,
+    read_text,
+    token_stream,
+)
+from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.features import compare_features
+from ckpt_prune.evaluation.forward import check_windows
+from ckpt_prune.evaluation.kinds import MASKED, auto_class_of, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
+from ckpt_prune.evaluation.perplexity import compare, perplexity
+from ckpt_prune.evaluation.results import FeaturesResult, MaskedResult, PerplexityResult
+from ckpt_prune.options import EvaluationOptions
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model, and the one it is held against.
+
+    Attributes:
+        folder: the model's.
+        reference: the other's, or None.
+        device: where both run.
+        trust: run code that a folder brings.
+    """
+
+    folder: Path
+    reference: Path | None
+    device: torch.device
+    trust: bool
+
+
+def measure_text(pair: Pair, options: EvaluationOptions) -> PerplexityResult | MaskedResult | FeaturesResult:
+    """Measure a model of text.
+
+    Raises:
+        UserError: it reads no text, the two cannot be compared, or the window does not suit them.
+    """
+    folder, reference = pair.folder, pair.reference
+    for path in (folder, reference):
+        if path is not None and not (path / "config.json").is_file():
+            raise UserError(f"{path} has no config.json; give a checkpoint folder as published on the Hub")
+        if path is not None and is_vision(path):
+            raise UserError(f"{path} is a vision model: --text does not go with it; measure it with --images")
+    if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
+        raise UserError(f"{folder} and {reference} have different tokenizers: their perplexities cannot be compared")
+    check_same_kind(folder, reference)
+    if auto_class_of(folder) == "AutoModelForCausalLM":
+        return _perplexity(pair, options)
+    return _encoder(pair, options)
+
+
+def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
+    assert options.window is not None
+    stream = token_stream(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
+    windows = evaluation_windows(stream, window=options.window, limit=options.limit)
+    model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
+    if pair.reference is None:
+        return PerplexityResult(pair.folder, perplexity(model, windows))
+    other = load_model(pair.reference, device=pair.device, trust_remote_code=pair.trust)
+    found = compare(model, other, windows)
+    return PerplexityResult(
+        pair.folder, found.score, pair.reference, found.reference_score, found.kl, found.top1_agreement
+    )
+
+
+def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesResult:
+    """Masked tokens where an encoder predicts them, features where it has no head."""
+    assert options.window is not None
+    auto = auto_class_of(pair.folder)
+    base = reference_of_base(pair.folder, pair.reference) if auto == "AutoModel" else None
+    if base is None and auto not in MASKED:
+        raise UserError(
+            f"{pair.folder} is a {auto.removeprefix('AutoModelFor')} model: evaluate measures causal and masked "
+            "language models, image classifiers, and base models against another"
+        )
+    tokenizer = load_tokenizer(pair.folder)
+    frame = frame_length(tokenizer)
+    if options.window < frame + 2:
+        raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
+    stream = token_stream(tokenizer, read_text(options.text), bos="never")
+    windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.limit), tokenizer)
+    if base is None:
+        return _masked(pair, tokenizer, windows)
+    models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]
+    for each in models:
+        check_windows(each, windows)
+    return FeaturesResult(pair.folder, base, compare_features(models[0], models[1], TokenWindows(windows)))
+
+
+def _masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> MaskedResult:
+    if tokenizer.mask_token_id is None:
+        raise UserError(f"{pair.folder}: its tokenizer has no mask token, so nothing can be masked")
+    masked = choose_masked(windows, set(tokenizer.all_special_ids))
+    model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
+    other = None
+    if pair.reference is not None:
+        other = load_model(pair.reference, device=pair.device, trust_remote_code=pair.trust)
+    found = fill_in(model, windows, masked, tokenizer.mask_token_id, other)
+    if not isinstance(found, MaskedComparison):
+        return MaskedResult(pair.folder, found)
+    return MaskedResult(pair.folder, found.score, pair.reference, found.reference_score, found.kl, found.top1_agreement)

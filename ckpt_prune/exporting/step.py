@@ -1,0 +1,101 @@
+"""The graph of a recipe that has `export`: made once the output is there, checked before anything is."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.exporting.folder import GraphWriter, dtype_of
+from ckpt_prune.exporting.outcome import ProofSamples
+from ckpt_prune.exporting.proof_data import proof_samples
+from ckpt_prune.exporting.session import provider_for
+from ckpt_prune.exporting.tasks import chosen_task
+from ckpt_prune.exporting.writing import Exported, write_graph
+from ckpt_prune.filenames import GRAPH_FOLDER
+from ckpt_prune.options import CalibrationOptions, ImageOptions, ProofOptions
+from ckpt_prune.planning.export_recipe import ExportRecipe, GraphSettings
+
+
+@dataclass(frozen=True)
+class GraphStep:
+    """The last step of a recipe, with all that can be checked before the first."""
+
+    recipe: ExportRecipe
+    samples: ProofSamples | None
+    trust: bool
+
+    @classmethod
+    def of(
+        cls,
+        recipe: ExportRecipe,
+        source: Checkpoint,
+        calibration: CalibrationOptions,
+        images: ImageOptions,
+        *,
+        trust: bool,
+    ) -> "GraphStep":
+        """The step for an output that is still to be made.
+
+        Args:
+            recipe: what graph.
+            source: the model that is pruned: it reads what its output will.
+            calibration: its text, in its windows, is what the graph is proved on.
+            images: the same of a vision model.
+            trust: run the checkpoint's own code, where it is not this tool's.
+
+        Raises:
+            UserError: the model cannot do the task, or the data is too short.
+        """
+        task = chosen_task(source.config, task=recipe.task, cache=recipe.cache)
+        samples = None
+        if recipe.proof:
+            asked = ProofOptions(
+                text=calibration.text,
+                window=calibration.window,
+                images=images.images,
+                labels=images.labels,
+                max_corrupt=images.max_corrupt,
+            )
+            samples = proof_samples(source.path, task, asked, trust=trust, split="calib")
+        return cls(recipe, samples, trust)
+
+    def bytes(self, parameters: int) -> int:
+        """Size of the graph of so many parameters."""
+        return parameters * dtype_of(self.recipe).itemsize
+
+    def run(self, output: Path, say: Callable[[str], None]) -> Exported:
+        """Write the graph of a finished output into its folder `onnx`.
+
+        Args:
+            output: the finished output.
+            say: told how to make the graph later, where it cannot be made now.
+
+        Raises:
+            UserError: it cannot be made.
+        """
+        out = output / GRAPH_FOLDER
+        try:
+            # What a killed run left is dropped; a graph that is there is not replaced.
+            writer = GraphWriter(Checkpoint.open(output), out, self.recipe, overwrite=not out.exists())
+            return write_graph(
+                writer,
+                self.samples,
+                provider=provider_for(self.recipe.optimize),
+                tolerance=self.recipe.tolerance,
+                trust=self.trust,
+            )
+        except BaseException:
+            say(f"{output} is complete without its graph: `{self._command(output, out)}` writes it")
+            raise
+
+    def _command(self, output: Path, out: Path) -> str:
+        """The command that does this step alone."""
+        words = ["ckpt-prune", "export", str(output), "-o", str(out)]
+        for name, field in GraphSettings.model_fields.items():
+            value = getattr(self.recipe, name)
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{name}")
+            elif value != field.default:
+                words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words if self.recipe.proof else [*words, "--no-validate"])

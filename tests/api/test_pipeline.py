@@ -1,0 +1,112 @@
+"""What the commands do, done from Python: the same files, results as objects that the next function takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ckpt_prune
+from ckpt_prune.api.prune import GraphFailedError
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.progress import Notices
+from tests.cli.running import TEXT, ok, read_json, same_files
+
+DATA = {"text": "calib.txt", "samples": 8, "window": 16}
+QUIET = {"progress": False}
+
+
+def test_each_result_is_what_the_next_function_takes(place, capfd):
+    statistics = ckpt_prune.calibrate("dense", **DATA, output="measured", **QUIET)
+    assert isinstance(statistics, Statistics)
+    planned = ckpt_prune.plan("dense", recipe="rcpu", statistics=statistics, ratio="50%", **QUIET)
+    assert [len(site.kept) for site in planned.plan.sites] == [1, 12, 1, 12]
+    pruned = ckpt_prune.prune("dense", plan=planned, statistics=statistics, output="small", **QUIET)
+    assert pruned.path == Path("small")
+    assert pruned.report is not None
+    assert pruned.report.after == planned.plan.after
+    recovered = ckpt_prune.recover(pruned, dense="dense", **DATA, epochs=1, output="better", **QUIET)
+    assert [layer.block for layer in recovered.report.layers] == [0, 1]
+    assert ckpt_prune.verify(recovered, **QUIET).passed
+    score = ckpt_prune.evaluate(recovered, against="dense", text="calib.txt", window=16, **QUIET)
+    assert score.against == Path("dense")
+    assert score.kl > 0
+    described = ckpt_prune.inspect(recovered, ratios=[0.5], **QUIET)
+    assert described.parameters == planned.plan.after.parameters
+    assert described.pruned[0].units == {"heads": 1, "mlp": 6}
+    graph = ckpt_prune.export(recovered, output="graph", text="calib.txt", window=16, **QUIET)
+    assert graph.passed
+    assert graph.path == Path("graph")
+    assert ckpt_prune.validate(graph, against=recovered, text="calib.txt", window=16, **QUIET).passed
+    assert capfd.readouterr() == ("", "")
+
+
+def test_files_are_those_of_the_commands(place):
+    overrides = {"spaces.mlp.ratio": 0.25, "spaces.mlp.compensation.lambda": 0.1}
+    ckpt_prune.prune("dense", recipe="ridge", statistics="stats", overrides=overrides, output="ours", **QUIET)
+    words = ("--set", "spaces.mlp.ratio=0.25", "--set", "spaces.mlp.compensation.lambda=0.1")
+    ok("prune", "dense", "--recipe", "ridge", "--statistics", "stats", *words, "-o", "theirs")
+    assert same_files("ours", "theirs")
+
+
+def test_data_is_what_json_prints(place):
+    given = {"recipe": "rcpu", "statistics": "stats", "ratio": 0.5}
+    words = ("--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5", "--json")
+    dry = ckpt_prune.prune("dense", **given, output="out", dry_run=True, **QUIET)
+    assert dry.report is None
+    assert dry.passed
+    assert not Path("out").exists()
+    assert dry.data() == json.loads(ok("prune", "dense", *words, "--dry-run", "-o", "out"))
+    assert ckpt_prune.plan("dense", **given, **QUIET).data() == json.loads(ok("plan", "dense", *words))
+    swept = ckpt_prune.sweep("dense", [0.25, 0.5], recipe="rcpu", statistics="stats", **QUIET)
+    of_the_command = ok("plan", "dense", *words[:4], "--sweep", "0.25:0.5:0.25", "--json")
+    assert json.loads(json.dumps(swept.data())) == json.loads(of_the_command)
+    assert ckpt_prune.inspect("pruned", sparsity=True).data() == json.loads(
+        ok("inspect", "pruned", "--sparsity", "--json")
+    )
+    written = ckpt_prune.prune("dense", **given, output="out", **QUIET)
+    assert written.data() == read_json("out/ckpt_prune.json")
+
+
+def test_notices_are_printed_and_kept_unless_progress_is_off(place, capsys):
+    given = {"dense": "dense", "text": "calib.txt", "samples": 4, "window": 16, "epochs": 1}
+    told = ckpt_prune.recover("pruned", **given, output="a")
+    assert told.notices
+    assert capsys.readouterr().err.splitlines() == list(told.notices)
+    silent = ckpt_prune.recover("pruned", **given, output="b", **QUIET)
+    assert silent.notices == told.notices
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_output_whose_graph_cannot_be_made_comes_with_the_error(place, monkeypatch):
+    def full(*_args: object, **_options: object) -> None:
+        raise ckpt_prune.UserError("no room for it")
+
+    monkeypatch.setattr("ckpt_prune.exporting.step.write_graph", full)
+    with pytest.raises(GraphFailedError, match=r"^no room for it$") as caught:
+        ckpt_prune.prune(
+            "dense",
+            recipe="rcpu",
+            statistics="stats",
+            ratio=0.5,
+            overrides=["export.format=onnx"],
+            output="out",
+            **QUIET,
+        )
+    assert caught.value.pruned.data() == read_json("out/ckpt_prune.json")
+    assert caught.value.pruned.notices == (
+        "out is complete without its graph: `ckpt-prune export out -o out/onnx` writes it",
+    )
+
+
+def test_progress_is_quiet_for_one_call_alone(place, capsys):
+    ckpt_prune.inspect("dense", **QUIET)
+    Notices()("still heard")
+    assert capsys.readouterr().err == "still heard\n"
+
+
+def test_statistics_of_another_text_keep_their_order(place):
+    """The command line is given the same files as a list."""
+    Path("more.txt").write_text("dog ran far away and then the cat sat " * 40)
+    ckpt_prune.calibrate("dense", text=["calib.txt", Path("more.txt")], samples=8, window=16, output="a", **QUIET)
+    ok("calibrate", "dense", *TEXT, "--text", "more.txt", "-o", "b")
+    assert Statistics(Path("a")).index == Statistics(Path("b")).index

@@ -1,0 +1,127 @@
+"""Every command's function: the same names, the same defaults, no torch before it is called, and the same refusals."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import pytest
+
+import ckpt_prune
+from ckpt_prune import UserError
+from tests.cli.running import refused
+
+VERBS = ["benchmark", "calibrate", "evaluate", "export", "inspect", "plan", "prune", "recover", "validate", "verify"]
+OF_THE_SHELL = {"as_json", "sweep"}
+"""What a function has no use for: it returns objects, and a sweep is a function of its own."""
+
+
+def command(verb: str) -> click.Command:
+    found: click.Command = importlib.import_module(f"ckpt_prune.cli.{verb}_command").command
+    return found
+
+
+def function(verb: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(ckpt_prune, verb)
+    return found
+
+
+def defaults(verb: str) -> dict[str, Any]:
+    """Parameter → default of the command; () for what may be repeated."""
+    with click.Context(command(verb)) as context:
+        return {
+            parameter.name: () if getattr(parameter, "multiple", False) else parameter.get_default(context)
+            for parameter in command(verb).params
+            if parameter.name not in OF_THE_SHELL
+        }
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_function_takes_what_its_command_takes(verb):
+    parameters = dict(inspect.signature(function(verb)).parameters)
+    assert parameters.pop("progress").default is True
+    asked = defaults(verb)
+    assert parameters.keys() == asked.keys()
+    required = {each.name for each in command(verb).params if each.required}
+    for name, parameter in parameters.items():
+        if name in required:
+            assert parameter.default is inspect.Parameter.empty
+        else:
+            unset = type(asked[name]).__name__ == "Sentinel"  # click's word for an option without a default
+            assert parameter.default == (None if unset else asked[name]), name
+
+
+def test_nothing_else_is_on_the_surface():
+    assert set(ckpt_prune.__all__) == {*VERBS, "UserError", "__version__", "load", "sweep"}
+    assert set(ckpt_prune.__all__) <= set(dir(ckpt_prune))
+    with pytest.raises(AttributeError, match="has no attribute 'shrink'"):
+        ckpt_prune.shrink  # noqa: B018
+
+
+def test_functions_are_there_without_torch():
+    names = [name for name in ckpt_prune.__all__ if name != "load"]
+    code = f"import sys, ckpt_prune; [getattr(ckpt_prune, n) for n in {names}]; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "words"),
+    [
+        ("prune", {"model": "dense", "output": "out", "recipe": "rpcu"}, ("dense", "-o", "out", "--recipe", "rpcu")),
+        ("prune", {"model": "nowhere", "output": "out"}, ("nowhere", "-o", "out")),
+        (
+            "prune",
+            {"model": "dense", "output": "out", "ratio": 20},
+            ("dense", "-o", "out", "--ratio", "20"),
+        ),
+        (
+            "prune",
+            {"model": "dense", "output": "out", "overrides": {"spaces.mpl.ratio": 0.2}, "statistics": "stats"},
+            ("dense", "-o", "out", "--set", "spaces.mpl.ratio=0.2", "--statistics", "stats"),
+        ),
+        ("calibrate", {"model": "dense", "output": "s"}, ("dense", "-o", "s")),
+        (
+            "plan",
+            {"model": "dense", "statistics": "stats", "target_params": "lots"},
+            ("dense", "--statistics", "stats", "--target-params", "lots"),
+        ),
+        (
+            "recover",
+            {"pruned": "pruned", "dense": "dense", "output": "out", "text": "calib.txt", "layers": "4"},
+            ("pruned", "--dense", "dense", "-o", "out", "--text", "calib.txt", "--layers", "4"),
+        ),
+        ("evaluate", {"model": "dense", "text": "calib.txt"}, ("dense", "--text", "calib.txt")),
+        ("inspect", {"model": "dense", "ratios": [0.2, 20]}, ("dense", "--ratio", "0.2,20")),
+        ("benchmark", {"a": "dense", "b": "pruned", "batches": [0]}, ("dense", "pruned", "--batch", "0")),
+        ("verify", {"folder": "nowhere"}, ("nowhere",)),
+        ("export", {"model": "nowhere", "output": "out"}, ("nowhere", "-o", "out")),
+        ("validate", {"folder": "pruned", "against": "dense"}, ("pruned", "--against", "dense")),
+    ],
+)
+def test_what_a_command_refuses_its_function_refuses_in_the_same_words(place, verb, given, words):
+    with pytest.raises(UserError) as caught:
+        function(verb)(**given)
+    assert str(caught.value) == refused(verb, *words)
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "message"),
+    [
+        ("calibrate", {"samples": 0}, "--samples 0: Input should be greater than or equal to 1"),
+        ("calibrate", {"bos": "never ever"}, "--bos never ever: Input should be 'auto', 'always' or 'never'"),
+        ("prune", {"state_memory": float("nan")}, "--state-memory nan: Input should be a finite number"),
+        (
+            "prune",
+            {"ratio": "some"},
+            "--ratio some: Input should be a valid number, unable to parse string as a number",
+        ),
+    ],
+)
+def test_values_that_mean_nothing_are_named(place, verb, given, message):
+    with pytest.raises(UserError) as caught:
+        function(verb)("dense", output="out", **given)
+    assert str(caught.value) == message
