@@ -254,7 +254,11 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     """What to measure, and beside what."""
 
     against: Annotated[str | None, BeforeValidator(path_of)] = Field(None, description="A reference, the dense model.")
-    tasks: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="lm-eval tasks.")
+    tasks: Annotated[str | None, BeforeValidator(_with_commas)] = Field(
+        None, description="Files of multiple-choice items (.jsonl), or names of lm-eval tasks."
+    )
+    generate: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="Prompts to continue.")
+    generate_tokens: int = Field(64, ge=1, description="Tokens to generate after each prompt, at most.")
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")
 
 

@@ -1,6 +1,7 @@
 """`ckpt_prune.evaluate`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
@@ -23,8 +24,10 @@ def evaluate(
     limit: int | None = None,
     bos: Bos = "auto",
     against: AnyModel | None = None,
-    tasks: str | Sequence[str] | None = None,
+    tasks: str | Sequence[AnyPath] | None = None,
     include_path: AnyPath | None = None,
+    generate: str | Sequence[str] = (),
+    generate_tokens: int = 64,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -41,15 +44,18 @@ def evaluate(
         limit: at most so many windows, images (at random, seed 0) or examples of a task.
         bos: begin-of-sequence token before the text.
         against: a reference, usually the dense model.
-        tasks: lm-eval tasks instead of text.
+        tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks.
         include_path: folder with lm-eval task files of one's own.
+        generate: instead of text, prompts that are continued greedily.
+        generate_tokens: after each prompt, at most.
         trust_remote_code: run code that a folder brings.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
 
     Returns:
-        Of text a `PerplexityResult`, `MaskedResult` or `FeaturesResult`, of images an `AccuracyResult` or
-        `FeaturesResult`, of tasks a `TaskResult`: see `ckpt_prune.evaluation.results`.
+        One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult` or `FeaturesResult`, of
+        images an `AccuracyResult` or `FeaturesResult`, of tasks a `ChoiceResult` or `TaskResult`, of prompts a
+        `GenerationResult`.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
@@ -61,41 +67,76 @@ def evaluate(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.evaluation.pictures import measure_images
     from ckpt_prune.evaluation.results import TaskResult
+    from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
 
     with progress_shown(progress):
         target = resolve_device(options.device)
         folder = resolve(options.model)
-        if options.tasks is not None:
+        names = _names(options.tasks)
+        if names and not _are_files(names):
             from ckpt_prune.evaluation.harness import run_tasks
 
-            names = [name.strip() for name in options.tasks.split(",") if name.strip()]
             found = run_tasks(folder, names, device=target, limit=options.limit, include_path=options.include_path)
             return TaskResult(folder, found)
         reference = None if options.against is None else resolve(options.against)
         pair = Pair(folder, reference, target, options.trust_remote_code)
+        if names:
+            return measure_choices(pair, [Path(name) for name in names], options.limit, options.bos)
+        if options.generate:
+            return measure_generation(pair, options.generate, options.generate_tokens)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)
+
+
+def _names(tasks: str | None) -> list[str]:
+    return [name.strip() for name in (tasks or "").split(",") if name.strip()]
+
+
+def _are_files(names: Sequence[str]) -> bool:
+    """Whether tasks are files, in place of names that lm-eval knows."""
+    return all(name.endswith(".jsonl") for name in names)
 
 
 def _check(options: EvaluateOptions) -> None:
     """What does not go together, told before anything is loaded."""
+    given = {
+        "--text": bool(options.text),
+        "--images": options.images is not None,
+        "--tasks": options.tasks is not None,
+        "--generate": bool(options.generate),
+    }
+    asked = [name for name, there in given.items() if there]
     if options.tasks is None and options.include_path is not None:
         raise UserError("--include-path goes with --tasks")
     if options.images is None and options.labels is not None:
         raise UserError("--labels goes with --images")
-    if options.images is not None:
-        if options.text or options.window is not None or options.tasks is not None:
-            raise UserError("--images does not go with --text, --window or --tasks")
-        return
-    if options.tasks is not None:
-        if options.text or options.window is not None or options.against is not None:
-            raise UserError("--tasks does not go with --text, --window or --against")
-        if options.trust_remote_code:
-            raise UserError("--tasks never runs a checkpoint's own code: --trust-remote-code does not go with it")
-        return
-    if not options.text:
-        raise UserError("evaluate needs --text FILE, --images DIR for a vision model, or --tasks")
-    if options.window is None:
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(asked)}: each is measured in a call of its own")
+    if not asked:
+        raise UserError("evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT")
+    if options.text and options.window is None:
         raise UserError(
             "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
         )
+    if not options.text and options.window is not None:
+        raise UserError(f"--window goes with --text, not with {asked[0]}")
+    if options.tasks is not None:
+        _check_tasks(options)
+
+
+def _check_tasks(options: EvaluateOptions) -> None:
+    names = _names(options.tasks)
+    files = [name for name in names if name.endswith(".jsonl")]
+    if not names:
+        raise UserError("--tasks names no task: give .jsonl files of items, or names of lm-eval tasks")
+    if files and len(files) < len(names):
+        raise UserError("--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own")
+    missing = [name for name in files if not Path(name).is_file()]
+    if missing:
+        raise UserError(f"{missing[0]}: no such file of items")
+    if files and options.include_path is not None:
+        raise UserError("--include-path is for lm-eval tasks: it does not go with .jsonl files")
+    if not files and options.against is not None:
+        raise UserError("--against does not go with lm-eval tasks: run each model, or give .jsonl files of items")
+    if not files and options.trust_remote_code:
+        raise UserError("lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out")

@@ -22,15 +22,33 @@ NAMED = 10
 @click.option(
     "--against", metavar="MODEL2", help="A reference (the dense model): both side by side, with KL divergence."
 )
-@click.option("--tasks", metavar="T[,T...]", help="lm-eval tasks instead of text (needs the eval extra).")
+@click.option(
+    "--tasks",
+    metavar="T[,T...]",
+    help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra).",
+)
 @click.option(
     "--include-path", type=click.Path(path_type=Path), help="Folder with lm-eval task files of your own, for --tasks."
+)
+@click.option(
+    "--generate",
+    multiple=True,
+    metavar="PROMPT",
+    help="Instead of text, show what the model says after PROMPT, greedily; may be repeated.",
+)
+@click.option(
+    "--generate-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Tokens to generate after each prompt, at most.",
 )
 @trust_option
 @device_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:
-    """Measure MODEL: perplexity on text in windows of T tokens, accuracy on images, or lm-eval tasks.
+    """Measure MODEL: perplexity on text in windows of T tokens, accuracy on images, tasks, or show what it says.
 
     Perplexity: non-overlapping windows, the tail dropped, the first token of each window unscored, exp of the mean.
     Two protocols are in use, windows of 128 and of 2048 tokens, and differ by a factor of two on the same model: the
@@ -43,11 +61,20 @@ def command(as_json: bool, **given: Any) -> None:
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked; a base model without a head
     is compared by the cosine of its features with those of MODEL2.
 
+    Items of a .jsonl are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy by plain
+    log-probability, norm. by that per character, beside the chance of guessing. They have the shape of ARC, OpenBookQA,
+    PIQA, WinoGrande or BoolQ, or question, choices (a list) and answer (from 0).
+
+    --generate shows what a perplexity hides: a model that repeats itself has a plausible one. Repeated is the share of
+    runs of four tokens that were there before.
+
     This loads the whole model, and both with --against.
 
     \b
       ckpt-prune evaluate OUT --against MODEL --text wiki.test.raw --window 2048
       ckpt-prune evaluate OUT --against MODEL --images photos --labels labels.csv
+      ckpt-prune evaluate OUT --against MODEL --tasks arc_easy.jsonl,piqa.jsonl
+      ckpt-prune evaluate OUT --against MODEL --generate "The capital of France is"
       ckpt-prune evaluate OUT --tasks arc_easy,piqa
     """
     found = evaluate(**given)
@@ -61,7 +88,9 @@ def _show(found: "Result") -> None:
     """Print a result as people read it."""
     from ckpt_prune.evaluation.results import (
         AccuracyResult,
+        ChoiceResult,
         FeaturesResult,
+        GenerationResult,
         MaskedResult,
         PerplexityResult,
         TaskResult,
@@ -73,6 +102,8 @@ def _show(found: "Result") -> None:
         AccuracyResult: _accuracy,
         FeaturesResult: _features,
         TaskResult: _tasks,
+        ChoiceResult: _choices,
+        GenerationResult: _generated,
     }
     shown[type(found)](found)
 
@@ -135,3 +166,30 @@ def _tasks(found: Any) -> None:
             if isinstance(value, float) and "stderr" not in metric:
                 rows.append([task, metric, f"{value:.4f}"])
     click.echo(table(["task", "metric", "value"], rows))
+
+
+def _choices(found: Any) -> None:
+    rows = []
+    for task, score in found.scores.items():
+        for path, own in [(found.model, score), *([(found.against, found.references[task])] if found.against else [])]:
+            figures = [own.accuracy, own.stderr, own.accuracy_norm, own.chance]
+            rows.append([task, str(path), *(f"{figure:.1%}" for figure in figures), f"{own.items:,}"])
+    click.echo(table(["task", "model", "accuracy", "+/-", "norm.", "chance", "items"], rows))
+    if found.against is not None:
+        shares = ", ".join(f"{task} {found.agreement(task):.1%}" for task in found.scores)
+        click.echo(f"\nboth choose the same: {shares}")
+
+
+def _generated(found: Any) -> None:
+    for number, prompt in enumerate(found.prompts):
+        said = [(found.model, found.said[number])]
+        if found.against is not None:
+            said.append((found.against, found.reference[number]))
+        click.echo(f"{'' if number == 0 else chr(10)}{prompt!r}")
+        for path, own in said:
+            click.echo(f"\n{path} ({own.tokens} tokens, {own.repeated:.0%} repeated):\n{_printable(own.text)}")
+
+
+def _printable(text: str) -> str:
+    """A model may say what a terminal would obey."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)

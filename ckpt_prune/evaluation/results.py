@@ -1,12 +1,14 @@
 """What `evaluate` gives: one kind of result for every kind of model, each as an object and as JSON."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.classification import Classification
 from ckpt_prune.evaluation.features import FeatureComparison
+from ckpt_prune.evaluation.generation import Continuation
 from ckpt_prune.evaluation.masked import MaskedScore
 from ckpt_prune.evaluation.perplexity import Score
 
@@ -187,4 +189,81 @@ class TaskResult:
         return self.tables
 
 
-Result = PerplexityResult | MaskedResult | AccuracyResult | FeaturesResult | TaskResult
+@dataclass(frozen=True)
+class ChoiceResult:
+    """A causal language model on files of multiple-choice items.
+
+    Attributes:
+        model: that was measured.
+        scores: task → its own score; a task is named as its file.
+        against: the reference, where there is one.
+        references: task → its score.
+    """
+
+    model: Path
+    scores: dict[str, ChoiceScore]
+    against: Path | None = None
+    references: dict[str, ChoiceScore] | None = None
+
+    def agreement(self, task: str) -> float | None:
+        """Share of a task's items where both choose the same; None without a reference."""
+        if self.references is None:
+            return None
+        ours, theirs = self.scores[task].picked, self.references[task].picked
+        return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        tasks: dict[str, Any] = {}
+        for task, score in self.scores.items():
+            tasks[task] = self._figures(score)
+            if self.references is not None:
+                own = self._figures(self.references[task])
+                tasks[task] |= {"agreement": self.agreement(task), "against": own}
+        against = None if self.against is None else str(self.against)
+        return {"model": str(self.model), "against": against, "tasks": tasks}
+
+    @staticmethod
+    def _figures(score: ChoiceScore) -> dict[str, Any]:
+        return {
+            "items": score.items,
+            "accuracy": score.accuracy,
+            "accuracy_norm": score.accuracy_norm,
+            "stderr": score.stderr,
+            "chance": score.chance,
+        }
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What a causal language model says after prompts.
+
+    Attributes:
+        model: that was asked.
+        prompts: it was given.
+        said: its continuations.
+        against: the reference, where there is one.
+        reference: what that says.
+    """
+
+    model: Path
+    prompts: tuple[str, ...]
+    said: tuple[Continuation, ...]
+    against: Path | None = None
+    reference: tuple[Continuation, ...] | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        rows = [
+            {"prompt": prompt, **asdict(own)} | ({} if other is None else {"against": asdict(other)})
+            for prompt, own, other in zip(
+                self.prompts, self.said, self.reference or (None,) * len(self.said), strict=True
+            )
+        ]
+        against = None if self.against is None else str(self.against)
+        return {"model": str(self.model), "against": against, "generated": rows}
+
+
+Result = (
+    ChoiceResult | GenerationResult | PerplexityResult | MaskedResult | AccuracyResult | FeaturesResult | TaskResult
+)

@@ -56,7 +56,9 @@ def test_against_itself(place):
 
 
 def test_what_evaluate_needs(place):
-    assert refused("evaluate", "dense") == "evaluate needs --text FILE, --images DIR for a vision model, or --tasks"
+    assert refused("evaluate", "dense") == (
+        "evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT"
+    )
     assert refused("evaluate", "dense", "--text", "calib.txt") == (
         "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
     )
@@ -66,9 +68,12 @@ def test_what_evaluate_needs(place):
 
 
 def test_options_that_do_not_go_together(place):
-    message = "--tasks does not go with --text, --window or --against"
-    for options in (["--text", "calib.txt"], ["--window", "16"], ["--against", "dense"]):
-        assert refused("evaluate", "dense", "--tasks", "arc_easy", *options) == message
+    alone = "each is measured in a call of its own"
+    assert refused("evaluate", "dense", "--tasks", "arc_easy", "--text", "calib.txt") == f"--text and --tasks: {alone}"
+    assert refused("evaluate", "dense", "--generate", "the", "--tasks", "a") == f"--tasks and --generate: {alone}"
+    window = ("--window", "16")
+    assert refused("evaluate", "dense", "--tasks", "a", *window) == "--window goes with --text, not with --tasks"
+    assert refused("evaluate", "dense", "--generate", "a", *window) == "--window goes with --text, not with --generate"
     assert refused("evaluate", "dense", *TEXT, "--include-path", "dense") == "--include-path goes with --tasks"
 
 

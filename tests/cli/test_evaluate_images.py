@@ -14,6 +14,7 @@ from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.cli.options import options_of
 from ckpt_prune.evaluation import classification
+from ckpt_prune.evaluation import pictures as pictures_module
 from ckpt_prune.evaluation.classification import classify, compare_classifiers
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.options import ImageOptions
@@ -99,7 +100,7 @@ def test_limit(pictures):
 def test_a_limit_is_no_run_of_the_first_classes(pictures, monkeypatch):
     """With a folder per class, the first six of twelve images are of three classes."""
     seen = []
-    monkeypatch.setattr(classification, "classify", lambda model, samples: seen.append(samples) or SCORE)
+    monkeypatch.setattr(pictures_module, "classify", lambda model, samples: seen.append(samples) or SCORE)
     ok("evaluate", "vit", "--images", "foldered", "--limit", "6")
     assert len({path.parent.name for path in seen[0].paths}) > 3
     assert [int(path.parent.name[2:]) - 1 for path in seen[0].paths] == seen[0].labels.tolist()
@@ -164,12 +165,17 @@ def test_images_that_do_not_decode_are_named(pictures, capfd):
 
 
 def test_options_that_do_not_go_together(pictures):
-    message = "--images does not go with --text, --window or --tasks"
-    for options in (["--text", "calib.txt"], ["--window", "16"], ["--tasks", "arc_easy"]):
-        assert refused("evaluate", "vit", "--images", "listed", *options) == message
+    for option, value in (("--text", "calib.txt"), ("--tasks", "arc_easy")):
+        named = " and ".join(sorted(["--images", option], key=["--text", "--images", "--tasks"].index))
+        assert refused("evaluate", "vit", "--images", "listed", option, value) == (
+            f"{named}: each is measured in a call of its own"
+        )
+    assert refused("evaluate", "vit", "--images", "listed", "--window", "16") == (
+        "--window goes with --text, not with --images"
+    )
     assert refused("evaluate", "vit", "--labels", "listed/labels.csv") == "--labels goes with --images"
     assert refused("evaluate", "vit", "--tasks", "arc_easy", "--trust-remote-code") == (
-        "--tasks never runs a checkpoint's own code: --trust-remote-code does not go with it"
+        "lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out"
     )
 
 
@@ -281,7 +287,7 @@ def test_trust_is_asked_for_in_the_same_words_everywhere():
     from ckpt_prune.cli import calibrate_command, evaluate_command
 
     said = [
-        next(option for option in module.command.params if option.name == "trust").to_info_dict()
+        next(option for option in module.command.params if option.name == "trust_remote_code").to_info_dict()
         for module in (calibrate_command, evaluate_command)
     ]
     assert said[0] == said[1]

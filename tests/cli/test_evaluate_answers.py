@@ -1,0 +1,111 @@
+"""`evaluate --tasks FILE.jsonl` and `evaluate --generate`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import ok, refused
+
+ITEMS = [
+    {"question": "the cat", "choices": ["sat on a mat", "ran"], "answer": 0},
+    {"question": "the dog", "choices": ["sat", "ran"], "answer": 1},
+    {"question": "then", "choices": ["far away", "on"], "answer": 1},
+    {"question": "and then", "choices": ["sat", "on"], "answer": 1},
+]
+
+
+@pytest.fixture
+def tasks(place: Path) -> Path:
+    for name in ("pets", "toys"):
+        (place / f"{name}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in ITEMS))
+    return place
+
+
+def test_files_of_items(tasks):
+    said = json.loads(ok("evaluate", "pruned", "--against", "dense", "--tasks", "pets.jsonl,toys.jsonl", "--json"))
+    assert (said["model"], said["against"]) == ("pruned", "dense")
+    assert list(said["tasks"]) == ["pets", "toys"]
+    pets = said["tasks"]["pets"]
+    assert pets == said["tasks"]["toys"]
+    assert (pets["items"], pets["chance"]) == (4, 0.5)
+    assert pets["accuracy"] in {0, 0.25, 0.5, 0.75, 1}
+    lines = ok("evaluate", "pruned", "--against", "dense", "--tasks", "pets.jsonl").splitlines()
+    assert lines[0].split() == ["task", "model", "accuracy", "+/-", "norm.", "chance", "items"]
+    assert [line.split()[:2] for line in lines[1:3]] == [["pets", "pruned"], ["pets", "dense"]]
+    assert lines[1].split()[2:] == [
+        *(f"{pets[key]:.1%}" for key in ("accuracy", "stderr", "accuracy_norm", "chance")),
+        "4",
+    ]
+    assert lines[3:] == ["", f"both choose the same: pets {pets['agreement']:.1%}"]
+
+
+def test_a_model_agrees_with_itself_and_limit_takes_the_first(tasks):
+    said = json.loads(
+        ok("evaluate", "dense", "--against", "sharded", "--tasks", "pets.jsonl", "--limit", "3", "--json")
+    )
+    pets = said["tasks"]["pets"]
+    assert (pets["items"], pets["agreement"]) == (3, 1)
+    against = pets.pop("against")
+    pets.pop("agreement")
+    assert pets == against
+    alone = ok("evaluate", "dense", "--tasks", "pets.jsonl", "--limit", "3").splitlines()
+    assert len(alone) == 2
+
+
+def test_what_it_says(tasks):
+    lines = ok("evaluate", "pruned", "--against", "dense", "--generate", "the cat", "--generate-tokens", "6").split(
+        "\n"
+    )
+    said = json.loads(
+        ok(
+            *("evaluate", "pruned", "--against", "dense", "--generate", "the cat", "--generate", "dog"),
+            *("--generate-tokens", "6", "--json"),
+        )
+    )
+    assert (said["model"], said["against"]) == ("pruned", "dense")
+    first, second = said["generated"]
+    assert (first["prompt"], second["prompt"]) == ("the cat", "dog")
+    assert lines[:3] == ["'the cat'", "", f"pruned ({first['tokens']} tokens, {first['repeated']:.0%} repeated):"]
+    assert f"dense ({first['against']['tokens']} tokens, {first['against']['repeated']:.0%} repeated):" in lines
+    assert first["text"].split("\n")[0] == lines[3]
+
+
+def test_without_a_reference(tasks):
+    said = json.loads(ok("evaluate", "dense", "--generate", "the cat", "--generate-tokens", "3", "--json"))
+    assert said["against"] is None
+    assert [sorted(row) for row in said["generated"]] == [["prompt", "repeated", "text", "tokens"]]
+
+
+def test_what_a_terminal_would_obey_is_not_printed(tasks, monkeypatch):
+    from ckpt_prune.evaluation.generation import Continuation
+
+    monkeypatch.setattr(
+        "ckpt_prune.evaluation.speaking.continue_prompts", lambda *_a, **_k: [Continuation("a\x1b[2Jb\nc", 3, 0.0)]
+    )
+    assert ok("evaluate", "dense", "--generate", "x").endswith("\na\ufffd[2Jb\nc\n")
+
+
+def test_bad_input(tasks):
+    assert refused("evaluate", "dense", "--tasks", "nowhere.jsonl") == "nowhere.jsonl: no such file of items"
+    assert refused("evaluate", "dense", "--tasks", " ,") == (
+        "--tasks names no task: give .jsonl files of items, or names of lm-eval tasks"
+    )
+    assert refused("evaluate", "dense", "--tasks", "pets.jsonl,piqa") == (
+        "--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own"
+    )
+    assert refused("evaluate", "dense", "--tasks", "piqa", "--against", "pruned") == (
+        "--against does not go with lm-eval tasks: run each model, or give .jsonl files of items"
+    )
+    assert refused("evaluate", "dense", "--tasks", "pets.jsonl", "--include-path", "stats") == (
+        "--include-path is for lm-eval tasks: it does not go with .jsonl files"
+    )
+    Path("stats/pets.jsonl").write_text(json.dumps(ITEMS[0]))
+    assert refused("evaluate", "dense", "--tasks", "pets.jsonl,stats/pets.jsonl") == (
+        "--tasks: two files have the same name: figures could not be told apart"
+    )
+    Path("pets.jsonl").write_text("{}\n")
+    assert refused("evaluate", "dense", "--tasks", "pets.jsonl").startswith("pets.jsonl, line 1: no multiple-choice ")
+    assert refused("evaluate", "stats", "--generate", "a") == (
+        "stats has no config.json; give a checkpoint folder as published on the Hub"
+    )

@@ -1,0 +1,66 @@
+"""Greedy continuations, and how much of them repeats itself."""
+
+import pytest
+import torch
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.generation import continue_prompts, repeated
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [([], 0), ([1, 2, 3], 0), ([1, 2, 3, 4, 5], 0), ([7] * 8, 1 - 1 / 5), ([1, 2, 3, 4, 1, 2, 3, 4], 1 - 4 / 5)],
+)
+def test_repeated(tokens, share):
+    assert repeated(tokens) == pytest.approx(share)
+
+
+def test_each_token_is_the_likeliest():
+    model, tokenizer = tiny_llama(eos_token_id=None), tiny_tokenizer()
+    (found,) = continue_prompts(model, tokenizer, ["the cat"], tokens=5)
+    ids = tokenizer("the cat")["input_ids"]
+    new = []
+    with torch.inference_mode():
+        for _ in range(5):
+            new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+    assert (found.text, found.tokens, found.repeated) == (
+        tokenizer.decode(new, skip_special_tokens=True),
+        5,
+        repeated(new),
+    )
+
+
+def test_it_ends_with_the_context_and_samples_nothing():
+    model, tokenizer = tiny_llama(eos_token_id=None), tiny_tokenizer()
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 100.0
+    first, second = continue_prompts(model, tokenizer, ["the cat sat on", "the cat sat on"], tokens=50)
+    assert first == second
+    assert first.tokens == 16 - len("the cat sat on")
+
+
+def test_it_ends_where_the_model_ends():
+    model, tokenizer = tiny_llama(eos_token_id=None), tiny_tokenizer()
+    (whole,) = continue_prompts(model, tokenizer, ["the"], tokens=4)
+    likeliest = int(model(torch.tensor([tokenizer("the")["input_ids"]])).logits[0, -1].argmax())
+    model.generation_config.eos_token_id = likeliest
+    (cut,) = continue_prompts(model, tokenizer, ["the"], tokens=4)
+    assert (whole.tokens, cut.tokens) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "a prompt is empty: give it a word"),
+        ("the dog ran far away", r"a prompt of 20 tokens fills the model's context of 16: shorten it"),
+    ],
+)
+def test_prompts_that_do_not_suit(prompt, message):
+    with pytest.raises(UserError, match=message):
+        continue_prompts(tiny_llama(), tiny_tokenizer(), [prompt], tokens=4)
+
+
+def test_a_tokenizer_of_another_model():
+    with pytest.raises(UserError, match=r"token id \d+ is outside the model's vocabulary of 5; the tokenizer belongs"):
+        continue_prompts(tiny_llama(vocab=5), tiny_tokenizer(), ["the"], tokens=4)
