@@ -90,7 +90,7 @@ class RecipeOptions(BaseModel):
     """Which model to prune, and by which recipe."""
 
     model: str = Field(description="Folder of the dense model, or a Hub id.")
-    recipe: str | None = Field(None, description="Name of a shipped recipe, or a recipe file. Default: best.")
+    recipe: str | None = Field(None, description="Name of a shipped recipe, or a recipe file. Default: best-uniform.")
     statistics: Path | None = Field(None, description="Statistics folder.")
     ratio: float | None = Field(None, ge=0, lt=1, description="Share to drop, in place of the recipe's.")
     target_params: str | None = Field(None, description="Parameters to come down to, a number or a share.")

@@ -85,7 +85,7 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines, wider_choice
     from ckpt_prune.report.figures import relative_floor
 
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
@@ -117,6 +117,9 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
+    wider = wider_choice(settled)
+    if wider:
+        click.echo(f"\n{wider}")
 
 
 def _ratios(text: str) -> list[float]:

@@ -58,9 +58,9 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
     A recipe either drops units of spaces, so that the model becomes smaller, or has a mask, which zeroes single
     weights and leaves every shape as it is.
 
-    Without --recipe it is best, which sets nothing by hand: units, widths, strength and form of compensation are those
-    that do the least harm by what is measured. Blocks then differ in width, and OUT carries its own code to load it
-    with; best-uniform is the same for stock classes.
+    Without --recipe it is best-uniform, which sets nothing by hand: units, widths, strength and form of compensation
+    are those that do the least harm by what is measured, with the same widths in every block. Recipe best is the same
+    with widths per block: it loses less, and OUT then carries its own code to load it with.
 
     Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe
@@ -188,7 +188,7 @@ def _only_graph_missing(checkpoint: Any, recipe: Any, out: Path) -> bool:
 
 def _messages(settled: Any) -> list[str]:
     """What a user should know of a job beside its sizes."""
-    from ckpt_prune.cli.rendering import few_tokens, mask_name
+    from ckpt_prune.cli.rendering import few_tokens, mask_name, wider_choice
     from ckpt_prune.report.reading import report_of
 
     found = []
@@ -205,9 +205,7 @@ def _messages(settled: Any) -> list[str]:
             f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
         )
-    few = few_tokens(settled, errors="below")
-    if few:
-        found.append(few)
+    found += filter(None, [few_tokens(settled, errors="below"), wider_choice(settled)])
     return found
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import (
     cost_changes,
@@ -19,6 +20,8 @@ from ckpt_prune.report.model import Report
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 from ckpt_prune.transform.settle import Settled
 
+_ALIKE = 0.005
+"""Predicted losses that differ by less than this share are told to be the same."""
 COST_HEADERS = ["", "before", "after", "share"]
 LAYER_HEADERS = ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
 DRIFT = ", of what the dense model's residual stream asks for (target drift), all that came before included"
@@ -39,6 +42,21 @@ def kept_line(settled: Settled) -> str:
             told = f"the size of {told}" if asked is None else asked.words
         kept.append(f"{space} {span}/{model.units(space)} ({told})")
     return f"kept per block: {', '.join(kept)}"
+
+
+def wider_choice(settled: Settled) -> str | None:
+    """What widths per block would do, for those who named no recipe and got the same widths in every block; or None."""
+    recipe = settled.recipe
+    if not settled.request.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
+        return None
+    losses = settled.decisions.losses
+    told = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
+    if losses is None:
+        return f"{told} less, and need remote code"
+    if losses.chosen - losses.per_block <= _ALIKE * losses.chosen:
+        return f"{told} as much, as predicted"
+    saved = 1 - losses.per_block / losses.chosen
+    return f"{told} less (predicted: {saved:.0%} less), and need remote code"
 
 
 def few_tokens(settled: Settled, *, errors: str) -> str | None:

@@ -19,7 +19,7 @@ from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
 from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
-from ckpt_prune.transform.decisions import Decision, Decisions, keep_count, kept_units
+from ckpt_prune.transform.decisions import Decision, Decisions, Losses, keep_count, kept_units
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Request
@@ -233,7 +233,8 @@ def _least_error(request: Request) -> Decisions:
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
-            return decisions
+            losses = _losses(curves, counts, budget) if recipe.widths == "uniform" else None
+            return replace(decisions, losses=losses)
         budget = min(budget - 1, limit - (found - cost_in(kind, _cost(request, widths))) - (whole - dense))
     raise UserError(_taken_up(request))
 
@@ -261,6 +262,17 @@ def _solve(request: Request, curves: Mapping[Site, Curve], budget: float) -> dic
     spaces = {space: merged([c for site, c in curves.items() if site.space == space]) for space in names}
     kept = least_error(spaces, budget)
     return {site: kept[site.space] for site in curves}
+
+
+def _losses(curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float) -> Losses:
+    """What shared widths lose beside what widths per block would, within the same budget."""
+
+    def total(kept: Mapping[Site, int]) -> float:
+        return sum(curve.error(kept[site]) for site, curve in curves.items())
+
+    chosen = total(counts)
+    # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
+    return Losses(chosen, min(chosen, total(least_error(curves, budget))))
 
 
 def _limit(request: Request) -> int:

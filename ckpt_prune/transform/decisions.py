@@ -32,16 +32,31 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """What two ways to share out one size over the sites are predicted to lose, by the same curves.
+
+    Attributes:
+        chosen: the sum over sites of the widths that are decided.
+        per_block: the same where every block may have widths of its own.
+    """
+
+    chosen: float
+    per_block: float
+
+
+@dataclass(frozen=True)
 class Decisions:
     """What is settled of a model.
 
     Attributes:
         recipe: scores, counts and compensation.
         sites: what is settled of each; a site that is left out keeps what the recipe's ratio says.
+        losses: predicted, where blocks share widths that were found by the least error; else None.
     """
 
     recipe: Recipe
     sites: Mapping[Site, Decision] = field(default_factory=dict)
+    losses: Losses | None = None
 
     def of(self, model: Model, site: Site) -> Decision:
         """What is settled of one site."""

@@ -66,6 +66,7 @@ class Request:
         training: samples for a recipe with recovery, or None.
         scores: site → scores of its units in the dense model, where they were worked out before.
         asked: the recipe as it was given, where its size was turned into a ratio (`budgets.at_size`).
+        by_default: whether nobody named the recipe.
     """
 
     model: Model
@@ -78,6 +79,7 @@ class Request:
     training: RecoverySamples | None = None
     scores: Mapping[Site, Tensor] | None = None
     asked: Recipe | None = None
+    by_default: bool = False
 
     @property
     def sequential(self) -> bool:

@@ -196,12 +196,12 @@ def by_block(out: str) -> dict[int, list[dict[str, object]]]:
     return found
 
 
-def test_best_is_what_is_done_without_a_recipe(here):
+def test_best_uniform_is_what_is_done_without_a_recipe(here):
     args = ("--statistics", "weighed", "--target-params", "4K")
     ok("plan", "llama", *args, "-o", "plan.json")
-    ok("plan", "llama", "--recipe", "best", *args, "-o", "named.json")
+    ok("plan", "llama", "--recipe", "best-uniform", *args, "-o", "named.json")
     assert same(Path("plan.json"), Path("named.json"))
-    assert read_json("plan.json")["recipe"]["name"] == "best"
+    assert read_json("plan.json")["recipe"]["name"] == "best-uniform"
 
 
 def same(a: Path, b: Path) -> bool:

@@ -173,7 +173,7 @@ def test_what_prune_needs(place):
     message = "a plan has settled its recipe: give --recipe or --plan, not both"
     assert refused("prune", "dense", "--recipe", "rcpu", "--plan", "p.json", "-o", "out") == message
     assert refused("prune", "dense", "-o", "out") == (
-        "recipe best needs statistics: give --statistics, or --text to measure them"
+        "recipe best-uniform needs statistics: give --statistics, or --text to measure them"
     )
     assert refused("prune", "dense", "--recipe", "rcpu", "-o", "out") == (
         "recipe rcpu needs statistics: give --statistics, or --text to measure them"
