@@ -63,6 +63,7 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
         report["made_from"] = {"source": made.source.name, "recipe": made.recipe.name} if made else None
         _recipe(recipe, 0.0)
         report["pruned"] = [_size_at(checkpoint, recipe, ratio) for ratio in _parse_ratios(ratios)]
+        report["messages"] = [line for pruned in report["pruned"] for line in pruned.pop("messages")]
         report["recipe"] = recipe if report["pruned"] else None
     if sparsity:
         report["sparsity"] = _sparsity(checkpoint)
@@ -76,15 +77,16 @@ def _parse_ratios(text: str | None) -> list[float]:
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.fields import percent_meant, share_of
 
-    parts = [part for part in (text or "").split(",") if part.strip()]
-    try:
-        values = [float(part) if (share := share_of(part)) is None else share for part in parts]
-    except ValueError:
-        raise UserError(f"--ratio {text}: expected numbers, for example 0.1,0.2,0.3") from None
-    wrong = [value for value in values if not 0 <= value < 1]
-    if wrong:
-        raise UserError(f"--ratio {text}: a ratio is in [0, 1){percent_meant(wrong[0])}")
-    return values
+    found = []
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        try:
+            value = float(part) if (share := share_of(part)) is None else share
+        except ValueError:
+            raise UserError(f"--ratio {part}: expected numbers, for example 0.1,0.2,0.3") from None
+        if not 0 <= value < 1:
+            raise UserError(f"--ratio {part}: a ratio is in [0, 1){percent_meant(value)}")
+        found.append(value)
+    return found
 
 
 def _recipe(name: str, ratio: float) -> Any:
@@ -99,6 +101,7 @@ def _recipe(name: str, ratio: float) -> Any:
 
 def _size_at(checkpoint: Any, recipe: str, ratio: float) -> dict[str, Any]:
     from ckpt_prune.architectures.model import Model
+    from ckpt_prune.cli.rendering import coarse_lines
     from ckpt_prune.transform.checks import check_spaces
     from ckpt_prune.transform.decisions import Decisions
     from ckpt_prune.transform.output import output_of
@@ -114,6 +117,7 @@ def _size_at(checkpoint: Any, recipe: str, ratio: float) -> dict[str, Any]:
         "units": dict(widths[0]),
         "container": container.model_type + (" + remote code" if container.remote_class else ""),
         **output.cost.model_dump(),
+        "messages": list(coarse_lines(model, loaded)),
     }
 
 
@@ -310,3 +314,5 @@ def _print(report: dict[str, Any]) -> None:
         click.echo()
         click.echo(f"by recipe {report['recipe']}:")
         click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", "container"], rows))
+        for line in report["messages"]:
+            click.echo(line)

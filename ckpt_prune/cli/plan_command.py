@@ -57,6 +57,7 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
     """
     from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.cli.rendering import size_lines, wider_choice
     from ckpt_prune.options import PlanOptions
     from ckpt_prune.transform.asked import plan_request
     from ckpt_prune.transform.checks import check_request
@@ -77,6 +78,8 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
     if out is not None:
         write_whole(out, plan.to_json())
     if as_json:
+        for line in filter(None, [*size_lines(settled), wider_choice(settled)]):
+            click.echo(line, err=True)
         click.echo(plan.to_json(), nl=False)
         return
     _print_plan(settled, plan)
@@ -85,7 +88,15 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, few_tokens, kept_line, warning_lines, wider_choice
+    from ckpt_prune.cli.rendering import (
+        COST_HEADERS,
+        cost_rows,
+        few_tokens,
+        kept_line,
+        size_lines,
+        warning_lines,
+        wider_choice,
+    )
     from ckpt_prune.report.figures import relative_floor
 
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
@@ -110,6 +121,8 @@ def _print_plan(settled: Any, plan: Any) -> None:
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     click.echo(table([*headers, "margin"] if chosen else headers, rows))
     click.echo(f"\n{kept_line(settled)}")
+    for line in size_lines(settled):
+        click.echo(line)
     few = few_tokens(settled, errors="above")
     if few:
         click.echo(few)

@@ -129,7 +129,7 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
     with resumable(out):
         done = run(settled, out, resume=options.resume, overwrite=options.overwrite)
     if as_json:
-        _print_json(done.report.data(), step, out)
+        _print_json(done.report.data() | {"messages": _messages(done.settled)}, step, out)
     else:
         _print_done(done, out)
         if step is not None:
@@ -188,7 +188,7 @@ def _only_graph_missing(checkpoint: Any, recipe: Any, out: Path) -> bool:
 
 def _messages(settled: Any) -> list[str]:
     """What a user should know of a job beside its sizes."""
-    from ckpt_prune.cli.rendering import few_tokens, mask_name, wider_choice
+    from ckpt_prune.cli.rendering import few_tokens, mask_name, size_lines, wider_choice
     from ckpt_prune.report.reading import report_of
 
     found = []
@@ -205,6 +205,7 @@ def _messages(settled: Any) -> list[str]:
             f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
         )
+    found += size_lines(settled)
     found += filter(None, [few_tokens(settled, errors="below"), wider_choice(settled)])
     return found
 

@@ -1,10 +1,15 @@
 """What commands print of settled requests, plans and reports: lines and rows; `report.figures` has the figures."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Cost, SiteRecord
+from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
+from ckpt_prune.planning.sizes import TargetSize, cost_in
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import (
     cost_changes,
@@ -18,8 +23,11 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.model import Report
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
+from ckpt_prune.transform.decisions import rounding_of
 from ckpt_prune.transform.settle import Settled
 
+_NEAR = 0.005
+"""A size that is missed by no more than this share of the dense model is met."""
 _ALIKE = 0.005
 """Predicted losses that differ by less than this share are told to be the same."""
 COST_HEADERS = ["", "before", "after", "share"]
@@ -28,8 +36,8 @@ DRIFT = ", of what the dense model's residual stream asks for (target drift), al
 
 
 def kept_line(settled: Settled) -> str:
-    """Units kept per block, under which ratio or for which size."""
-    asked = settled.recipe.size or (settled.request.asked.size if settled.request.asked is not None else None)
+    """Units kept per block, with the share that goes or the size that this is for."""
+    asked = _asked_size(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
         return f"nothing is dropped: the model is within {asked.words} as it is"
@@ -37,11 +45,61 @@ def kept_line(settled: Settled) -> str:
     for space in recipe.spaces:
         counts = sorted({width[space] for width in widths})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        told = f"ratio {recipe.ratio_of(space):g}"
+        told = f" (ratio {1 - fmean(width[space] for width in widths) / model.units(space):.3g})"
         if recipe.allocation == "least-error":
-            told = f"the size of {told}" if asked is None else asked.words
-        kept.append(f"{space} {span}/{model.units(space)} ({told})")
-    return f"kept per block: {', '.join(kept)}"
+            told = ""
+        kept.append(f"{space} {span}/{model.units(space)}{told}")
+    if asked is not None:
+        why = f" ({asked.words})" if recipe.allocation == "least-error" else f", for {asked.words}"
+    else:
+        why = f" (the size of ratio {recipe.ratio:g})" if recipe.allocation == "least-error" else ""
+    return f"kept per block: {', '.join(kept)}{why}"
+
+
+def _asked_size(settled: Settled) -> TargetSize | None:
+    """The size that was asked for, also where it was turned into ratios."""
+    asked = settled.request.asked
+    return settled.recipe.size or (None if asked is None else asked.size)
+
+
+def size_lines(settled: Settled) -> Iterable[str]:
+    """Where units are too coarse for what was asked: the ratio, or the size, and what there is beside it."""
+    request = settled.request
+    if request.asked is None:
+        settles_counts = request.plan is None and settled.recipe.size is None
+        yield from coarse_lines(settled.model, settled.recipe) if settles_counts else ()
+        return
+    size = request.asked.size
+    assert size is not None
+    dense, reached = (cost_in(size.kind, cost) for cost in (settled.before, settled.after))
+    if request.larger is None or (size.of(settled.before) - reached) / dense <= _NEAR:
+        return
+    show = human_bytes if size.kind == "bytes" else human_count
+    below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, request.larger))
+    yield (
+        f"{size.words} lies between two sizes that recipe {settled.recipe.name} gives: {below}, taken here, and {above}"
+    )
+
+
+def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
+    """A line for every space whose units are too coarse for its ratio: what goes instead, and the size beside it."""
+    if recipe.mask is not None or recipe.allocation != "uniform":
+        return
+    for space, own in recipe.spaces.items():
+        units = model.units(space)
+        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+        if found is None:
+            continue
+        in_steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+        drops = f"{found.dropped} ({found.dropped / units:.3g})" if found.dropped else "none"
+        beside = "that is the most that can go"
+        if found.other is not None:
+            which = "the next size" if found.other > found.dropped else "the size before"
+            beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
+        yield (
+            f"{space}: {_counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} drops {drops}; "
+            f"{beside}"
+        )
 
 
 def wider_choice(settled: Settled) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import Rounding, SpaceName
 from ckpt_prune.planning.plan import Plan, SitePlan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import units_kept
@@ -82,8 +82,12 @@ def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
         UserError: none would.
     """
     own = recipe.spaces[space]
-    rounding = own.rounding or model.family.spaces[space].rounding
-    return units_kept(model.units(space), recipe.ratio_of(space), rounding, own.multiple_of)
+    return units_kept(model.units(space), recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+
+
+def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:
+    """How units x ratio becomes units dropped: as the recipe says, else as the family does."""
+    return recipe.spaces[space].rounding or model.family.spaces[space].rounding
 
 
 def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:
