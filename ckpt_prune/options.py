@@ -185,7 +185,7 @@ class RecipeOptions(SourceOptions):
     """Which model to prune, and by which recipe."""
 
     recipe: Annotated[str | None, BeforeValidator(path_of)] = Field(
-        None, description="Name of a shipped recipe, or a recipe file."
+        None, description="Name of a shipped recipe, or a recipe file; best-uniform where none is named."
     )
     statistics: Annotated[Path | None, BeforeValidator(path_of)] = Field(None, description="Statistics folder.")
     ratio: Annotated[float | None, BeforeValidator(checked_ratio)] = Field(

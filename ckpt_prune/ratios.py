@@ -16,7 +16,7 @@ def share_of(text: str) -> float | None:
 
 def percent_meant(ratio: float) -> str:
     """What to ask where a ratio is too large and reads like a percentage; empty elsewhere."""
-    return f": did you mean {ratio / 100:g}?" if 2 <= ratio < 100 else ""
+    return f": did you mean {ratio:g}% or {ratio / 100:g}?" if 2 <= ratio < 100 else ""
 
 
 def checked_ratio(value: Any) -> Any:

@@ -58,12 +58,13 @@ def inspect(
 
 
 def _numbers(text: str | None) -> list[float]:
-    parts = [part for part in (text or "").split(",") if part.strip()]
-    try:
-        values = [float(part) if (share := share_of(part)) is None else share for part in parts]
-    except ValueError:
-        raise UserError(f"--ratio {text}: expected numbers, for example 0.1,0.2,0.3") from None
-    wrong = [value for value in values if not 0 <= value < 1]
-    if wrong:
-        raise UserError(f"--ratio {text}: a ratio is in [0, 1){percent_meant(wrong[0])}")
-    return values
+    found = []
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        try:
+            value = float(part) if (share := share_of(part)) is None else share
+        except ValueError:
+            raise UserError(f"--ratio {part}: expected numbers, for example 0.1,0.2,0.3") from None
+        if not 0 <= value < 1:
+            raise UserError(f"--ratio {part}: a ratio is in [0, 1){percent_meant(value)}")
+        found.append(value)
+    return found

@@ -30,6 +30,13 @@ class Planned:
     settled: "Settled"
     path: Path | None
 
+    @property
+    def messages(self) -> list[str]:
+        """What a user should know of the sizes: where units are too coarse for them, and what else would lose less."""
+        from ckpt_prune.transform.messages import size_lines, wider_choice
+
+        return [line for line in (*size_lines(self.settled), wider_choice(self.settled)) if line]
+
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
         data: dict[str, Any] = json.loads(self.plan.to_json())

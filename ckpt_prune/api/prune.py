@@ -52,7 +52,12 @@ class Pruned:
         """As `--json` prints it."""
         if self.report is None:
             return _dry_data(self.settled)
-        return self.report.data() | ({} if self.graph is None else {"onnx": self.graph.data()})
+        data = self.report.data()
+        if self.settled is not None:
+            from ckpt_prune.transform.messages import messages
+
+            data["messages"] = messages(self.settled)
+        return data if self.graph is None else data | {"onnx": self.graph.data()}
 
 
 class GraphFailedError(UserError):

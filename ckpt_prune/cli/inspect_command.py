@@ -141,3 +141,5 @@ def _print(found: "ModelDescription") -> None:
         click.echo()
         click.echo(f"by recipe {found.recipe}:")
         click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", "container"], rows))
+        for line in found.messages:
+            click.echo(line)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ckpt_prune.checkpoint.hub import local_folder
-from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE, find_recipe
 from ckpt_prune.ratios import checked_ratio, share_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,7 +128,10 @@ def checked_recipe(_ctx: click.Context, _parameter: click.Parameter, value: str 
 
 model_argument = click.argument("model", callback=checked_model)
 recipe_option = click.option(
-    "--recipe", metavar="R", callback=checked_recipe, help="Name of a shipped recipe, or a recipe file. [default: best]"
+    "--recipe",
+    metavar="R",
+    callback=checked_recipe,
+    help=f"Name of a shipped recipe, or a recipe file. [default: {DEFAULT_RECIPE}]",
 )
 
 

@@ -65,6 +65,8 @@ def command(sweep: str | None, as_json: bool, **given: Any) -> None:
         return
     made = plan(**given)
     if as_json:
+        for line in made.messages:
+            click.echo(line, err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)
@@ -89,7 +91,7 @@ def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
 def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, warning_lines
     from ckpt_prune.report.figures import relative_floor
-    from ckpt_prune.transform.messages import few_tokens
+    from ckpt_prune.transform.messages import few_tokens, size_lines, wider_choice
 
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
     click.echo()
@@ -113,6 +115,8 @@ def _print_plan(settled: Any, plan: Any) -> None:
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     click.echo(table([*headers, "margin"] if chosen else headers, rows))
     click.echo(f"\n{kept_line(settled)}")
+    for line in size_lines(settled):
+        click.echo(line)
     few = few_tokens(settled, errors="above")
     if few:
         click.echo(few)
@@ -120,6 +124,9 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo(line)
     if plan.container_note:
         click.echo(f"\n{plan.container_note}")
+    wider = wider_choice(settled)
+    if wider:
+        click.echo(f"\n{wider}")
 
 
 def _print_sweep(found: Sweep) -> None:

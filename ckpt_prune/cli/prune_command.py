@@ -59,9 +59,9 @@ def command(as_json: bool, **given: Any) -> None:
     A recipe either drops units of spaces, so that the model becomes smaller, or has a mask, which zeroes single
     weights and leaves every shape as it is.
 
-    Without --recipe it is best, which sets nothing by hand: units, widths, strength and form of compensation are those
-    that do the least harm by what is measured. Blocks then differ in width, and OUT carries its own code to load it
-    with; best-uniform is the same for stock classes.
+    Without --recipe it is best-uniform, which sets nothing by hand: units, widths, strength and form of compensation
+    are those that do the least harm by what is measured, with the same widths in every block. Recipe best is the same
+    with widths per block: it loses less, and OUT then carries its own code to load it with.
 
     Moments come from --statistics (the dense cache) or are measured on --text, or on --images for a vision model. A
     sequential recipe measures each block on the already pruned ones before it, as its paper does; a dense recipe

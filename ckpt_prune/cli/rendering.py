@@ -1,6 +1,7 @@
 """What commands print of settled requests, plans and reports: lines and rows; `report.figures` has the figures."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
@@ -17,6 +18,7 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.model import Report
 from ckpt_prune.sparsity.patterns import mask_words
+from ckpt_prune.transform.messages import asked_size_of
 from ckpt_prune.transform.settle import Settled
 
 COST_HEADERS = ["", "before", "after", "share"]
@@ -25,8 +27,8 @@ DRIFT = ", of what the dense model's residual stream asks for (target drift), al
 
 
 def kept_line(settled: Settled) -> str:
-    """Units kept per block, under which ratio or for which size."""
-    asked = settled.recipe.size or (settled.request.asked.size if settled.request.asked is not None else None)
+    """Units kept per block, with the share that goes or the size that this is for."""
+    asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
         return f"nothing is dropped: the model is within {asked.words} as it is"
@@ -34,11 +36,15 @@ def kept_line(settled: Settled) -> str:
     for space in recipe.spaces:
         counts = sorted({width[space] for width in widths})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        told = f"ratio {recipe.ratio_of(space):g}"
+        told = f" (ratio {1 - fmean(width[space] for width in widths) / model.units(space):.3g})"
         if recipe.allocation == "least-error":
-            told = f"the size of {told}" if asked is None else asked.words
-        kept.append(f"{space} {span}/{model.units(space)} ({told})")
-    return f"kept per block: {', '.join(kept)}"
+            told = ""
+        kept.append(f"{space} {span}/{model.units(space)}{told}")
+    if asked is not None:
+        why = f" ({asked.words})" if recipe.allocation == "least-error" else f", for {asked.words}"
+    else:
+        why = f" (the size of ratio {recipe.ratio:g})" if recipe.allocation == "least-error" else ""
+    return f"kept per block: {', '.join(kept)}{why}"
 
 
 def report_lines(report: Report) -> Iterable[str]:

@@ -149,6 +149,7 @@ def _trials(
     grid, shares = sorted(set(grid)), sorted(set(shares))
     fixed = [method.name for method in methods if not method.uses_strength]
     fitted = [name for name in fixed if name != "none"]
+    others = [method for method in methods if method.uses_strength and method.ridge_towards is None]
     sums: dict[tuple[str, float | None, float], float] = defaultdict(float)
     energy = 0.0
     for each in folds:
@@ -156,10 +157,14 @@ def _trials(
         energy += fold.second_moments()[2]
         strengths = [absolute_strength(value, units, train.fit) for value in grid]
         for centred in (False, True):
-            shrinking = [method for method in methods if method.uses_strength and method.adds_bias == centred]
-            for method, errors in _shrunk(shrinking, weight_kept, train, fold, strengths, shares):
+            ridges = [method for method in methods if method.ridge_towards and method.adds_bias == centred]
+            for method, errors in _ridges(ridges, weight_kept, train, fold, strengths, shares):
                 for (value, share), found in zip(product(grid, shares), errors, strict=True):
                     sums[method.name, value, share] += found
+        for method in others:
+            for (value, strength), share in product(zip(grid, strengths, strict=True), shares):
+                solution = method.fit(weight_kept, train.at(share), strength)
+                sums[method.name, value, share] += error(solution, fold)
         if "none" in fixed:
             sums["none", None, shares[0]] += error(Solution(weight_kept), fold)
         for share in shares if fitted else []:
@@ -168,7 +173,7 @@ def _trials(
     return [Trial(*key, found / energy if energy > 0 else 0.0) for key, found in sums.items()]
 
 
-def _shrunk(
+def _ridges(
     methods: Sequence[Method],
     weight_kept: Tensor,
     train: Blend,
@@ -176,7 +181,7 @@ def _shrunk(
     strengths: Sequence[float],
     shares: Sequence[float],
 ) -> Iterator[tuple[Method, list[float]]]:
-    """Held-out errors of methods with a strength, all of them centred or none: strength by strength, every share.
+    """Held-out errors of methods that are ridges, all of them centred or none: strength by strength, every share.
 
     These methods share one decomposition, which is let go at the end: at width 11008 it holds gigabytes.
     """
@@ -184,7 +189,7 @@ def _shrunk(
         return
     held_out = HeldOut.of(train, fold, centred=methods[0].adds_bias)
     for method in methods:
-        base = weight_kept if method.shrinks_to == "kept" else None
+        base = weight_kept if method.ridge_towards == "kept" else None
         yield method, held_out.errors(base, strengths, shares).flatten().tolist()
 
 

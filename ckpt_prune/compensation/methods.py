@@ -44,11 +44,14 @@ class Method(Traits):
     Attributes:
         fit: W_K (d_out, k) float64, the fit and the absolute strength → the solution. Methods without a strength
             ignore it.
-        shrinks_to: where the weight tends to as the strength grows; None for methods without one.
+        ridge_towards: where the weight is ridge regression towards W_K or towards zero (`least_squares.shrunk`), on
+            centred moments and with the bias that matches the means where it adds one. The choice on folds then scores
+            every strength from one decomposition. None for any other form, with a strength or without: it is scored by
+            its own fit, strength by strength.
     """
 
     fit: Callable[[Tensor, Fit, float], Solution]
-    shrinks_to: Literal["kept", "zero"] | None = None
+    ridge_towards: Literal["kept", "zero"] | None = None
 
 
 def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:

@@ -29,6 +29,7 @@ from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.transform.checks import check_spaces
 from ckpt_prune.transform.decisions import Decisions
+from ckpt_prune.transform.messages import coarse_lines
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.request import Request
 
@@ -81,6 +82,7 @@ def _model(
         weights=weights,
         made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
         pruned=pruned,
+        messages=[line for ratio in ratios for line in coarse_lines(model, _recipe(recipe, ratio))],
         recipe=recipe if pruned else None,
         sparsity=zeros,
     )

@@ -122,6 +122,7 @@ class ModelDescription(_Any):
         weights: False where there is a config alone.
         made_from: where it is an output of this tool.
         pruned: its size at the ratios that were asked for.
+        messages: where units are too coarse for these.
         recipe: whose spaces they apply to.
         sparsity: where it was asked for.
     """
@@ -136,6 +137,7 @@ class ModelDescription(_Any):
     weights: bool
     made_from: Origin | None
     pruned: list[SizeAtRatio]
+    messages: list[str]
     recipe: str | None
 
 

@@ -291,6 +291,12 @@ class Recipe(Strict):
             space["ratio"] = None
         return Recipe.model_validate(values)
 
+    def with_own_ratio(self, space: SpaceName, ratio: float) -> "Recipe":
+        """A copy with this ratio in one space."""
+        values = self.model_dump(by_alias=True)
+        values["spaces"][space]["ratio"] = ratio
+        return Recipe.model_validate(values)
+
     def with_strength(self, strength: float) -> "Recipe":
         """A copy whose strength is fixed wherever it was to be chosen by perplexity."""
         values = self.model_dump(by_alias=True)

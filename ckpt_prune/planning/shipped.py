@@ -5,8 +5,10 @@ from pathlib import Path
 
 from ckpt_prune.errors import UserError
 
-DEFAULT_RECIPE = "best"
-"""The shipped recipe of those who name none."""
+DEFAULT_RECIPE = "best-uniform"
+"""The shipped recipe of those who name none: a newcomer's first output loads without remote code."""
+WIDER_CHOICE = "best"
+"""The shipped recipe that is the default one with widths per block."""
 
 
 def recipes_folder() -> Path:

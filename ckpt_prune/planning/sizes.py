@@ -166,6 +166,12 @@ class TargetSize(Strict):
         """The size in a message: 5.0B parameters, or 70% of the parameters."""
         return f"{self.text} {'of the ' if self.text.endswith('%') else ''}{_UNITS[self.kind].what}"
 
+    @property
+    def share_meant(self) -> str:
+        """What to ask where the size is a bare number that reads like a percentage; empty elsewhere."""
+        bare = self.text.isascii() and self.text.isdigit() and int(self.text) <= 100
+        return f": did you mean {self.text}%?" if bare else ""
+
     def of(self, cost: Cost) -> int:
         """The size in numbers, where the dense model costs `cost`."""
         return parse_size(self.kind, self.text).of(cost_in(self.kind, cost))

@@ -110,7 +110,8 @@ def plan_request(options: PlanOptions) -> Request:
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
     statistics = None if options.statistics is None else Statistics(options.statistics)
-    return Request(model, recipe, statistics, device=device, diagnostics=options.diagnostics)
+    by_default = options.recipe is None
+    return Request(model, recipe, statistics, device=device, diagnostics=options.diagnostics, by_default=by_default)
 
 
 def check_plan_place(out: Path, *, overwrite: bool) -> None:
@@ -162,6 +163,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
         plan,
         options.diagnostics,
         training,
+        by_default=options.recipe is None and plan is None,
     )
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and request.statistics is not None and request.statistics.index.digest != made_from:

@@ -1,6 +1,5 @@
 """How many units of every site stay: by ratio or size, by FLAP's rankings, or by the least predicted error."""
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -9,36 +8,25 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
-from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
-from ckpt_prune.transform.decisions import Decision, Decisions, keep_count, kept_units
+from ckpt_prune.transform.decisions import Decision, Decisions, Losses, keep_count, kept_units
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.sizing import ROUNDS, Ranking, cost_at, taken_up, unit_costs
 from ckpt_prune.transform.solvers import solver_of
-
-_RATIO_STEPS = 10_000
-"""Ratios that are tried for a size: multiples of one in so many."""
-_ROUNDS = 5
-"""How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
-
-
-Ranking = Mapping[Site, Tensor]
-"""Standardised scores of every unit (`rankings.standardised_scores`)."""
 
 
 def ranking_of(request: Request) -> Ranking | None:
     """What a recipe that ranks blocks ranks them by, where it can be told; None for other recipes.
 
-    Scores do not depend on the ratio: `at_size` and `decide` share one ranking.
+    Scores do not depend on the ratio: `sizing.at_size` and `decide` share one ranking.
     """
     if not request.recipe.ranks_blocks or request.plan is not None or not request.widths_known:
         return None
@@ -73,86 +61,6 @@ def _dense_cache(request: Request) -> MomentSource:
         return NoMoments()
     assert request.statistics is not None
     return CachedMoments(request.statistics, request.model)
-
-
-def at_size(request: Request, ranking: Ranking | None = None) -> Request:
-    """The request with the least ratio that reaches its recipe's size, where one ratio says it all.
-
-    Args:
-        request: as it was asked for.
-        ranking: of `ranking_of`.
-
-    Raises:
-        UserError: no ratio reaches it.
-    """
-    recipe, model = request.recipe, request.model
-    if recipe.size is None or recipe.allocation == "least-error" or request.plan is not None:
-        return request
-    if not request.widths_known:
-        return request
-    limit, kind = recipe.size.of(cost_of(model)), recipe.size.kind
-
-    def widths(step: int) -> Widths:
-        tried = recipe.with_ratio(step / _RATIO_STEPS)
-        found = Decisions(tried) if ranking is None else kept_units(model, tried, ranked(model, tried, ranking))
-        return found.widths(model)
-
-    def cost(step: int) -> int:
-        return cost_in(kind, _cost(request, widths(step)))
-
-    most, budget = _largest_step(request), limit
-    for _ in range(_ROUNDS):
-        if cost(most) > budget:
-            raise UserError(_unreachable(request, cost(most)) if budget == limit else _taken_up(request))
-        step = bisect_left(range(most), True, key=lambda tried: cost(tried) <= budget)
-        # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
-        whole = cost_in(kind, output_of(request, widths(step)).cost)
-        if whole <= limit:
-            return replace(request, recipe=recipe.with_ratio(step / _RATIO_STEPS), asked=recipe)
-        budget = min(budget - 1, limit - (whole - cost(step)))
-    raise UserError(_taken_up(request))
-
-
-def _largest_step(request: Request) -> int:
-    """The largest ratio that leaves a unit of every space."""
-
-    def empties(step: int) -> bool:
-        tried = request.recipe.with_ratio(step / _RATIO_STEPS)
-        try:
-            return any(keep_count(request.model, tried, space) < 1 for space in tried.spaces)
-        except UserError:
-            return True
-
-    return bisect_left(range(_RATIO_STEPS), True, key=empties) - 1
-
-
-def _unreachable(request: Request, least: float) -> str:
-    assert request.recipe.size is not None
-    kind = request.recipe.size.kind
-    return (
-        f"{request.recipe.size.words}: out of reach of recipe {request.recipe.name}, whose spaces leave {least:,.0f} "
-        f"at the least, of {cost_in(kind, cost_of(request.model)):,}"
-    )
-
-
-def _taken_up(request: Request) -> str:
-    assert request.recipe.size is not None
-    return f"{request.recipe.size.words} cannot be met: the biases that the container needs take up what is saved"
-
-
-def check_reachable(request: Request) -> None:
-    """Refuse a size that no widths reach, before anything is measured.
-
-    Raises:
-        UserError: with the least size there is.
-    """
-    recipe, model = request.recipe, request.model
-    if recipe.size is None or recipe.allocation != "least-error":
-        return
-    smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
-    least = cost_in(recipe.size.kind, _cost(request, [smallest] * model.blocks))
-    if least > recipe.size.of(cost_of(model)):
-        raise UserError(_unreachable(request, least))
 
 
 def dense_scores(request: Request) -> dict[Site, Tensor]:
@@ -217,13 +125,13 @@ def _least_error(request: Request) -> Decisions:
     whole = cost_in(kind, cost_of(model))
     limit = _limit(request)
     budget = limit - (whole - dense)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         try:
             counts = _solve(request, curves, budget)
         except BudgetError as error:
             if recipe.size is None:
                 raise
-            raise UserError(_taken_up(request)) from error
+            raise UserError(taken_up(request)) from error
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
         decisions = Decisions(
             recipe,
@@ -233,16 +141,17 @@ def _least_error(request: Request) -> Decisions:
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
-            return decisions
-        budget = min(budget - 1, limit - (found - cost_in(kind, _cost(request, widths))) - (whole - dense))
-    raise UserError(_taken_up(request))
+            losses = _losses(curves, counts, budget) if recipe.widths == "uniform" else None
+            return replace(decisions, losses=losses)
+        budget = min(budget - 1, limit - (found - cost_in(kind, cost_at(request, widths))) - (whole - dense))
+    raise UserError(taken_up(request))
 
 
 def _curves(
     request: Request, scores: Mapping[Site, Tensor], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
 ) -> dict[Site, Curve]:
     """What every site loses with its units, weighed as the recipe says, and what a unit costs."""
-    unit_costs = _unit_costs(request, kind)
+    costs = unit_costs(request, kind)
     curves: dict[Site, Curve] = {}
     for site, own in scores.items():
         curve = error_curve(own)
@@ -250,7 +159,7 @@ def _curves(
             curve = weighed_by_effect(curve, effects.get(request.model.moments_name(site.block, site.space), []))
         else:
             curve = weighed_by_energy(curve)
-        curves[site] = Curve(curve, unit_costs[site.space], request.recipe.spaces[site.space].multiple_of)
+        curves[site] = Curve(curve, costs[site.space], request.recipe.spaces[site.space].multiple_of)
     return curves
 
 
@@ -263,32 +172,22 @@ def _solve(request: Request, curves: Mapping[Site, Curve], budget: float) -> dic
     return {site: kept[site.space] for site in curves}
 
 
+def _losses(curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float) -> Losses:
+    """What shared widths lose beside what widths per block would, within the same budget."""
+
+    def total(kept: Mapping[Site, int]) -> float:
+        return sum(curve.error(kept[site]) for site, curve in curves.items())
+
+    chosen = total(counts)
+    # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
+    return Losses(chosen, min(chosen, total(least_error(curves, budget))))
+
+
 def _limit(request: Request) -> int:
     """The size to keep to: the recipe's, or what its ratio leaves in every block."""
     if request.recipe.size is not None:
         return request.recipe.size.of(cost_of(request.model))
-    return cost_in("params", _cost(request, Decisions(request.recipe).widths(request.model)))
-
-
-def _unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
-    """What one unit of a space costs in one block: all sizes are linear in the widths of a block."""
-    model = request.model
-    units = {space: model.units(space) for space in request.recipe.spaces}
-    found: dict[SpaceName, float] = {}
-    whole = cost_in(kind, cost_of(model))
-    for space in units:
-        if units[space] == 1:
-            found[space] = 1.0  # it stays whatever it costs
-            continue
-        widths = [dict(units) for _ in range(model.blocks)]
-        widths[0][space] -= 1
-        found[space] = float(whole - cost_in(kind, _cost(request, widths)))
-    return found
-
-
-def _cost(request: Request, widths: Widths) -> Cost:
-    """Cost at some widths, before the container adds biases."""
-    return cost_of(request.model, request.model.shapes_at(widths))
+    return cost_in("params", cost_at(request, Decisions(request.recipe).widths(request.model)))
 
 
 def check_effects(statistics: Statistics) -> None:

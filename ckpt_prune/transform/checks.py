@@ -14,11 +14,12 @@ from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.rotated import check_rotatable
-from ckpt_prune.transform.budgets import check_effects, check_reachable
+from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
 from ckpt_prune.transform.output import unlearned
 from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.sizing import check_reachable
 from ckpt_prune.transform.solvers import solver_of
 
 

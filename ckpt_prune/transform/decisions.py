@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import Rounding, SpaceName
 from ckpt_prune.planning.plan import Plan, SitePlan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import units_kept
@@ -32,16 +32,31 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """What two ways to share out one size over the sites are predicted to lose, by the same curves.
+
+    Attributes:
+        chosen: the sum over sites of the widths that are decided.
+        per_block: the same where every block may have widths of its own.
+    """
+
+    chosen: float
+    per_block: float
+
+
+@dataclass(frozen=True)
 class Decisions:
     """What is settled of a model.
 
     Attributes:
         recipe: scores, counts and compensation.
         sites: what is settled of each; a site that is left out keeps what the recipe's ratio says.
+        losses: predicted, where blocks share widths that were found by the least error; else None.
     """
 
     recipe: Recipe
     sites: Mapping[Site, Decision] = field(default_factory=dict)
+    losses: Losses | None = None
 
     def of(self, model: Model, site: Site) -> Decision:
         """What is settled of one site."""
@@ -67,8 +82,12 @@ def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
         UserError: none would.
     """
     own = recipe.spaces[space]
-    rounding = own.rounding or model.family.spaces[space].rounding
-    return units_kept(model.units(space), recipe.ratio_of(space), rounding, own.multiple_of)
+    return units_kept(model.units(space), recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+
+
+def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:
+    """How units x ratio becomes units dropped: as the recipe says, else as the family does."""
+    return recipe.spaces[space].rounding or model.family.spaces[space].rounding
 
 
 def kept_units(model: Model, recipe: Recipe, kept: Mapping[Site, Tensor]) -> Decisions:

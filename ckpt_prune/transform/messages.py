@@ -1,8 +1,22 @@
 """What a user should know of a job beside its sizes, in lines."""
 
+from collections.abc import Iterable
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.shares import gap
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
+from ckpt_prune.planning.sizes import TargetSize, cost_in
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
+from ckpt_prune.transform.decisions import rounding_of
 from ckpt_prune.transform.settle import Settled
+
+_NEAR = 0.005
+"""A size that is missed by no more than this share of the dense model is met."""
+_ALIKE = 0.005
+"""Predicted losses that differ by less than this share are told to be the same."""
 
 
 def messages(settled: Settled) -> list[str]:
@@ -21,9 +35,8 @@ def messages(settled: Settled) -> list[str]:
             f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
         )
-    few = few_tokens(settled, errors="below")
-    if few:
-        found.append(few)
+    found += size_lines(settled)
+    found += filter(None, [few_tokens(settled, errors="below"), wider_choice(settled)])
     return found
 
 
@@ -51,3 +64,64 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         f"{tokens} calibration tokens for {max(widths)} inputs of a projection: "
         f"the errors {errors} are a fit, not a prediction; use more samples"
     )
+
+
+def asked_size_of(settled: Settled) -> TargetSize | None:
+    """The size that was asked for, also where it was turned into ratios."""
+    asked = settled.request.asked
+    return settled.recipe.size or (None if asked is None else asked.size)
+
+
+def size_lines(settled: Settled) -> Iterable[str]:
+    """Where units are too coarse for what was asked: the ratio, or the size, and what there is beside it."""
+    request = settled.request
+    if request.asked is None:
+        settles_counts = request.plan is None and settled.recipe.size is None
+        yield from coarse_lines(settled.model, settled.recipe) if settles_counts else ()
+        return
+    size = request.asked.size
+    assert size is not None
+    dense, reached = (cost_in(size.kind, cost) for cost in (settled.before, settled.after))
+    if request.larger is None or (size.of(settled.before) - reached) / dense <= _NEAR:
+        return
+    show = human_bytes if size.kind == "bytes" else human_count
+    below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, request.larger))
+    yield (
+        f"{size.words} lies between two sizes that recipe {settled.recipe.name} gives: {below}, taken here, and {above}"
+    )
+
+
+def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
+    """A line for every space whose units are too coarse for its ratio: what goes instead, and the size beside it."""
+    if recipe.mask is not None or recipe.allocation != "uniform":
+        return
+    for space, own in recipe.spaces.items():
+        units = model.units(space)
+        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
+        if found is None:
+            continue
+        in_steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+        drops = f"{found.dropped} ({found.dropped / units:.3g})" if found.dropped else "none"
+        beside = "that is the most that can go"
+        if found.other is not None:
+            which = "the next size" if found.other > found.dropped else "the size before"
+            beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
+        yield (
+            f"{space}: {units} unit{'' if units == 1 else 's'} per block{in_steps}, so a ratio of {found.asked:g} "
+            f"drops {drops}; {beside}"
+        )
+
+
+def wider_choice(settled: Settled) -> str | None:
+    """What widths per block would do, for those who named no recipe and got the same widths in every block; or None."""
+    recipe = settled.recipe
+    if not settled.request.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
+        return None
+    losses = settled.decisions.losses
+    told = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
+    if losses is None:
+        return f"{told} less, and need remote code"
+    if losses.chosen - losses.per_block <= _ALIKE * losses.chosen:
+        return f"{told} as much, as predicted"
+    saved = 1 - losses.per_block / losses.chosen
+    return f"{told} less (predicted: {saved:.0%} less), and need remote code"

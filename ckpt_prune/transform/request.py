@@ -65,7 +65,9 @@ class Request:
         diagnostics: also compute errors and spectra that no result depends on.
         training: samples for a recipe with recovery, or None.
         scores: site → scores of its units in the dense model, where they were worked out before.
-        asked: the recipe as it was given, where its size was turned into a ratio (`budgets.at_size`).
+        asked: the recipe as it was given, where its size was turned into ratios (`sizing.at_size`).
+        larger: the next larger size that these ratios could give instead, in the kind of the size asked for.
+        by_default: whether nobody named the recipe.
     """
 
     model: Model
@@ -78,6 +80,8 @@ class Request:
     training: RecoverySamples | None = None
     scores: Mapping[Site, Tensor] | None = None
     asked: Recipe | None = None
+    larger: int | None = None
+    by_default: bool = False
 
     @property
     def sequential(self) -> bool:

@@ -20,7 +20,7 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
-from ckpt_prune.transform.budgets import at_size, decide, ranking_of
+from ckpt_prune.transform.budgets import decide, ranking_of
 from ckpt_prune.transform.checks import check_enough_samples, check_request
 from ckpt_prune.transform.decisions import Decisions, planned
 from ckpt_prune.transform.dense import Dense
@@ -28,6 +28,7 @@ from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.output import Output, output_of
 from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.sizing import at_size
 
 _JOURNAL = 3
 """Form of the notes that a run leaves for the one that resumes it."""

@@ -222,7 +222,10 @@ def test_configs_that_transformers_cannot_build(place, changes):
         (["recover", "calib.txt", "--dense", "dense", "-o", "out"], "calib.txt is a file; give the folder that holds"),
         (["inspect", "./absent"], "./absent does not exist; give an existing folder or a Hub id"),
         (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
-        (["prune", "dense", "--ratio", "20", "-o", "out"], "--ratio 20: a ratio is in [0, 1): did you mean 0.2?"),
+        (
+            ["prune", "dense", "--ratio", "20", "-o", "out"],
+            "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?",
+        ),
         (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it"),
         (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),
         (["prune", "dense", "-o", "dense/out"], "output dense/out overlaps the source dense"),

@@ -196,12 +196,12 @@ def by_block(out: str) -> dict[int, list[dict[str, object]]]:
     return found
 
 
-def test_best_is_what_is_done_without_a_recipe(here):
+def test_best_uniform_is_what_is_done_without_a_recipe(here):
     args = ("--statistics", "weighed", "--target-params", "4K")
     ok("plan", "llama", *args, "-o", "plan.json")
-    ok("plan", "llama", "--recipe", "best", *args, "-o", "named.json")
+    ok("plan", "llama", "--recipe", "best-uniform", *args, "-o", "named.json")
     assert same(Path("plan.json"), Path("named.json"))
-    assert read_json("plan.json")["recipe"]["name"] == "best"
+    assert read_json("plan.json")["recipe"]["name"] == "best-uniform"
 
 
 def same(a: Path, b: Path) -> bool:
@@ -320,12 +320,16 @@ def test_widths_that_a_size_settled_are_not_called_a_ratio(here):
 
 
 def test_an_output_says_which_size_its_ratio_was_found_for(here):
-    """A run is known again by the recipe that was asked for, not by the ratio found."""
+    """A run is known again by the recipe that was asked for, not by the ratios found."""
     ok("prune", "llama", "--recipe", "magnitude", *TARGETS[:2], "-o", "out")
     report = read_json("out/ckpt_prune.json")
     asked = load_recipe("magnitude", size={"params": "4K"})
     assert report["asked"] == {"size": {"params": "4K"}, "digest": asked.digest}
-    assert report["recipe_digest"] == load_recipe("magnitude", ratio=report["recipe"]["ratio"]).digest != asked.digest
+    found = {space: own["ratio"] for space, own in report["recipe"]["spaces"].items()}
+    used = load_recipe("magnitude", tuple(f"spaces.{s}.ratio={r}" for s, r in found.items() if r is not None))
+    assert report["recipe"]["size"] is None
+    assert report["recipe_digest"] == used.model_copy(update={"ratio": report["recipe"]["ratio"]}).digest
+    assert report["recipe_digest"] != asked.digest
 
 
 def test_lambda_zero_is_checked_at_the_ratio_of_the_size(here):

@@ -462,7 +462,9 @@ def test_dry_runs_say_the_size_that_is_written(here, model, recipe):
 def test_json_alone_is_on_standard_output(here, recipe):
     result = run(*PRUNE, recipe, *TEXT, *few(recipe), "--json")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert json.loads(result.stdout) == read_json("out/ckpt_prune.json")
+    said = json.loads(result.stdout)
+    assert said.pop("messages") == []
+    assert said == read_json("out/ckpt_prune.json")
 
 
 @pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "denoise-rotator-shared-sparsegpt-50"])

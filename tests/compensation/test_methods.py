@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation.fit import error, from_moments
+from ckpt_prune.compensation.least_squares import shrunk
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 
 from .sites import SHAPES, TALL, WIDE, make_site
@@ -71,7 +72,24 @@ def test_uses_strength_exactly_if_it_says_so(name):
     site, method = make_site(*WIDE), METHODS[name]
     small, large = (method.fit(site.weight_kept, site.fit, value).weight for value in (1.0, 1000.0))
     assert torch.equal(small, large) != method.uses_strength
-    assert (method.shrinks_to is not None) == method.uses_strength
+
+
+@pytest.mark.parametrize("name", WITH_LAMBDA)
+@pytest.mark.parametrize("strength", [0.0, LAMBDA, 1e4])
+def test_what_says_that_it_is_a_ridge_is_one(name, strength):
+    """The choice on folds scores it as one, without asking the method itself."""
+    site, method = make_site(*WIDE), METHODS[name]
+    assert method.ridge_towards == {"ridge": "kept", "affine": "kept", "grail": "zero"}[name]
+    base = site.weight_kept if method.ridge_towards == "kept" else torch.zeros_like(site.weight_kept)
+    fit = site.fit.centred() if method.adds_bias else site.fit
+    solution = method.fit(site.weight_kept, site.fit, strength)
+    torch.testing.assert_close(solution.weight, shrunk(base, fit, strength))
+    if method.adds_bias:
+        torch.testing.assert_close(solution.bias, site.fit.target_mean - solution.weight @ site.fit.mean)
+
+
+def test_nothing_else_says_that_it_is_a_ridge():
+    assert tuple(name for name, method in METHODS.items() if method.ridge_towards) == WITH_LAMBDA
 
 
 @pytest.mark.parametrize("tokens", [200, 4], ids=["full rank", "few tokens"])

@@ -166,7 +166,7 @@ def test_contradictions_are_named(tmp_path, extra, message):
 def test_every_mistake_is_in_the_one_line(tmp_path):
     path = write(tmp_path, GOOD.replace("ratio: 0.3", "ratio: 3").replace("score: rcpu", "score: rcp"))
     first, second = refusal(path).split("; ")
-    assert first == f"{path}, line 3: ratio: input should be less than 1, got 3: did you mean 0.03?"
+    assert first == f"{path}, line 3: ratio: input should be less than 1, got 3: did you mean 3% or 0.03?"
     assert second.startswith(f"{path}, line 6: spaces.heads.score: unknown score 'rcp': did you mean 'rcpu'?")
 
 

@@ -19,7 +19,6 @@ from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import (
-    at_size,
     decide,
     dense_scores,
     error_curve,
@@ -29,6 +28,7 @@ from ckpt_prune.transform.budgets import (
 from ckpt_prune.transform.effects import dropped_counts
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.transform.sizing import at_size
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
@@ -356,25 +356,21 @@ def at_ratio(folder: Path, name: str, statistics: Statistics | None, ratio: floa
     return job_on(folder, load_recipe(name, changes, ratio), statistics)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("wanda-sp", "params"), ("wanda-sp", "flops"), ("flap-global", "flops"), ("flap", "params")]
-)
-def test_the_least_ratio_that_is_within_the_size(dense, name, kind):
-    """flap adds biases; flap-global gives every block its own widths."""
+def test_the_least_ratio_of_a_ranking_that_is_within_the_size(dense):
+    """One ratio says it all; where blocks share their widths the finest space makes up for the rest (test_sizing)."""
     folder, statistics = dense.folder("llama"), dense.statistics("llama")
-    for share in ("60%", "83%") if name == "wanda-sp" else ("60%",):
-        job = sized(folder, name, statistics, {kind: share})
-        limit = int(cost(job, kind, before=True) * int(share[:-1]) / 100)
-        step = round(job.recipe.ratio * 10_000)
-        assert job.recipe.ratio == step / 10_000
-        assert job.recipe.size is None
-        assert job.request.asked == load_recipe(name, size={kind: share})
-        assert {job.recipe.ratio_of(space) for space in job.recipe.spaces} == {job.recipe.ratio}
-        assert cost(job, kind) <= limit
-        assert cost(at_ratio(folder, name, statistics, step / 10_000), kind) == cost(job, kind)
-        assert cost(at_ratio(folder, name, statistics, (step - 1) / 10_000), kind) > limit
-    if name == "flap-global":
-        assert len({str(width) for width in job.widths}) > 1
+    job = sized(folder, "flap-global", statistics, {"flops": "60%"})
+    limit = int(cost(job, "flops", before=True) * 60 / 100)
+    step = round(job.recipe.ratio * 10_000)
+    assert job.recipe.ratio == step / 10_000
+    assert job.recipe.size is None
+    assert job.request.asked == load_recipe("flap-global", size={"flops": "60%"})
+    assert {job.recipe.ratio_of(space) for space in job.recipe.spaces} == {job.recipe.ratio}
+    assert cost(job, "flops") <= limit
+    assert cost(at_ratio(folder, "flap-global", statistics, step / 10_000), "flops") == cost(job, "flops")
+    assert cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops") > limit
+    assert job.request.larger == cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops")
+    assert len({str(width) for width in job.widths}) > 1
 
 
 @pytest.mark.parametrize(("name", "share"), [("flap", 62), ("flap-global", 60)])

@@ -1,0 +1,202 @@
+"""Meeting a size with one ratio: the least that reaches it, and the finest space as near to it as it goes."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.containers.container import Widths
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.shares import allowed_widths, ratio_for
+from ckpt_prune.planning.sizes import SizeKind, cost_in
+from ckpt_prune.transform.decisions import Decisions, keep_count, kept_units, rounding_of
+from ckpt_prune.transform.output import output_of
+from ckpt_prune.transform.rankings import ranked
+from ckpt_prune.transform.request import Request
+
+ROUNDS = 5
+"""How often a budget is lowered by what the container adds to it, which is biases of a few blocks."""
+_RATIO_STEPS = 10_000
+"""Ratios that are tried for a size: multiples of one in so many."""
+
+Ranking = Mapping[Site, Tensor]
+"""Standardised scores of every unit (`rankings.standardised_scores`)."""
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """What meets a budget.
+
+    Attributes:
+        recipe: with the ratios that do.
+        widths: that these give.
+        larger: the widths of the next larger size; None where nothing is dropped.
+        moved: units that the finest space keeps more or fewer than the one ratio says.
+    """
+
+    recipe: Recipe
+    widths: Widths
+    larger: Widths | None
+    moved: int = 0
+
+
+def at_size(request: Request, ranking: Ranking | None = None) -> Request:
+    """The request with ratios in place of its recipe's size, which they meet from above.
+
+    It is the least ratio that reaches the size, in steps of 1e-4. Where blocks are ranked in one list, that is all.
+    Elsewhere a coarse space (three KV groups) may jump past the size at that ratio. So the space whose units are the
+    smallest makes up for the difference: it loses more where the jump is not taken, or less where it is, whichever
+    moves it less from the one ratio.
+
+    Args:
+        request: as it was asked for.
+        ranking: of `budgets.ranking_of`.
+
+    Raises:
+        UserError: no ratio reaches it.
+    """
+    recipe, model = request.recipe, request.model
+    if recipe.size is None or recipe.allocation == "least-error" or request.plan is not None:
+        return request
+    if not request.widths_known:
+        return request
+    limit, kind = recipe.size.of(cost_of(model)), recipe.size.kind
+
+    def at(step: int) -> Recipe:
+        return recipe.with_ratio(step / _RATIO_STEPS)
+
+    def widths(step: int) -> Widths:
+        tried = at(step)
+        found = Decisions(tried) if ranking is None else kept_units(model, tried, ranked(model, tried, ranking))
+        return found.widths(model)
+
+    def cost(found: Widths) -> int:
+        return cost_in(kind, cost_at(request, found))
+
+    most, budget = _largest_step(request), limit
+    least = cost(widths(most))
+    for _ in range(ROUNDS):
+        if least > budget:
+            raise UserError(unreachable(request, least) if budget == limit else taken_up(request))
+        step = bisect_left(range(most), True, key=lambda tried: cost(widths(tried)) <= budget)
+        reached = _Reached(at(step), widths(step), widths(step - 1) if step else None)
+        if ranking is None and step:
+            reached = _made_up(request, [at(step - 1), at(step)], kind, budget) or reached
+        # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
+        whole = cost_in(kind, output_of(request, reached.widths).cost)
+        if whole <= limit:
+            larger = None if reached.larger is None else cost(reached.larger) + whole - cost(reached.widths)
+            return replace(request, recipe=reached.recipe, asked=recipe, larger=larger)
+        budget = min(budget - 1, limit - (whole - cost(reached.widths)))
+    raise UserError(taken_up(request))
+
+
+def _made_up(request: Request, tried: list[Recipe], kind: SizeKind, budget: float) -> _Reached | None:
+    """The recipe whose finest space moves least from its ratio to be just within the budget; None where none can."""
+    space = _finest(request, kind)
+    if space is None:
+        return None
+    found = [reached for recipe in tried if (reached := _filled(request, recipe, space, kind, budget))]
+    return min(found, key=lambda reached: reached.moved, default=None)
+
+
+def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, budget: float) -> _Reached | None:
+    """A recipe with one space as wide as the budget lets it be, the others as they are."""
+    model, own = request.model, recipe.spaces[space]
+    (base, *_) = Decisions(recipe).widths(model)
+    allowed = allowed_widths(model.units(space), own.multiple_of)
+
+    def widths(width: int) -> Widths:
+        return [{**base, space: width} for _ in range(model.blocks)]
+
+    fitting = bisect_right(allowed, budget, key=lambda width: cost_in(kind, cost_at(request, widths(width))))
+    if not fitting:
+        return None
+    width = allowed[fitting - 1]
+    larger = widths(allowed[fitting]) if fitting < len(allowed) else None
+    if width != base[space]:
+        ratio = ratio_for(model.units(space), width, rounding_of(model, recipe, space), own.multiple_of)
+        recipe = recipe.with_own_ratio(space, ratio)
+    return _Reached(recipe, widths(width), larger, abs(width - base[space]))
+
+
+def _finest(request: Request, kind: SizeKind) -> SpaceName | None:
+    """The space whose width can change in the smallest steps; None where no width can."""
+    model, spaces = request.model, request.recipe.spaces
+    steps = {
+        space: cost * min(spaces[space].multiple_of, model.units(space))
+        for space, cost in unit_costs(request, kind).items()
+        if len(allowed_widths(model.units(space), spaces[space].multiple_of)) > 1
+    }
+    return min(steps, key=lambda space: steps[space], default=None)
+
+
+def _largest_step(request: Request) -> int:
+    """The largest ratio that leaves a unit of every space."""
+
+    def empties(step: int) -> bool:
+        tried = request.recipe.with_ratio(step / _RATIO_STEPS)
+        try:
+            return any(keep_count(request.model, tried, space) < 1 for space in tried.spaces)
+        except UserError:
+            return True
+
+    return bisect_left(range(_RATIO_STEPS), True, key=empties) - 1
+
+
+def check_reachable(request: Request) -> None:
+    """Refuse a size that no widths reach, before anything is measured.
+
+    Raises:
+        UserError: with the least size there is.
+    """
+    recipe, model = request.recipe, request.model
+    if recipe.size is None or recipe.allocation != "least-error":
+        return
+    smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
+    least = cost_in(recipe.size.kind, cost_at(request, [smallest] * model.blocks))
+    if least > recipe.size.of(cost_of(model)):
+        raise UserError(unreachable(request, least))
+
+
+def unreachable(request: Request, least: float) -> str:
+    """What to say of a size below the least there is."""
+    size = request.recipe.size
+    assert size is not None
+    return (
+        f"{size.words}: out of reach of recipe {request.recipe.name}, whose spaces leave {least:,.0f} at the least, of "
+        f"{cost_in(size.kind, cost_of(request.model)):,}{size.share_meant}"
+    )
+
+
+def taken_up(request: Request) -> str:
+    """What to say where a container's biases are more than what is saved."""
+    assert request.recipe.size is not None
+    return f"{request.recipe.size.words} cannot be met: the biases that the container needs take up what is saved"
+
+
+def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
+    """What one unit of a space costs in one block: all sizes are linear in the widths of a block."""
+    model = request.model
+    units = {space: model.units(space) for space in request.recipe.spaces}
+    found: dict[SpaceName, float] = {}
+    whole = cost_in(kind, cost_of(model))
+    for space in units:
+        if units[space] == 1:
+            found[space] = 1.0  # it stays whatever it costs
+            continue
+        widths = [dict(units) for _ in range(model.blocks)]
+        widths[0][space] -= 1
+        found[space] = float(whole - cost_in(kind, cost_at(request, widths)))
+    return found
+
+
+def cost_at(request: Request, widths: Widths) -> Cost:
+    """Cost at some widths, before the container adds biases."""
+    return cost_of(request.model, request.model.shapes_at(widths))

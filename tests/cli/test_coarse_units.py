@@ -1,0 +1,86 @@
+"""Units too coarse for what was asked are told, with the sizes there are beside it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import ok, refused, run
+
+NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)"
+FEWER = "heads: 2 units per block, so a ratio of 0.7 drops 1 (0.5); that is the most that can go"
+STEPS = "mlp: 24 units per block in multiples of 16, so a ratio of 0.5 drops 8 (0.333); that is the most that can go"
+MAGNITUDE = ("dense", "--recipe", "magnitude")
+DRY = ("prune", *MAGNITUDE, "-o", "out", "--dry-run")
+
+
+def heads(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("heads: ")]
+
+
+def test_a_ratio_that_drops_no_group_says_so(place):
+    assert heads(ok("plan", *MAGNITUDE, "--ratio", "0.3")) == [NONE]
+    assert heads(ok(*DRY, "--ratio", "0.3")) == [NONE]
+    assert heads(ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "out")) == [NONE]
+    assert heads(ok("inspect", "dense", "--ratio", "0.3,0.5,0.7")) == [NONE, FEWER]
+
+
+def test_it_is_in_the_json(place):
+    """Where the JSON is a plan, which has a format of its own, it is on stderr."""
+    for command in (DRY, DRY[:-1]):
+        assert NONE in json.loads(ok(*command, "--ratio", "0.3", "--json"))["messages"]
+    done = run("plan", *MAGNITUDE, "--ratio", "0.3", "--json")
+    assert json.loads(done.stdout)["sites"]
+    assert heads(done.stderr) == [NONE]
+    assert json.loads(ok("inspect", "dense", "--ratio", "0.3,0.5", "--json"))["messages"] == [
+        NONE,
+        "mlp: 24 units per block, so a ratio of 0.3 drops 8 (0.333); the size before drops 7 (ratio 0.29)",
+    ]
+    assert json.loads(ok("inspect", "dense", "--json"))["messages"] == []
+
+
+def test_what_fits_is_not_remarked_on(place):
+    assert "units per block, so" not in ok("plan", *MAGNITUDE, "--ratio", "0.5")
+
+
+def test_steps_and_the_only_size_there_is(place):
+    said = ok("plan", *MAGNITUDE, "--ratio", "0.5", "--set", "spaces.mlp.multiple_of=16")
+    assert STEPS in said.splitlines()
+    assert heads(ok("plan", *MAGNITUDE, "--ratio", "0.7")) == [FEWER]
+
+
+def test_a_plan_that_is_applied_was_told_before(place):
+    ok("plan", *MAGNITUDE, "--ratio", "0.3", "-o", "plan.json")
+    assert heads(ok("prune", "dense", "--plan", "plan.json", "-o", "out")) == []
+
+
+def kept(said: str) -> str:
+    (line,) = (line for line in said.splitlines() if line.startswith("kept per block: "))
+    return line
+
+
+def test_the_share_of_every_space_is_told_as_it_is(place):
+    assert (
+        kept(ok("plan", *MAGNITUDE, "--ratio", "0.3")) == "kept per block: heads 2/2 (ratio 0), mlp 16/24 (ratio 0.333)"
+    )
+    said = ok("plan", *MAGNITUDE, "--target-params", "80%")
+    assert kept(said) == "kept per block: heads 2/2 (ratio 0), mlp 13/24 (ratio 0.458), for 80% of the parameters"
+    assert heads(said) == []
+
+
+def test_a_size_between_two_sizes(place):
+    said = ok("plan", *MAGNITUDE, "--target-params", "80%", "--set", "spaces.mlp.multiple_of=8")
+    assert kept(said) == "kept per block: heads 1/2 (ratio 0.5), mlp 16/24 (ratio 0.333), for 80% of the parameters"
+    (line,) = (line for line in said.splitlines() if "lies between" in line)
+    assert line == (
+        "80% of the parameters lies between two sizes that recipe magnitude gives: 3.66K (70.5%), taken here, and "
+        "4.43K (85.2%)"
+    )
+    assert "lies between" not in ok("plan", *MAGNITUDE, "--target-params", "100%")
+
+
+@pytest.mark.parametrize("command", ["plan", "prune"])
+def test_a_percentage_without_its_sign(place, command):
+    more = ("-o", "out") if command == "prune" else ()
+    assert refused(command, *MAGNITUDE, *more, "--target-params", "70").endswith(": did you mean 70%?")
+    assert not Path("out").exists()
