@@ -1,7 +1,7 @@
 """Which class of its family a checkpoint holds, by its tensors."""
 
 from ckpt_prune.architectures.family import Family, described, family_of
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, parse_config
+from ckpt_prune.architectures.skeleton import is_stored_buffer, stock_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 
@@ -27,7 +27,7 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
 
 def _fits(family: Family, checkpoint: Checkpoint, names: set[str]) -> bool:
     try:
-        known = Names(build_skeleton(parse_config(checkpoint.config), family.architecture))
+        known = stock_names(checkpoint.config, family.architecture)
     except UserError:  # whoever builds it next says why
         return False
     return all(known.parameters(name) for name in names)

@@ -1,9 +1,11 @@
 """Models without weights: stock transformers classes built on the meta device, the measure of every name and shape."""
 
 import copy
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
+from transformers.initialization import no_init_weights
 
 from ckpt_prune.errors import UserError
 
@@ -47,11 +50,23 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
         UserError: transformers cannot build it from this config.
     """
     try:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            model: nn.Module = getattr(transformers, architecture)(config)
+        with shapes_alone(), warnings.catch_warnings(action="ignore"):
+            made: Any = getattr(transformers, architecture)(config)
     except Exception as error:  # whatever a wrong value runs into first
         raise _refused(error) from error
-    return model.eval()
+    made.tie_weights()  # which is done where weights are initialised
+    model: nn.Module = made.eval()
+    return model
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Modules that are built in this context are on the meta device.
+
+    No random numbers are drawn for them: without any memory to write them to, that is most of the time all the same.
+    """
+    with torch.device("meta"), no_init_weights():
+        yield
 
 
 @contextmanager
@@ -80,10 +95,13 @@ class Names:
         model: on the meta device.
 
     Attributes:
+        model: as given.
         shapes: on-disk name → shape of every tensor the model saves; a tied head appears under both names.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._held: dict[str, tuple[str, ...]] = {}
         self._parameters = model.state_dict()
         conversions = get_model_conversion_mapping(model)
         self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -97,6 +115,11 @@ class Names:
 
         A fused tensor holds several, equal parts of its rows in this order.
         """
+        if disk not in self._held:
+            self._held[disk] = self._renamed(disk)
+        return self._held[disk]
+
+    def _renamed(self, disk: str) -> tuple[str, ...]:
         name, pattern = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
         if pattern is None:
             return (name,) if name in self._parameters else ()
@@ -122,6 +145,26 @@ class Names:
         """On-disk names of the parameters that none of these tensors holds, sorted."""
         held = {parameter for name in disk for parameter in self.parameters(name)}
         return sorted({self.saved_as(parameter) for parameter in self._parameters if parameter not in held})
+
+
+def stock_names(config: dict[str, Any], architecture: str) -> Names:
+    """What a stock model saves and loads.
+
+    Opening a checkpoint and every check of it ask for that, so it is kept: nothing of it may be changed.
+
+    Args:
+        config: a config.json.
+        architecture: class of transformers.
+
+    Raises:
+        UserError: transformers refuses the config, or cannot build the model.
+    """
+    return _stock_names(json.dumps(config), architecture)
+
+
+@lru_cache(maxsize=16)
+def _stock_names(config: str, architecture: str) -> Names:
+    return Names(build_skeleton(parse_config(json.loads(config)), architecture))
 
 
 def is_stored_buffer(name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import block_facts
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, shapes_alone
 
 
 class BlockFactory:
@@ -55,7 +55,7 @@ class BlockFactory:
         layer_config.head_dim = model.dimension("head_dim")
         for key, value in model.config_values(model.widths_of(index, tensors)).items():
             setattr(layer_config, key, value)
-        with torch.device("meta"):
+        with shapes_alone():
             module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
         return module.eval()

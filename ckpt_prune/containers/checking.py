@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import (
     Names,
     absent_pooler,
-    build_skeleton,
     is_stored_buffer,
-    parse_config,
+    stock_names,
     tied_names,
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -37,22 +35,21 @@ def check_source(model: Model) -> None:
             f"{checkpoint.path} was pruned into a shape that no stock class has (remote code): it cannot be pruned or "
             "measured again; start from the dense model"
         )
-    skeleton = build_skeleton(parse_config(checkpoint.config), model.family.architecture)
-    check_stored(checkpoint, skeleton)
+    check_stored(checkpoint, stock_names(checkpoint.config, model.family.architecture))
     _CHECKED.add(model)
 
 
-def check_stored(checkpoint: Checkpoint, model: nn.Module) -> None:
+def check_stored(checkpoint: Checkpoint, known: Names) -> None:
     """Check every tensor's name, shape and dtype against a model.
 
     Args:
         checkpoint: what is stored.
-        model: what it is to be, on the meta device.
+        known: of the model that it is to be.
 
     Raises:
         UserError: a tensor is missing, unknown, of another shape, or not floating point.
     """
-    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, model, f"{checkpoint.path}")
+    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, known, f"{checkpoint.path}")
     for name, info in checkpoint.tensors.items():
         if is_stored_buffer(name):
             continue
@@ -60,22 +57,21 @@ def check_stored(checkpoint: Checkpoint, model: nn.Module) -> None:
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
 
 
-def check_shapes(actual: Mapping[str, tuple[int, ...]], model: nn.Module, where: str) -> None:
+def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str) -> None:
     """Compare names and shapes with what a config asks for.
 
     Args:
         actual: name → shape on disk.
-        model: of the config, on the meta device.
+        known: of the config's model.
         where: begins every message.
 
     Raises:
         UserError: a tensor is missing, has no place, or has another shape.
     """
-    known = Names(model)
     names = sorted(name for name in actual if not is_stored_buffer(name))
     expected = {name: known.shape(name) for name in names}
     missing = known.missing(names)
-    absent = tied_names(model) | absent_pooler(model, missing)
+    absent = tied_names(known.model) | absent_pooler(known.model, missing)
     missing = [name for name in missing if name not in absent]
     unknown = [name for name, shape in expected.items() if shape is None]
     if missing:

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
-from ckpt_prune.architectures.skeleton import build_skeleton, parse_config
+from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -46,8 +45,16 @@ class Container:
         """The container's model on the meta device."""
         config = parse_config(self.config)
         if self.remote_class is None:
-            return build_skeleton(config, self.architecture or family_of(self.config).architecture)
+            return build_skeleton(config, self._stock_class)
         return remote_skeleton(config, self.remote_class)
+
+    def names(self) -> Names:
+        """What its model saves and loads."""
+        return stock_names(self.config, self._stock_class) if self.remote_class is None else Names(self.skeleton())
+
+    @property
+    def _stock_class(self) -> str:
+        return self.architecture or family_of(self.config).architecture
 
 
 def stored_container(checkpoint: Checkpoint) -> Container:
@@ -63,6 +70,8 @@ def stored_container(checkpoint: Checkpoint) -> Container:
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
     """A model of `modeling_pruned` on the meta device."""
-    with torch.device("meta"):
-        model: nn.Module = remote_model_class(remote_class)(with_block_facts(config, remote_class))
-    return model.eval()
+    with shapes_alone():
+        made: Any = remote_model_class(remote_class)(with_block_facts(config, remote_class))
+    made.tie_weights()
+    model: nn.Module = made.eval()
+    return model

@@ -177,7 +177,7 @@ def check_models(pruned: Model, dense: Model) -> None:
     """
     ours, theirs = pruned.family, dense.family
     here, there = pruned.checkpoint.path, dense.checkpoint.path
-    check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).skeleton())
+    check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).names())
     check_source(dense)
     related = ours.model_type == theirs.model_type or ours.model_type in theirs.stand_ins
     if not related:
