@@ -13,6 +13,7 @@ from ckpt_prune.progress import progress_shown
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.planning.plan import Plan
+    from ckpt_prune.planning.records import Cost
     from ckpt_prune.transform.settle import Settled
 
 
@@ -41,6 +42,60 @@ class Planned:
         """As `--json` prints it."""
         data: dict[str, Any] = json.loads(self.plan.to_json())
         return data
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """A plan in a row, to be held beside others of the same model and statistics.
+
+    Attributes:
+        recipe: its name.
+        before: size of the dense model.
+        after: size of the output.
+        container: what the output is stored as: a stock model type, or remote code.
+        errors: space → mean over blocks of the error after compensation, relative to each output's energy; None
+            without second moments.
+        held_out: the same on folds that the fit has not seen; None where nothing is fitted, or the statistics have one
+            fold.
+        messages: what a user should know of the sizes.
+    """
+
+    recipe: str
+    before: "Cost"
+    after: "Cost"
+    container: str
+    errors: dict[str, float | None]
+    held_out: dict[str, float | None]
+    messages: list[str]
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "recipe": self.recipe,
+            "after": self.after.model_dump(),
+            "container": self.container,
+            "errors": self.errors,
+            "held_out": self.held_out,
+            "messages": self.messages,
+        }
+
+
+def compared_plan(planned: Planned) -> ComparedPlan:
+    """The row of a plan."""
+    from ckpt_prune.report.figures import held_out_errors, space_errors
+
+    made = planned.plan
+    errors = {each.space: each.compensated for each in space_errors(made.sites)}
+    held_out = held_out_errors(made.sites)
+    return ComparedPlan(
+        made.recipe.name,
+        made.before,
+        made.after,
+        "remote code" if made.container == "remote" else made.container,
+        {str(space): errors.get(space) for space in made.recipe.spaces},
+        {str(space): held_out.get(space) for space in made.recipe.spaces},
+        planned.messages,
+    )
 
 
 def plan(

@@ -119,10 +119,10 @@ def checked_model(_ctx: click.Context, _parameter: click.Parameter, value: str) 
     return value
 
 
-def checked_recipe(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Refuse an unknown recipe, before anything is imported."""
-    if value is not None:
-        find_recipe(value)
+def checked_recipe(_ctx: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Refuse an unknown recipe, or one of several, before anything is imported."""
+    for each in (value,) if isinstance(value, str) else value or ():
+        find_recipe(each)
     return value
 
 

@@ -1,14 +1,15 @@
 """`ckpt-prune plan`."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.plan import plan
+from ckpt_prune.api.plan import compared_plan, plan
 from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.api.sweep import sweep as plan_at
 from ckpt_prune.cli.options import (
+    checked_recipe,
     container_option,
     device_option,
     echo_json,
@@ -16,18 +17,29 @@ from ckpt_prune.cli.options import (
     model_argument,
     overwrite_option,
     ratio_option,
-    recipe_option,
     set_option,
     size_options,
     table,
     trust_option,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from ckpt_prune.api.plan import ComparedPlan
 
 
 @click.command("plan")
 @model_argument
-@recipe_option
+@click.option(
+    "--recipe",
+    "recipes",
+    multiple=True,
+    metavar="R",
+    callback=checked_recipe,
+    help="Name of a shipped recipe, or a recipe file; given more than once, all are compared in one table. [default: "
+    f"{DEFAULT_RECIPE}]",
+)
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @ratio_option
 @size_options
@@ -43,7 +55,7 @@ from ckpt_prune.errors import UserError
 @trust_option
 @device_option
 @json_option
-def command(sweep: str | None, as_json: bool, **given: Any) -> None:
+def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Decide which units of MODEL stay under a recipe, and predict size and error. Writes nothing but the plan.
 
     Errors are those of each output projection on the calibration tokens, relative to its output's energy; of q and k,
@@ -58,8 +70,13 @@ def command(sweep: str | None, as_json: bool, **given: Any) -> None:
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
       ckpt-prune prune MODEL --plan plan.json -o OUT
       ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
+      ckpt-prune plan MODEL --recipe rcpu --recipe ridge --recipe best-uniform --statistics STATS --ratio 0.2
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
     """
+    if len(recipes) > 1:
+        _side_by_side(recipes, sweep, as_json, given)
+        return
+    given["recipe"] = recipes[0] if recipes else None
     if sweep is not None:
         _at_ratios(sweep, as_json, given)
         return
@@ -72,6 +89,54 @@ def command(sweep: str | None, as_json: bool, **given: Any) -> None:
     _print_plan(made.settled, made.plan)
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
+
+
+def _side_by_side(recipes: tuple[str, ...], sweep: str | None, as_json: bool, given: dict[str, Any]) -> None:
+    if sweep is not None or given["output"] is not None:
+        raise UserError("several recipes are compared, not written: --sweep and -o go with one --recipe")
+    if len(set(recipes)) < len(recipes):
+        raise UserError("--recipe: one is given twice")
+    compared = [compared_plan(plan(**given, recipe=recipe)) for recipe in recipes]
+    if as_json:
+        echo_json({"before": compared[0].before.model_dump(), "recipes": [each.data() for each in compared]})
+    else:
+        _print_compared(compared)
+
+
+def _print_compared(compared: "list[ComparedPlan]") -> None:
+    from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+    def figure(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    before = compared[0].before
+    spaces = list(dict.fromkeys(space for each in compared for space in each.errors))
+    held_out = any(error is not None for each in compared for error in each.held_out.values())
+    rows = [
+        [
+            each.recipe,
+            human_count(each.after.parameters),
+            f"{each.after.parameters / before.parameters:.1%}",
+            human_bytes(each.after.bytes),
+            human_count(each.after.flops),
+            each.container,
+            *(figure(each.errors.get(space)) for space in spaces),
+            *(figure(each.held_out.get(space)) for space in spaces if held_out),
+        ]
+        for each in compared
+    ]
+    headers = ["recipe", "parameters", "share", "bytes", "FLOPs", "stored as"]
+    headers += [f"{space} error" for space in spaces]
+    headers += [f"{space} held out" for space in spaces if held_out]
+    click.echo(table(headers, rows))
+    click.echo(
+        "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity"
+    )
+    if held_out:
+        click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
+    for each in compared:
+        for line in each.messages:
+            click.echo(f"{each.recipe}: {line}")
 
 
 def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:

@@ -32,11 +32,14 @@ def function(verb: str) -> Callable[..., Any]:
 def defaults(verb: str) -> dict[str, Any]:
     """Parameter → default of the command; () for what may be repeated."""
     with click.Context(command(verb)) as context:
-        return {
+        found = {
             parameter.name: () if getattr(parameter, "multiple", False) else parameter.get_default(context)
             for parameter in command(verb).params
             if parameter.name not in OF_THE_SHELL
         }
+    if "recipes" in found:  # `plan` compares several, each by a call of its own
+        found["recipe"] = None if found.pop("recipes") == () else "something"
+    return found
 
 
 @pytest.mark.parametrize("verb", VERBS)

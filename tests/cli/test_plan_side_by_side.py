@@ -1,0 +1,69 @@
+"""`plan` with several recipes: one table."""
+
+import json
+import re
+
+from tests.cli.running import TEXT, listing, ok, refused
+
+BOTH = ("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.5")
+
+
+def test_a_row_for_each(place):
+    before = listing()
+    lines = ok(*BOTH, "--statistics", "stats").splitlines()
+    assert listing() == before
+    assert re.split("  +", lines[0]) == [
+        *["recipe", "parameters", "share", "bytes", "FLOPs", "stored as", "heads error", "mlp error"]
+    ]
+    rows = [re.split("  +", line) for line in lines[1:3]]
+    assert [row[:6] for row in rows] == [
+        ["wanda-sp", "3.28K", "63.1%", "12.8 KiB", "229K", "llama"],
+        ["ridge", "3.28K", "63.1%", "12.8 KiB", "229K", "llama"],
+    ]
+    assert lines[3:] == [
+        "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity"
+    ]
+    for row, recipe in zip(rows, ("wanda-sp", "ridge"), strict=True):
+        alone = json.loads(ok("plan", "dense", "--recipe", recipe, "--ratio", "0.5", "--statistics", "stats", "--json"))
+        for shown, space in zip(row[6:], ("heads", "mlp"), strict=True):
+            own = [site["error_compensated"] for site in alone["sites"] if site["space"] == space]
+            assert shown == f"{sum(own) / len(own):.4f}"
+
+
+def test_with_folds_held_out_errors_stand_beside(place):
+    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
+    lines = ok(*BOTH, "--statistics", "folded").splitlines()
+    assert re.split("  +", lines[0])[6:] == ["heads error", "mlp error", "heads held out", "mlp held out"]
+    assert re.split("  +", lines[1])[8:] == ["-", "-"]  # nothing is fitted
+    assert all(float(cell) > 0 for cell in re.split("  +", lines[2])[8:])
+    assert (
+        lines[4] == "held out: the same on each fold of the samples when fitted on the others; by these recipes compare"
+    )
+
+
+def test_json(place):
+    said = json.loads(ok(*BOTH, "--statistics", "stats", "--json"))
+    assert list(said) == ["before", "recipes"]
+    assert [each["recipe"] for each in said["recipes"]] == ["wanda-sp", "ridge"]
+    assert list(said["recipes"][0]) == ["recipe", "after", "container", "errors", "held_out", "messages"]
+    assert said["recipes"][1]["held_out"] == {"heads": None, "mlp": None}
+
+
+def test_what_a_recipe_has_to_say_stands_below_with_its_name(place):
+    lines = ok("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.3", "--statistics", "stats")
+    said = [line for line in lines.splitlines() if line.startswith(("wanda-sp: ", "ridge: "))]
+    assert len(said) == 4  # of heads and of mlp
+    assert [line.removeprefix("wanda-sp: ") for line in said[:2]] == [line.removeprefix("ridge: ") for line in said[2:]]
+    assert said[0].startswith("wanda-sp: heads: 2 units per block, so a ratio of 0.3 drops none; ")
+
+
+def test_bad_input(place):
+    assert refused(*BOTH, "--statistics", "stats", "-o", "plan.json") == (
+        "several recipes are compared, not written: --sweep and -o go with one --recipe"
+    )
+    assert refused(*BOTH, "--statistics", "stats", "--sweep", "0.1:0.5:0.1") == (
+        "several recipes are compared, not written: --sweep and -o go with one --recipe"
+    )
+    assert refused(*BOTH, "--recipe", "ridge", "--statistics", "stats") == "--recipe: one is given twice"
+    assert refused(*BOTH, "--recipe", "rigde", "--statistics", "stats").startswith("no recipe 'rigde': did you mean ")
+    assert refused(*BOTH).startswith("recipe wanda-sp needs statistics: ")
