@@ -140,8 +140,11 @@ class EvaluationOptions(Options):
         description="CSV with columns file, label and perhaps split (eval). [default: labels.csv in or beside DIR]",
     )
     max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
-    limit: int | None = Field(
-        None, ge=1, description="Use only this many windows, images (chosen at random, seed 0) or examples of a task."
+    samples: int | None = Field(
+        None,
+        ge=1,
+        description="Number of windows from the start of the text, of images (chosen at random, seed 0), or of a "
+        "task's first items. [default: all]",
     )
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."

@@ -90,7 +90,7 @@ def text_data(subject: Subject, scratch: Path, args: argparse.Namespace) -> Data
         texts = [str(scratch / name) for name in written]
     common = ("--bos", "never", "--window", str(subject.window))
     calibration = ("--text", texts[0], *common, "--samples", str(args.samples))
-    evaluation = ("--text", texts[1], *common, "--limit", str(args.windows))
+    evaluation = ("--text", texts[1], *common, "--samples", str(args.windows))
     return Data(subject.name, subject.folder, calibration, evaluation)
 
 

@@ -21,7 +21,7 @@ def evaluate(
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
     max_corrupt: float = 0.05,
-    limit: int | None = None,
+    samples: int | None = None,
     bos: Bos = "auto",
     against: AnyModel | None = None,
     tasks: str | Sequence[AnyPath] | None = None,
@@ -41,7 +41,7 @@ def evaluate(
         images: folder of images for an image classifier, or for a base model of images.
         labels: CSV with columns file and label.
         max_corrupt: share of the images that may fail to decode.
-        limit: at most so many windows, images (at random, seed 0) or examples of a task.
+        samples: windows from the start of the text, images (at random, seed 0) or a task's first items; None for all.
         bos: begin-of-sequence token before the text.
         against: a reference, usually the dense model.
         tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks.
@@ -77,12 +77,12 @@ def evaluate(
         if names and not _are_files(names):
             from ckpt_prune.evaluation.harness import run_tasks
 
-            found = run_tasks(folder, names, device=target, limit=options.limit, include_path=options.include_path)
+            found = run_tasks(folder, names, device=target, limit=options.samples, include_path=options.include_path)
             return TaskResult(folder, found)
         reference = None if options.against is None else resolve(options.against)
         pair = Pair(folder, reference, target, options.trust_remote_code)
         if names:
-            return measure_choices(pair, [Path(name) for name in names], options.limit, options.bos)
+            return measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
         if options.generate:
             return measure_generation(pair, options.generate, options.generate_tokens)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)

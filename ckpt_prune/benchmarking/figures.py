@@ -22,7 +22,7 @@ class Row(_Frozen):
 
     Attributes:
         p50_ms, p95_ms: percentiles of all timings.
-        throughput: tokens or images per second, over all timings together.
+        throughput: tokens or images per second, at the median.
         p50_ratio: of p50 to that of A in the same runtime; None where A was not timed in it.
         flops: of what is timed once: the batch, or one step of decode, the mean over the steps.
         flops_ratio: to those of A.
@@ -170,7 +170,7 @@ def _rows(
             runtime=seat.runtime,
             p50_ms=1e3 * median,
             p95_ms=1e3 * percentile(seconds, 95),
-            throughput=workload.items(phase) * len(seconds) / sum(seconds),
+            throughput=workload.items(phase) / median,
             p50_ratio=median / dense[seat.runtime] if seat.runtime in dense else None,
             flops=flops[seat.label],
             flops_ratio=_ratio(flops[seat.label], flops["A"]),

@@ -61,6 +61,8 @@ def command(as_json: bool, **given: Any) -> None:
     They are timed in turns, a round being each of them once, so that whatever else the machine does slows all of
     them alike; who waits does not compute.
 
+    Percentiles are of all timings; throughput is what the median gives. Few rounds say little of p95.
+
     Both get the same random tokens or images (seed 0). A causal language model reads the text (prefill) and then
     generates token by token with the cache (decode, timed by the token); other models read it in one pass. Ratios are
     to A in the same runtime. Peak memory is that of a process, with its base, what it takes without a model, beside it;

@@ -55,7 +55,7 @@ def command(as_json: bool, **given: Any) -> None:
     window is printed with every figure. KL is the mean over scored tokens of KL(MODEL2 || MODEL), in nats.
 
     Images: top-1 and top-5 of an image classifier, and with --against how often both put the same class first and the
-    mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --limit takes
+    mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes
     images at random (seed 0): the first ones would be those of the first classes.
 
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked; a base model without a head

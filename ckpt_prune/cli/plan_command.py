@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from ckpt_prune.api.plan import ComparedPlan
 
 
+def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> None:
+    """Those who come from `prune --text` are told what a plan is made from."""
+    if value:
+        raise UserError(
+            "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "
+            "and give --statistics STATS, or let `ckpt-prune prune` measure"
+        )
+
+
 @click.command("plan")
 @model_argument
 @click.option(
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
     help="Plan at several ratios, such as 0.1:0.7:0.1, and print the curve of size and predicted error.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
+@click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
 @overwrite_option
 @trust_option
 @device_option

@@ -6,6 +6,13 @@ import click
 
 from ckpt_prune.cli.options import echo_json, json_option, overwrite_option
 
+FINGERPRINTS = {
+    "model": "of the checkpoint it was measured on",
+    "tokenizer": "of its tokenizer or image processor",
+    "data": "of the samples, text by text",
+    "digest": "of this folder",
+}
+"""What of a summary is a fingerprint, and of what."""
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -30,6 +37,12 @@ def show(folder: Path, as_json: bool) -> None:
         if value == {}:
             continue
         shown = human_bytes(value) if key == "bytes" else value
+        if key in FINGERPRINTS and value:
+            # What they are for is to be compared, by which a beginning is enough.
+            of = [value] if isinstance(value, str) else value
+            shown = f"{FINGERPRINTS[key]}, sha256 {', '.join(each[:12] for each in of)}…"
+            click.echo(f"{key:<14} {shown}")
+            continue
         if key == "effects":
             shown = f"of {len(value)} sites (--json has them)"
         elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The whole path on the packaged model: calibrate, prune by four recipes at two ratios, verify, measure."""
+"""The whole path on the packaged model: calibrate, prune by several recipes at two ratios, verify, measure."""
 
 import time
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run as prune
 from ckpt_prune.transform.settle import settle
 
-RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best")
+RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best-uniform", "best")
 RATIOS = (0.2, 0.3)
 WINDOW, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 64, 64
 

@@ -42,8 +42,8 @@ def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | F
             f"{options.images}: images without classes say nothing of one model; give --labels FILE, a sub-folder per "
             "class, or --against MODEL2"
         )
-    if options.limit is not None:
-        files = choose_images(files, samples=min(options.limit, len(files.paths)), seed=0)
+    if options.samples is not None:
+        files = choose_images(files, samples=min(options.samples, len(files.paths)), seed=0)
     samples = ImageSamples(files, processor, tokens=_tokens_of(folder), max_corrupt=options.max_corrupt)
     if base is not None:
         return _features(pair, base, samples)

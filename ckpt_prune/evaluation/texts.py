@@ -68,7 +68,7 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> PerplexityResult | M
 def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     assert options.window is not None
     stream = token_stream(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
-    windows = evaluation_windows(stream, window=options.window, limit=options.limit)
+    windows = evaluation_windows(stream, window=options.window, limit=options.samples)
     model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
     if pair.reference is None:
         return PerplexityResult(pair.folder, perplexity(model, windows))
@@ -94,7 +94,7 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesR
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
-    windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.limit), tokenizer)
+    windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.samples), tokenizer)
     if base is None:
         return _masked(pair, tokenizer, windows)
     models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]

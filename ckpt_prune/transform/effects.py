@@ -106,7 +106,7 @@ def measure_effects(
     found: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks
     passes = [(site, block) for site in range(blocks) for block in range(site, blocks)]
-    for site, block in track(passes, "measuring effects", total=len(passes)):
+    for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
         tensors = model.read_block(block)
         if block == site:
             for out, new in zip(pruned, sites.of(block, tensors), strict=True):

@@ -35,7 +35,7 @@ def defaults(verb: str) -> dict[str, Any]:
         found = {
             parameter.name: () if getattr(parameter, "multiple", False) else parameter.get_default(context)
             for parameter in command(verb).params
-            if parameter.name not in OF_THE_SHELL
+            if parameter.name not in OF_THE_SHELL and not getattr(parameter, "hidden", False)
         }
     if "recipes" in found:  # `plan` compares several, each by a call of its own
         found["recipe"] = None if found.pop("recipes") == () else "something"

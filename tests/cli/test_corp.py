@@ -133,7 +133,7 @@ def test_every_recipe_on_opt(here, recipe):
     assert checks["passed"]
     stored = {"corp": True, "corp-mlp": False, "corp-qk": True, "corp-heads": True}[recipe]
     assert read_json("out/ckpt_prune.json")["container"]["remote_code"] == stored
-    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--limit", "2")
+    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
 
 
 @pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads"])

@@ -29,7 +29,7 @@ def test_json(place):
 
 
 def test_limit(place):
-    said = json.loads(ok("evaluate", "dense", *TEXT, "--limit", "3", "--json"))
+    said = json.loads(ok("evaluate", "dense", *TEXT, "--samples", "3", "--json"))
     assert (said["windows"], said["tokens"]) == (3, 45)
 
 
@@ -62,8 +62,8 @@ def test_what_evaluate_needs(place):
     assert refused("evaluate", "dense", "--text", "calib.txt") == (
         "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
     )
-    assert misused("evaluate", "dense", *TEXT, "--limit", "0") == (
-        "Invalid value for '--limit': 0 is not in the range x>=1."
+    assert misused("evaluate", "dense", *TEXT, "--samples", "0") == (
+        "Invalid value for '--samples': 0 is not in the range x>=1."
     )
 
 

@@ -42,14 +42,14 @@ def test_files_of_items(tasks):
 
 def test_a_model_agrees_with_itself_and_limit_takes_the_first(tasks):
     said = json.loads(
-        ok("evaluate", "dense", "--against", "sharded", "--tasks", "pets.jsonl", "--limit", "3", "--json")
+        ok("evaluate", "dense", "--against", "sharded", "--tasks", "pets.jsonl", "--samples", "3", "--json")
     )
     pets = said["tasks"]["pets"]
     assert (pets["items"], pets["agreement"]) == (3, 1)
     against = pets.pop("against")
     pets.pop("agreement")
     assert pets == against
-    alone = ok("evaluate", "dense", "--tasks", "pets.jsonl", "--limit", "3").splitlines()
+    alone = ok("evaluate", "dense", "--tasks", "pets.jsonl", "--samples", "3").splitlines()
     assert len(alone) == 2
 
 

@@ -119,7 +119,7 @@ class TestMasked:
         ]
 
     def test_limit(self, encoders):
-        said = json.loads(ok("evaluate", "bert-mlm", *DATA, "--limit", "3", "--json"))
+        said = json.loads(ok("evaluate", "bert-mlm", *DATA, "--samples", "3", "--json"))
         assert said == figures("bert-mlm", masked("bert-mlm", limit=3))
 
     def test_against(self, encoders):
@@ -224,9 +224,9 @@ class TestFeaturesOfImages:
     def test_limit(self, encoders):
         chosen = choose_images(find_images(Path("flat"), split="eval"), samples=3, seed=0).paths
         found = features("dinov2-model-2", "dinov2-model", pixels(chosen))
-        said = json.loads(ok("evaluate", *self.PAIR, "--limit", "3", "--json"))
+        said = json.loads(ok("evaluate", *self.PAIR, "--samples", "3", "--json"))
         assert (said["samples"], said["cosine"]) == (3, pytest.approx(found.cosine, rel=1e-6))
-        assert json.loads(ok("evaluate", *self.PAIR, "--limit", "99", "--json"))["samples"] == 8
+        assert json.loads(ok("evaluate", *self.PAIR, "--samples", "99", "--json"))["samples"] == 8
 
     def test_images_that_do_not_decode(self, encoders, capfd):
         from ckpt_prune.cli.main import main

@@ -92,16 +92,16 @@ def test_layouts_agree(pictures):
 
 
 def test_limit(pictures):
-    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--limit", "5", "--json"))
+    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--samples", "5", "--json"))
     assert (said["images"], said["top1"]) == (5, classify(tiny_vit(), expected(5)).top1)
-    assert json.loads(ok("evaluate", "vit", "--images", "listed", "--limit", "99", "--json"))["images"] == 12
+    assert json.loads(ok("evaluate", "vit", "--images", "listed", "--samples", "99", "--json"))["images"] == 12
 
 
 def test_a_limit_is_no_run_of_the_first_classes(pictures, monkeypatch):
     """With a folder per class, the first six of twelve images are of three classes."""
     seen = []
     monkeypatch.setattr(pictures_module, "classify", lambda model, samples: seen.append(samples) or SCORE)
-    ok("evaluate", "vit", "--images", "foldered", "--limit", "6")
+    ok("evaluate", "vit", "--images", "foldered", "--samples", "6")
     assert len({path.parent.name for path in seen[0].paths}) > 3
     assert [int(path.parent.name[2:]) - 1 for path in seen[0].paths] == seen[0].labels.tolist()
     assert "random" in ok("evaluate", "--help")

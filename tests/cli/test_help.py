@@ -32,7 +32,7 @@ TAKES = {
     "report": ["OUT", "--output", "--overwrite"],
     "evaluate": [
         *["MODEL", "--text", "--window", "--images", "--labels", "--max-corrupt", "--against MODEL2", "--tasks"],
-        *["--limit", "--trust-remote-code", "--device", "--json"],
+        *["--samples", "--trust-remote-code", "--device", "--json"],
     ],
     "export": [
         *["MODEL", "--output", "--task", "--opset", "--dtype", "--cache / --no-cache", "--optimize", "--tolerance"],

@@ -860,7 +860,7 @@ def test_verify_and_report(here, recipe):
     assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
     assert ok("report", "out") == "report written to out.report.html\n"
     assert "Traceback" not in Path("out.report.html").read_text()
-    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--limit", "2")
+    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
 
 
 def test_a_mask_after_units(here):

@@ -225,3 +225,12 @@ def test_a_site_that_is_gone_or_there_twice(place, edit):
     assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "the plan does not list every space of every block once: plan again instead of editing it"
     )
+
+
+@pytest.mark.parametrize("option", ["--text", "--images"])
+def test_those_who_give_data_are_told_where_it_goes(place, option):
+    assert refused("plan", "dense", option, "calib.txt") == (
+        "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) and "
+        "give --statistics STATS, or let `ckpt-prune prune` measure"
+    )
+    assert option not in ok("plan", "--help").split("Options:")[1]

@@ -639,7 +639,7 @@ def test_kinds_of_models(here, kind):
     assert ok("report", "out") == "report written to out.report.html\n"
     assert "LaCo" in Path("out/README.md").read_text()
     if causal:
-        args = ("--against", model, "--text", "calib.txt", "--window", "12", "--limit", "2")
+        args = ("--against", model, "--text", "calib.txt", "--window", "12", "--samples", "2")
         assert json.loads(ok("evaluate", "out", *args, "--json"))["perplexity"] > 1
     if model == "vit":
         assert "top-1" in ok("evaluate", "out", "--against", "vit", "--images", "images")
@@ -674,7 +674,7 @@ def test_pruned_elsewhere(here):
     assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
     assert ok("inspect", "out", "--sparsity").splitlines()[-1].split()[3:] == ["50.0%", "50.0%", "50.0%", "2:4"]
     assert ok("report", "out") == "report written to out.report.html\n"
-    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--limit", "2")
+    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
     ok("recover", "out", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "again")
     assert report_of("again")["recipe"] == {"name": "pruned elsewhere"}
 

@@ -177,6 +177,9 @@ def test_show(place):
         "model.layers.{block}.self_attn.q_proj.weight/input (16), model.layers.{block}.mlp.gate_proj.weight/input (16)"
     )
     assert (said["tokens"], said["bytes"]) == ("128", "15.1 KiB")
+    index = Statistics(Path("stats")).index
+    assert said["model"] == f"of the checkpoint it was measured on, sha256 {index.model[:12]}…"
+    assert said["data"] == f"of the samples, text by text, sha256 {index.data[0][:12]}…"
 
 
 def test_show_json(place):

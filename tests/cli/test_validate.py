@@ -82,7 +82,7 @@ def test_a_decoders_table(place: Path) -> None:
     ]
     assert result.stderr == ""
     # The figure is the one that `evaluate` finds on the same windows.
-    measured = ok("evaluate", "decoder", "--text", "text.txt", "--window", "32", "--limit", "4")
+    measured = ok("evaluate", "decoder", "--text", "text.txt", "--window", "32", "--samples", "4")
     assert measured.splitlines()[1].split()[1] == found[1]
     record = read_json("decoder-onnx/validation.json")
     assert record["passed"] is True

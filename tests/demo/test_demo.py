@@ -28,7 +28,7 @@ def small(monkeypatch, tmp_path):
 
 
 def test_the_demo_compares_what_it_promises():
-    assert demo.RECIPES == ("wanda-sp", "flap", "rcpu-scale", "best")
+    assert demo.RECIPES == ("wanda-sp", "flap", "rcpu-scale", "best-uniform", "best")
     assert demo.RATIOS == (0.2, 0.3)
 
 
