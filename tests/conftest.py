@@ -5,13 +5,15 @@ import os
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.families import calibrate, make
-from tests.stored import Sources
+if TYPE_CHECKING:
+    from tests.stored import Sources
 
+# The process that only hands tests to workers reads this file too: torch and transformers are imported by the others,
+# which start as many seconds earlier.
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = (
     "architectures/test_families.py",
@@ -35,7 +37,6 @@ QUICK = (
 )
 """What `--quick` runs: formulas, formats and messages, and every language model pruned once; it traces no graph."""
 
-torch.set_num_threads(1)
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -54,6 +55,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """What is imported stays: the collector need not look at it again at every few thousand objects."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -79,8 +83,10 @@ def empty_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory) -> Sources:
+def sources(tmp_path_factory) -> "Sources":
     """Dense checkpoints of the language models' variants, and their statistics, each made once."""
+    from tests.families import calibrate, make
+    from tests.stored import Sources
 
     def measure(variant, folder, out, **options):
         return calibrate(folder, out, **options)

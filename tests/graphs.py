@@ -4,16 +4,18 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.exporting import folder as export_folder
 from ckpt_prune.exporting.folder import EMBEDDED_BYTES, GraphWriter
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests import encoders, families
@@ -26,24 +28,25 @@ Maker = Callable[[Path], Path]
 LAYERS = 2
 
 
-def make(folder: Path, variant: str) -> Path:
-    """Save a variant of `tests.families` or `tests.encoders` with `LAYERS`; where both have the name, that of families.
+def make(folder: Path, variant: str, layers: int = LAYERS) -> Path:
+    """Save a variant of `tests.families` or `tests.encoders` with few layers; where both have the name, of families.
 
     Two layers are traced in two thirds of the time, and what holds for one next to another holds for more.
     """
     with quiet_transformers():
         (families if variant in families.VARIANTS else encoders).make(folder, variant)
-    encoders.edit_files(folder, _shallow)
+    encoders.edit_files(folder, partial(_shallow, layers))
     return folder
 
 
-def _shallow(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    config["num_hidden_layers"] = LAYERS
+def _shallow(layers: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    config["num_hidden_layers"] = layers
     if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][:LAYERS]
+        config["layer_types"] = config["layer_types"][:layers]
     for key in ("stage_names", "out_features", "out_indices"):  # a backbone counts its layers there
         config.pop(key, None)
-    return {name: tensor for name, tensor in tensors.items() if f".{LAYERS}." not in name}
+    gone = [f".{layer}." for layer in range(layers, families.BLOCKS)]
+    return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in gone)}
 
 
 def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker] | None = None) -> Exported:
@@ -67,7 +70,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker
     @cache
     def export(name: str, *, embedded: int = EMBEDDED_BYTES, **settings: Any) -> tuple[Path, Path]:
         def write(place: Path) -> Path:
-            with undisturbed():
+            with undisturbed(), pytest.MonkeyPatch.context() as patch:
+                if embedded != EMBEDDED_BYTES:  # another place for the same graph
+                    traced_before(patch, export(name, **settings)[1])
                 writer = GraphWriter(Checkpoint.open(model(name)), place / name, GraphSettings(**settings))
                 writer.write(embedded=embedded)
             return place / name
@@ -76,6 +81,18 @@ def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker
         return model(name), once(root / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}", write)
 
     return export
+
+
+def traced_before(patch: pytest.MonkeyPatch, graph: Path) -> None:
+    """Let the writer take the graph of this folder where it would trace the model: for tests of what comes after."""
+    patch.setattr(export_folder, "build_graph", lambda *_, **__: _whole(graph))
+
+
+def _whole(graph: Path) -> onnx_ir.Model:
+    """A graph with its weights in memory: its file may be replaced meanwhile."""
+    found = onnx_ir.load(graph / "model.onnx")
+    onnx_ir.external_data.load_to_model(found)
+    return found
 
 
 @contextmanager

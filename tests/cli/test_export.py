@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from ckpt_prune.cli.main import main
 from ckpt_prune.exporting import folder as export_folder
 from tests.cli.running import edit_weights, listing, misused, ok, poison, read_json, refused, run, set_config
-from tests.exporting.exports import made, traced_before
+from tests.exporting.exports import made
+from tests.graphs import traced_before
 from tests.images import write_image
 
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"

@@ -16,8 +16,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.exporting import folder as export_folder
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.cli.test_prune import COSTS
-from tests.exporting.exports import traced_before
-from tests.graphs import undisturbed
+from tests.graphs import traced_before, undisturbed
 
 PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)
 EXPORT = ("--set", "export.format=onnx")

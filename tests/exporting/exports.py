@@ -2,13 +2,12 @@
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir
 import onnxruntime
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from ckpt_prune.evaluation.loading import load_reported, quiet_transformers
-from ckpt_prune.exporting import folder as export_folder
 from ckpt_prune.exporting.manifest import read_manifest
 from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families, graphs
@@ -48,7 +46,7 @@ def _windowed(root: Path) -> Path:
 
 def _two_heads(root: Path) -> Path:
     """A BERT as it is pre-trained, which says which of its heads it has."""
-    folder = graphs.make(root / "bert-pretraining", "bert-pretraining")
+    folder = graphs.make(root / "bert-pretraining", "bert-pretraining", 1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertForPreTraining"]}))
     return folder
@@ -62,9 +60,9 @@ def _uneven(root: Path) -> Path:
     return root / "uneven"
 
 
-def _pruned(variant: str, ratios: dict[str, float], container: str) -> Callable[[Path], Path]:
+def _pruned(variant: str, ratios: dict[str, float], container: str, layers: int = 1) -> graphs.Maker:
     def make(root: Path) -> Path:
-        dense = graphs.make(root / variant, variant)
+        dense = graphs.make(root / variant, variant, layers)
         statistics = encoders.calibrate(dense, root / "statistics", encoders.samples(variant))
         prune(encoders.job_on(dense, encoders.recipe(ratios, container=container), statistics), root / "pruned")
         return root / "pruned"
@@ -72,7 +70,11 @@ def _pruned(variant: str, ratios: dict[str, float], container: str) -> Callable[
     return make
 
 
-def _rotated(variant: str, kind: str) -> Callable[[Path], Path]:
+def _one_layer(variant: str) -> graphs.Maker:
+    return lambda root: graphs.make(root / variant, variant, 1)
+
+
+def _rotated(variant: str, kind: str) -> graphs.Maker:
     def make(root: Path) -> Path:
         with pytest.MonkeyPatch.context() as patch:
             random_rotations(patch)
@@ -87,13 +89,19 @@ MODELS: dict[str, graphs.Maker] = {
     "bert-two-heads": _two_heads,
     "uneven-llama": _uneven,
     "narrow-vit": _pruned("vit", {"qk": 0.5}, "remote"),
-    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25}, "remote"),
+    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25}, "remote", layers=2),
     "few-headed-bert": _pruned("bert-mlm", {"heads": 0.25, "mlp": 0.25}, "remote"),
     "turned-llama": _rotated("llama-gqa-tied", "per-layer"),
     "rotated-llama": _rotated("llama", "shared"),
     "padded-vit": _pruned("vit", {"qk": 0.5}, "padded"),
+    "shallow-opt-350m": _one_layer("opt-350m-like"),
+    "shallow-qwen3": _one_layer("qwen3"),
+    "shallow-dinov2-swiglu": _one_layer("dinov2-swiglu-classifier"),
 }
-"""Every kind of output of this tool, and what no variant is."""
+"""Every kind of output of this tool, and what no variant is.
+
+With one layer, but where a layer is to differ from the next: of plain ones next to another, variants have two.
+"""
 
 
 def made(tmp_path_factory: pytest.TempPathFactory) -> graphs.Exported:
@@ -261,21 +269,6 @@ def assert_reads_in_chunks(graph: Graph, module: Any, text: Text, chunks: Sequen
 
 def pixels(batch: int, seed: int = 0) -> Array:
     return np.random.default_rng([seed, batch]).standard_normal((batch, 3, encoders.IMAGE, encoders.IMAGE), np.float32)
-
-
-# ---- without tracing -----------------------------------------------------------------------------------------------
-
-
-def traced_before(patch: pytest.MonkeyPatch, graph: Path) -> None:
-    """Let the writer take the graph of this folder where it would trace the model: for tests of what comes after."""
-    patch.setattr(export_folder, "build_graph", lambda *_, **__: _whole(graph))
-
-
-def _whole(graph: Path) -> onnx_ir.Model:
-    """A graph with its weights in memory: its file may be replaced meanwhile."""
-    found = onnx_ir.load(graph / "model.onnx")
-    onnx_ir.external_data.load_to_model(found)
-    return found
 
 
 def ports_of(folder: Path) -> dict[str, tuple[str, list[Any]]]:

@@ -28,9 +28,9 @@ from ckpt_prune.exporting.folder import GraphWriter, dtype_of
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests.families import contents
-from tests.graphs import Exported
+from tests.graphs import Exported, traced_before
 
-from .exports import Graph, made, pixels, traced_before
+from .exports import Graph, made, pixels
 
 CHECKPOINT_ONLY = {"model.safetensors", "ckpt_prune.json", "rotations.st", "modeling_pruned.py", "README.md"}
 OWN = {"model.onnx", "config.json", "ckpt_prune_onnx.json", "README.md"}
