@@ -85,7 +85,8 @@ def evaluate_encoder(
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
-    windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.limit), tokenizer)
+    windows = evaluation_windows(stream, window=options.window, limit=options.limit, frame=frame)
+    windows = framed(windows, tokenizer)
     if base is not None:
         evaluate_features(folder, base, TokenWindows(windows), device, as_json, trust)
     else:

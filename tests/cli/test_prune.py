@@ -523,9 +523,9 @@ def test_samples_of_its_own(place):
     ok("prune", "dense", "--recipe", "rcpu", *args[2:], "-o", "measured")
     report = read_json("measured/ckpt_prune.json")
     assert (report["calibration"]["samples"], report["recovery"]["data"]["samples"]) == (8, 20)
-    assert refused(*RECOVERING, "--set", "recovery.samples=4000", "-o", "other") == (
-        "the text holds 98 windows of 16 tokens, 4000 are asked for; give more text, or at most 98 samples"
-    )
+    dry = run("prune", *RECOVERING[1:], "--set", "recovery.samples=4000", "-o", "other", "--dry-run")
+    assert dry.stderr == "calib.txt has 98 windows of 16 tokens: all are used, not 4000\n"
+    assert "2 epochs on 98 samples" in dry.stdout
 
 
 @pytest.mark.parametrize(("recipe", "zeros"), [("magnitude", False), ("magnitude-50", True)])
