@@ -93,6 +93,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         cost_rows,
         few_tokens,
         kept_line,
+        plan_legend,
         size_lines,
         warning_lines,
         wider_choice,
@@ -120,6 +121,9 @@ def _print_plan(settled: Any, plan: Any) -> None:
         )
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     click.echo(table([*headers, "margin"] if chosen else headers, rows))
+    click.echo()
+    for line in plan_legend(settled.model, plan.sites):
+        click.echo(line)
     click.echo(f"\n{kept_line(settled)}")
     for line in size_lines(settled):
         click.echo(line)
@@ -181,4 +185,4 @@ def _print_sweep(request: Any, ratios: list[float], *, as_json: bool) -> None:
         )
     headers = ["ratio", "parameters", "share", "bytes", "FLOPs", *spaces, *(f"{space} error" for space in spaces)]
     click.echo(table(headers, rows))
-    click.echo("errors: means over blocks, relative to each output's energy, after compensation")
+    click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")

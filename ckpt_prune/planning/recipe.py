@@ -220,6 +220,14 @@ class Recipe(Strict):
         return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
+    def without_amount(self) -> str:
+        """The recipe's canonical JSON but for how much goes: two that share it differ in ratios and size alone."""
+        values = json.loads(self.canonical_json())
+        for own in values["spaces"].values():
+            del own["ratio"]
+        return json.dumps({key: value for key, value in values.items() if key not in ("ratio", "size")})
+
+    @property
     def needs_moments(self) -> bool:
         """Whether any score, compensation, mask or rotation needs statistics."""
         masked = self.mask is not None and self.mask.method != "magnitude"
