@@ -177,8 +177,8 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
     if any(site.error_uncompensated is not None for site in sites):
         logits = " (of q and k: of the attention logits)" if any(site.consumer is None for site in sites) else ""
         yield (
-            f"error: the share of the energy of a site's output{logits} that is lost on the calibration samples, before "
-            "and after compensation"
+            f"error: the share of the energy of a site's output{logits} that is lost on the calibration samples, "
+            "before and after compensation"
         )
     if any(relative_floor(site) is not None for site in sites):
         yield "floor: the least error that any weights and bias on the kept units can reach"
