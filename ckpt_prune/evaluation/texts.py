@@ -94,7 +94,8 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesR
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
-    windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.samples), tokenizer)
+    windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
+    windows = framed(windows, tokenizer)
     if base is None:
         return _masked(pair, tokenizer, windows)
     models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]

@@ -352,7 +352,7 @@ def test_the_curve_of_weights_alone(here):
         "0.25        4.62K   88.9%  18.1 KiB   381K      2   18       0.0000          -\n"
         "0.5         3.28K   63.1%  12.8 KiB   229K      1   12            -          -\n"
         "0.75        2.70K   52.0%  10.6 KiB   193K      1    6            -          -\n"
-        "errors: means over blocks, relative to each output's energy, after compensation\n"
+        "errors: means over blocks, relative to each output's energy, after compensation; no perplexity\n"
     )
 
 

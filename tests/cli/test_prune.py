@@ -56,7 +56,8 @@ def test_statistics(place):
     first, rest = said.split("\n", 1)
     assert first == "recipe rcpu is sequential; with --statistics its dense-cache variant is used"
     assert rest.startswith(COSTS + "heads: mean error of the outputs on the calibration samples 0.")
-    heads, mlp, end = rest.removeprefix(COSTS).splitlines()
+    heads, mlp, honest, end = rest.removeprefix(COSTS).splitlines()
+    assert honest.startswith("errors are of each site's output, no perplexity")
     assert heads.endswith(f" bare, {mean_error('out', 'heads'):.4f} compensated")
     assert mlp.startswith("mlp: mean error of the outputs on the calibration samples 0.")
     assert mlp.endswith(f" bare, {mean_error('out', 'mlp'):.4f} compensated")
@@ -440,7 +441,7 @@ def test_recovery_is_said_after_the_pruning(place):
     said = ok(*RECOVERING, "-o", "out")
     assert {Path(name).parts[0] for name in set(listing()) - set(before)} == {"out"}
     assert said.startswith(COSTS + "heads: mean error of the outputs on the calibration samples 0.")
-    assert said.removeprefix(COSTS).splitlines()[2:] == [*recovered_lines("out", 2), "written to out"]
+    assert said.removeprefix(COSTS).splitlines()[3:] == [*recovered_lines("out", 2), "written to out"]
     report = read_json("out/ckpt_prune.json")
     assert report["recipe"]["recovery"]["epochs"] == report["recovery"]["settings"]["epochs"] == 2
     assert report["recovery"]["on_the_fly"] is True
@@ -523,9 +524,9 @@ def test_samples_of_its_own(place):
     ok("prune", "dense", "--recipe", "rcpu", *args[2:], "-o", "measured")
     report = read_json("measured/ckpt_prune.json")
     assert (report["calibration"]["samples"], report["recovery"]["data"]["samples"]) == (8, 20)
-    assert refused(*RECOVERING, "--set", "recovery.samples=4000", "-o", "other") == (
-        "the text holds 98 windows of 16 tokens, 4000 are asked for; give more text, or at most 98 samples"
-    )
+    dry = run("prune", *RECOVERING[1:], "--set", "recovery.samples=4000", "-o", "other", "--dry-run")
+    assert dry.stderr == "calib.txt has 98 windows of 16 tokens: all are used, not 4000\n"
+    assert "2 epochs on 98 samples" in dry.stdout
 
 
 @pytest.mark.parametrize(("recipe", "zeros"), [("magnitude", False), ("magnitude-50", True)])

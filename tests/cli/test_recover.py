@@ -820,9 +820,6 @@ def test_data_of_the_other_kind(here):
     assert refused(*vit, "--images", "images", "--perplexity-after", "all") == (
         "--perplexity-after is for causal language models, which a vit is not"
     )
-    assert refused(*vit, "--images", "images", "--samples", "13") == (
-        "there are 12 images, 13 are asked for; give more images, or at most 12 samples"
-    )
 
 
 # ---- models that do not belong together ------------------------------------------------------------------------
