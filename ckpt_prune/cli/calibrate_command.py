@@ -68,7 +68,7 @@ def command(
     from ckpt_prune.calibration.choosing import chosen_samples, has_data
     from ckpt_prune.calibration.measure import everything, measure
     from ckpt_prune.calibration.statistics import with_effects
-    from ckpt_prune.checkpoint.staging import refuse_overlap
+    from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
@@ -87,6 +87,7 @@ def command(
         raise UserError(f"--effects needs Grams: give --collect {collect},gram")
     check_source(source)
     refuse_overlap(checkpoint.path, out)
+    refuse_inside(out, [images.images, images.labels, *calibration.text])
     samples = chosen_samples(source, calibration, images, trust=trust, say=lambda line: click.echo(line, err=True))
     checkpoint.check_finite()
     folds = calibration.folds or 1

@@ -59,6 +59,7 @@ def command(
       ckpt-prune export VIT -o vit-onnx --images DIR
       ckpt-prune export OUT -o onnx-fp16 --dtype fp16 --optimize cuda --provider cuda
     """
+    from ckpt_prune.checkpoint.staging import refuse_inside
     from ckpt_prune.cli.exporting import write_graph
     from ckpt_prune.cli.proof import proof_samples
     from ckpt_prune.containers.opening import open_checkpoint
@@ -67,6 +68,7 @@ def command(
 
     settings = GraphSettings(**{name: options[name] for name in GraphSettings.model_fields})
     source = open_checkpoint(model, trust=trust)
+    refuse_inside(out, [options["images"], options["labels"], *options["text"]])
     writer = GraphWriter(source, out, settings, overwrite=overwrite)
     samples = None
     if proof:

@@ -58,7 +58,7 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
     """
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.options import PlanOptions
-    from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.asked import check_plan_place, plan_request
     from ckpt_prune.transform.checks import check_request
     from ckpt_prune.transform.planned import make_plan
     from ckpt_prune.transform.settle import settle
@@ -75,6 +75,7 @@ def command(sweep: str | None, out: Path | None, as_json: bool, **given: Any) ->
     checkpoint.check_finite()
     plan = make_plan(settled)
     if out is not None:
+        check_plan_place(out, overwrite=given["overwrite"])  # planning takes time
         write_whole(out, plan.to_json())
     if as_json:
         click.echo(plan.to_json(), nl=False)

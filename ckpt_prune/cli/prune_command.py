@@ -91,6 +91,7 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
     from ckpt_prune.cli.exporting import GraphStep
     from ckpt_prune.cli.resuming import resumable
     from ckpt_prune.errors import UserError
+    from ckpt_prune.filenames import GRAPH_FOLDER
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
     from ckpt_prune.transform.run import run
@@ -127,11 +128,20 @@ def command(plan_file: Path | None, out: Path, dry_run: bool, as_json: bool, **g
             _print_dry(settled)
         return
     with resumable(out):
-        done = run(settled, out, resume=options.resume, overwrite=options.overwrite)
+        done = run(
+            settled,
+            out,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            announce=lambda line: click.echo(line, err=True),
+        )
+    if done.finished and (out / GRAPH_FOLDER).exists():
+        step = None
     if as_json:
         _print_json(done.report.data(), step, out)
     else:
-        _print_done(done, out)
+        if not done.finished:
+            _print_done(done, out)
         if step is not None:
             graph = step.run(out)
             click.echo("\n".join(graph.lines()))

@@ -69,7 +69,7 @@ def command(
       ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
       ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
     """
-    from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
+    from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 
     # Before torch is imported, what can be told without it.
     if Path(dense).is_dir():
@@ -86,6 +86,7 @@ def command(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.errors import UserError
     from ckpt_prune.transform.asked import asked_after, training_dtype
+    from ckpt_prune.transform.publish import wanted_names
     from ckpt_prune.transform.recover import (
         RecoveryRequest,
         check_models,
@@ -104,7 +105,15 @@ def command(
     target, dtype = resolve_device(device), training_dtype(training)
     ours, theirs = open_model(pruned, trust=trust), open_model(dense, trust=trust)
     refuse_overlap(theirs.checkpoint.path, out)
-    check_output(ours.checkpoint.path, out, resume=resume, overwrite=overwrite)
+    inputs = [images.images, images.labels, *training.text]
+    check_output(
+        ours.checkpoint.path,
+        out,
+        resume=resume,
+        overwrite=overwrite,
+        inputs=inputs,
+        wants=wanted_names(ours.checkpoint),
+    )
     check_models(ours, theirs)
     samples = chosen_samples(theirs, training, images, trust=trust, most=MOST_SAMPLES, say=say)
     check_same_reader(ours, theirs, read_text(training.text) if training.text else "", trust=trust)
@@ -116,7 +125,7 @@ def command(
         seed=training.seed,
         compute_dtype=dtype,
         device=target,
-        allocate=StateMemory(int(state_memory * 2**30), out.absolute().parent),
+        allocate=StateMemory(int(state_memory * 2**30), partial_of(out)),
         after=asked_after(after, ours),
     )
     settled = settle_recovery(request)
