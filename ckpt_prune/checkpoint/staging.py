@@ -78,7 +78,8 @@ class Staging:
             raise UserError(f"the folder {self.out.parent} does not exist; create it first")
         with disk_failures(self.path):
             complete_swap(self.out, kind)
-        if os.path.lexists(self.path):
+        self._known = os.path.lexists(self.path)
+        if self._known:
             if not is_own(self.path):
                 raise UserError(
                     f"{self.path} exists and was not left by ckpt-prune; move it away or choose another output name"
@@ -87,9 +88,8 @@ class Staging:
             self.release()
             if resume:
                 self._continue()
-            elif not overwrite and kind.left != "dropped":
-                goes_on = "--resume continues it, " if kind.left == "resumed" else ""
-                raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
+            elif not overwrite:
+                self._refuse_left()
         self.resumed = bool(self.journal.units) or self.journal.complete
         self._check_out(self._wants)
 
@@ -98,6 +98,9 @@ class Staging:
             self._check_out(self._wants)
             if self.path.exists():
                 self._take()
+                if not self._known:  # begun and ended by another run in the meantime
+                    self.release()
+                    self._refuse_left()
             if not self.resumed and self.path.exists():
                 shutil.rmtree(self.path)
                 self.release()
@@ -200,6 +203,11 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _refuse_left(self) -> None:
+        if self._kind.left != "dropped":
+            goes_on = "--resume continues it, " if self._kind.left == "resumed" else ""
+            raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
 
     def _check_out(self, wants: Wants) -> None:
         if not os.path.lexists(self.out):

@@ -82,6 +82,16 @@ def test_what_can_be_done_about_an_unfinished_run(tmp_path, kind, ways):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_another_run_has_left_since_it_was_checked_is_not_lost(tmp_path, overwrite):
+    late = staging(tmp_path / "out", overwrite=overwrite)
+    kill(staging(tmp_path / "out"))
+    (tmp_path / "out.partial" / "done").write_text("hours of work")
+    with pytest.raises(UserError, match="is left from an unfinished run; --resume continues it"):
+        late.__enter__()
+    assert (tmp_path / "out.partial" / "done").read_text() == "hours of work"
+
+
 def test_what_nobody_goes_on_with_is_dropped_without_asking(tmp_path):
     killed = staging(tmp_path / "out", kind=KINDS[2])
     killed.__enter__()
