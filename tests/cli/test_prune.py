@@ -409,6 +409,8 @@ def test_statistics_of_a_plan_that_are_gone(place):
 # ---- recovery in a recipe --------------------------------------------------------------------------------------
 
 MANY = ("--text", "calib.txt", "--samples", "64", "--window", "16")
+SOME = ("--text", "calib.txt", "--samples", "16", "--window", "16")
+"""Where what is learned does not matter, but that it is the same."""
 TWO = ("--set", "recovery.epochs=2")
 RECOVERING = ("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, *TWO)
 LACO = ["laco-wanda-50", "laco-sparsegpt-2-4", "laco-flap"]
@@ -593,20 +595,21 @@ def test_a_learning_rate_that_gets_lost(place):
 
 @pytest.mark.parametrize("recipe", ["rcpu", "flap", "laco-sparsegpt-2-4"])
 def test_ctrl_c_and_resume_with_recovery(place, recipe):
-    job = ["prune", "dense", "--recipe", recipe, *([] if "2-4" in recipe else HALF), *MANY, *TWO]
+    job = ["prune", "dense", "--recipe", recipe, *([] if "2-4" in recipe else HALF), *SOME, *TWO]
     job += ["--perplexity-after", "all"]
     ok(*job, "-o", "whole")
     for commit in (1, 2, 3):
         interrupted(job, commit)
-        different = f"{Path('out.partial').absolute()} was begun by a different job; "
-        for other in (["--set", "recovery.lr=1"], ["--set", "recovery.seed=1"], ["--set", "recovery.samples=9"]):
-            assert refused(*job, *other, "-o", "out", "--resume").startswith(different)
+        if commit == 2:
+            different = f"{Path('out.partial').absolute()} was begun by a different job; "
+            for other in (["--set", "recovery.lr=1"], ["--set", "recovery.seed=1"], ["--set", "recovery.samples=9"]):
+                assert refused(*job, *other, "-o", "out", "--resume").startswith(different)
         resumed(job)
 
 
 @pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
 def test_a_crash_with_recovery_keeps_the_blocks_that_are_done(place, error):
-    job = ("prune", "dense", "--recipe", "laco-sparsegpt-2-4", *MANY, *TWO)
+    job = ("prune", "dense", "--recipe", "laco-sparsegpt-2-4", *SOME, *TWO)
     ok(*job, "-o", "whole")
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2, error)
