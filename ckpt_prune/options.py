@@ -73,7 +73,10 @@ class SampleOptions(Options):
 
     text: Texts = Field((), description="Text file to run the model on (.txt or .jsonl); may be repeated.")
     samples: int | None = Field(
-        None, ge=1, description="Number of windows, or of images. [default: 128 windows; all images, at most 4000]"
+        None,
+        ge=1,
+        description="Number of windows, or of images; all, where there are fewer. [default: 128 windows; at most 4000 "
+        "images]",
     )
     window: int | None = Field(
         None, ge=2, description="Tokens per window. [default: the model's context length, at most 2048]"

@@ -35,17 +35,22 @@ def make(folder: Path, variant: str, layers: int = LAYERS) -> Path:
     """
     with quiet_transformers():
         (families if variant in families.VARIANTS else encoders).make(folder, variant)
-    encoders.edit_files(folder, partial(_shallow, layers))
+    return with_layers(folder, layers, of=families.BLOCKS)
+
+
+def with_layers(folder: Path, layers: int, *, of: int) -> Path:
+    """Cut a model in a folder down to its first layers."""
+    encoders.edit_files(folder, partial(_shallow, layers, of))
     return folder
 
 
-def _shallow(layers: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+def _shallow(layers: int, of: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     config["num_hidden_layers"] = layers
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:layers]
     for key in ("stage_names", "out_features", "out_indices"):  # a backbone counts its layers there
         config.pop(key, None)
-    gone = [f".{layer}." for layer in range(layers, families.BLOCKS)]
+    gone = [f".{layer}." for layer in range(layers, of)]
     return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in gone)}
 
 

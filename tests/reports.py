@@ -15,7 +15,10 @@ def recover(settled: SettledRecovery, out: Path, **options: Any) -> dict[str, An
 
 
 def comparable(path: Path) -> bytes:
-    """A file's bytes; of a report all but its stages: time and memory differ from run to run."""
+    """A file's bytes; of a report all but its stages and its job.
+
+    Time and memory differ from run to run, and two jobs may come to the same.
+    """
     data = path.read_bytes()
     if path.name != REPORT:
         return data
@@ -29,5 +32,5 @@ def comparable(path: Path) -> bytes:
 
 
 def without_stages(report: dict[str, Any]) -> dict[str, Any]:
-    """A report but for the time and memory that its run took."""
-    return {key: value for key, value in report.items() if key != "stages"}
+    """A report but for the time and memory that its run took, and for what was asked of it."""
+    return {key: value for key, value in report.items() if key not in ("stages", "job")}

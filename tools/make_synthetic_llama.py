@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from ckpt_prune.architectures.skeleton import build_skeleton
+from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.progress import track
@@ -56,7 +57,8 @@ def main() -> None:
         size += nbytes
     layout = {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards)}
     generator = torch.Generator().manual_seed(0)
-    with CheckpointWriter(args.out, layout, job="synthetic", sharded=True) as writer:
+    with Staging(args.out, job="synthetic") as staging:
+        writer = CheckpointWriter(staging, layout, sharded=True)
         for name, shape in track(shapes.items(), "writing", total=len(shapes), unit="tensor"):
             ones = name.endswith("norm.weight")
             tensor = torch.ones(shape) if ones else torch.empty(shape).normal_(std=0.02, generator=generator)

@@ -73,7 +73,7 @@ def calibrate(
     from ckpt_prune.calibration.choosing import chosen_samples, has_data
     from ckpt_prune.calibration.measure import everything, measure
     from ckpt_prune.calibration.statistics import with_effects
-    from ckpt_prune.checkpoint.staging import refuse_overlap
+    from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
@@ -93,6 +93,7 @@ def calibrate(
             raise UserError(f"--effects needs Grams: give --collect {options.collect},gram")
         check_source(source)
         refuse_overlap(checkpoint.path, out)
+        refuse_inside(out, [options.images, options.labels, *options.text])
         chosen = chosen_samples(source, options, options, trust=trust, say=say)
         checkpoint.check_finite()
         dtype = getattr(torch, options.compute_dtype)

@@ -139,7 +139,7 @@ def plan(
     options = checked(PlanOptions, locals())
 
     from ckpt_prune.checkpoint.staging import write_whole
-    from ckpt_prune.transform.asked import plan_request
+    from ckpt_prune.transform.asked import check_plan_place, plan_request
     from ckpt_prune.transform.planned import make_plan
     from ckpt_prune.transform.settle import settle
 
@@ -149,5 +149,6 @@ def plan(
         request.model.checkpoint.check_finite()
         made = make_plan(settled)
         if options.output is not None:
+            check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
             write_whole(options.output, made.to_json())
         return Planned(made, settled, options.output)

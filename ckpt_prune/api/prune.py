@@ -31,7 +31,7 @@ class Pruned:
 
     Attributes:
         path: the output; where it was a dry run, the one that would be written.
-        settled: the job with all that was decided; None where only the graph of an earlier run was missing.
+        settled: the job with all that was decided; None where an earlier run had done all of it, but perhaps the graph.
         report: as in the output's ckpt_prune.json; None after a dry run.
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
@@ -179,9 +179,10 @@ def prune(
         if options.dry_run:
             return Pruned(out, settled, None, None, tuple(say.lines))
         with resumable(out, say):
-            done = run(settled, out, resume=options.resume, overwrite=options.overwrite)
-        pruned = Pruned(out, done.settled, done.report, None, tuple(say.lines))
-        return pruned if step is None else _with_graph(pruned, step, say)
+            done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
+        pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
+        made = done.finished and (out / GRAPH_FOLDER).exists()
+        return pruned if step is None or made else _with_graph(pruned, step, say)
 
 
 def _graph_step(asked: "Asked") -> "GraphStep | None":

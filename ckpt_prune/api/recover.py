@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
-from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
+from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked
 from ckpt_prune.planning.recovery_recipe import Part, RecoverySettings
@@ -123,6 +123,7 @@ def recover(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform import recover as recovering
     from ckpt_prune.transform.asked import asked_after, training_dtype
+    from ckpt_prune.transform.publish import wanted_names
 
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
@@ -131,7 +132,14 @@ def recover(
         target, dtype = resolve_device(options.device), training_dtype(options)
         ours, theirs = open_model(options.pruned, trust=trust), open_model(options.dense, trust=trust)
         refuse_overlap(theirs.checkpoint.path, out)
-        check_output(ours.checkpoint.path, out, resume=options.resume, overwrite=options.overwrite)
+        check_output(
+            ours.checkpoint.path,
+            out,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            inputs=[options.images, options.labels, *options.text],
+            wants=wanted_names(ours.checkpoint),
+        )
         recovering.check_models(ours, theirs)
         chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         recovering.check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
@@ -143,7 +151,7 @@ def recover(
             seed=options.seed,
             compute_dtype=dtype,
             device=target,
-            allocate=StateMemory(int(options.state_memory * 2**30), out.absolute().parent),
+            allocate=StateMemory(int(options.state_memory * 2**30), partial_of(out)),
             after=asked_after(options.perplexity_after, ours),
         )
         settled = recovering.settle_recovery(request)

@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import DiskError, UserError
 
 
 @contextmanager
 def resumable(out: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Say on Ctrl-C, on SIGTERM and SIGHUP, or after a crash, that the work so far is kept, where it is."""
+    """Say on Ctrl-C, SIGTERM and SIGHUP, after a crash or on a full disk that the work so far is kept, where it is."""
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:
-        if not isinstance(error, UserError) and out.with_name(f"{out.name}.partial").exists():
-            say(f"{out}.partial keeps the blocks that are done: the same command with --resume continues")
+        bad_input = isinstance(error, UserError) and not isinstance(error, DiskError)
+        if not bad_input and out.with_name(f"{out.name}.partial").exists():
+            say(f"{out}.partial keeps what is done: the same command with --resume continues")
         raise

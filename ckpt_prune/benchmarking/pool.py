@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_prune.benchmarking.messages import Failure, Memory, Ready, Seat, Timing
 from ckpt_prune.benchmarking.worker import serve
-from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.errors import UserError
+
+if TYPE_CHECKING:  # it imports torch and transformers, which each process does for itself
+    from ckpt_prune.benchmarking.workload import Workload
 
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ class Worker:
         """
         return self._receive(Ready)
 
-    def time(self, workload: Workload) -> Timing:
+    def time(self, workload: "Workload") -> Timing:
         """Have it run a workload once."""
         self._send(workload)
         timing: Timing = self._receive(dict)

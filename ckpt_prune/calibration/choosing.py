@@ -53,10 +53,10 @@ def chosen_samples(
         trust: run the image processor's own code.
         most: samples where none are asked for: so many, or all there are if these are fewer. By default 128 windows,
             and at most 4000 images.
-        say: told in a line what could not be read.
+        say: told in a line what could not be read, and that there are fewer samples than asked for: all are used.
 
     Raises:
-        UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
+        UserError: data of the wrong kind, unreadable or none, or a window longer than the model's context.
     """
     family, folder = model.family, model.checkpoint.path
     if family.modality == "image":
@@ -77,15 +77,18 @@ def chosen_samples(
         raise UserError("--bos is for causal language models: an encoder reads each window between its own tokens")
     frame = 0 if family.causal else frame_length(tokenizer)
     stream = token_stream(tokenizer, read_text(calibration.text), bos=calibration.bos if family.causal else "never")
-    available = len(stream) // (window - frame) if window > frame else 0
+    wanted = calibration.samples or most or DEFAULT_WINDOWS
     windows = calibration_windows(
-        stream,
-        samples=calibration.samples or (DEFAULT_WINDOWS if most is None else max(1, min(most, available))),
-        window=window - frame,
-        seed=calibration.seed,
-        choose=calibration.choose,
+        stream, samples=wanted, window=window, seed=calibration.seed, choose=calibration.choose, frame=frame
     )
+    if len(windows) < wanted and (calibration.samples is not None or most is None):
+        name = str(calibration.text[0]) if len(calibration.text) == 1 else "the text"
+        say(_all_used(f"{name} has {len(windows)} window{'s' * (len(windows) > 1)} of {window} tokens", wanted))
     return TokenWindows(framed(windows, tokenizer) if frame else windows)
+
+
+def _all_used(there_are: str, wanted: int) -> str:
+    return f"{there_are}: all are used, not {wanted}"
 
 
 def _images(
@@ -99,7 +102,10 @@ def _images(
     assert options.images is not None
     processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
     found = find_images(options.images, labels=options.labels, split="calib")
-    count = calibration.samples or min(len(found.paths), most)
+    wanted = calibration.samples or most
+    count = min(len(found.paths), wanted)
+    if count < wanted and calibration.samples is not None:
+        say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", wanted))
     chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
     samples = ImageSamples(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:

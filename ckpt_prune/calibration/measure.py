@@ -1,10 +1,6 @@
 """Measuring statistics: the dense model's blocks run over the calibration windows, moments written block by block."""
 
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,51 +22,22 @@ from ckpt_prune.calibration.statistics import (
     write_block,
 )
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices
-from ckpt_prune.checkpoint.staging import disk_failures, write_whole
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import Staging, disk_failures, refuse_inside, write_whole
 from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.checkpoint.written import Kind
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
-
-@contextmanager
-def _staged(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder that takes its final name only when everything in it is written."""
-    target = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link that is not ours to replace
-    finished = target.with_name(f".{target.name}.ckpt_prune-finished")
-    with disk_failures(target):
-        _put_in_place(finished, target)  # what a killed run had finished
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists: choose another name or say --overwrite")
-    if out.exists() and not (out / INDEX).is_file():
-        raise UserError(f"{out} exists and is not a statistics folder: it is not overwritten")
-    if target.is_symlink():
-        raise UserError(f"{out} is a link, which is not replaced: choose another name")
-    if not target.parent.is_dir():
-        raise UserError(f"{target.parent} does not exist")
-    with disk_failures(target):
-        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    with scratch as folder:
-        partial = Path(folder) / "statistics"
-        with disk_failures(target):
-            partial.mkdir()
-        yield partial
-        with disk_failures(target):
-            partial.rename(finished)
-            _put_in_place(finished, target)
+STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
+"""What `calibrate` writes."""
+_UNIT = "statistics"
 
 
-def _put_in_place(finished: Path, target: Path) -> None:
-    """Replace a folder by a finished one, if there is one; what a kill interrupts, the next call completes.
-
-    Neither is ever deleted before the other is in place.
-    """
-    aside = target.with_name(f".{target.name}.ckpt_prune-replaced")
-    if finished.exists():
-        if target.exists():
-            target.rename(aside)
-        finished.rename(target)
-    if aside.exists():
-        shutil.rmtree(aside)
+def _staging(out: Path, blocks: int, *, overwrite: bool) -> Staging:
+    names = [INDEX, *(block_file(block) for block in range(blocks))]
+    return Staging(out, job=_UNIT, overwrite=overwrite, kind=STATISTICS, wants=dict.fromkeys(names))
 
 
 def everything(model: Model) -> tuple[Collect, ...]:
@@ -131,50 +98,115 @@ def measure(
     Raises:
         UserError: the folder exists, or the disk has no room.
     """
-    if folds > len(samples):
-        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+    check_folds(samples, folds)
     needed = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    with _staged(out, overwrite) as partial:
+    with _staging(out, model.blocks, overwrite=overwrite) as staging:
         check_room(out.absolute().parent, needed)
         if announce is not None:
             announce(needed)
-        family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
-        factory = BlockFactory(model, device=device, dtype=compute_dtype)
-        stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
-        wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
-        if "logits" in collect:
-            wanted |= dict.fromkeys(family.logits, False)
-        if "linears" in collect:
-            wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
-        files: dict[str, str] = {}
-        for block in track(range(blocks), "calibrating", total=blocks):
-            found = stream.observe(block, model.read_block(block), wanted, advance=True)
-            named = {model.moments_name(block, key): moments for key, moments in found.items()}
-            for name, moments in named.items():
-                if not all(each.finite for each in moments):
-                    raise UserError(f"what reaches {name} is not finite: the model overflows in {compute_dtype}")
-            files[block_file(block)] = write_block(partial, block, named)
-        index = StatisticsIndex(
-            model=checkpoint.fingerprint,
-            tokenizer=model.reader_fingerprint,
-            dtype=str(model.dtype).removeprefix("torch."),
-            modality=family.modality,
-            data=[samples.fingerprint],
+        measure_into(
+            model,
+            samples,
+            staging.path,
             seed=seed,
-            samples=len(samples),
-            window=samples.tokens,
-            tokens=len(samples) * samples.tokens,
             folds=folds,
-            collect=list(collect),
-            compute_dtype=str(compute_dtype).removeprefix("torch."),
-            blocks=blocks,
-            consumers=model.consumer_widths,
-            queries=model.query_heads,
-            linears=model.linear_widths if "linears" in collect else {},
-            files=files,
+            collect=collect,
+            device=device,
+            compute_dtype=compute_dtype,
+            allocate=allocate,
         )
-        write_whole(partial / INDEX, index.model_dump_json(indent=2) + "\n")
+        staging.publish()
     return Statistics(out)
+
+
+def check_folds(samples: Samples, folds: int) -> None:
+    """Refuse more folds than samples.
+
+    Raises:
+        UserError: some fold would have none.
+    """
+    if folds > len(samples):
+        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+
+
+def measure_into(
+    model: Model,
+    samples: Samples,
+    folder: Path,
+    *,
+    seed: int,
+    folds: int,
+    collect: tuple[Collect, ...],
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    allocate: Allocate = in_memory,
+    journal: Journal | None = None,
+) -> Statistics:
+    """Measure as `measure` does, into a folder that is there.
+
+    Args:
+        model: the dense model.
+        samples: what to run it on.
+        folder: to write into.
+        seed: of the choice of samples, for the record.
+        folds: contiguous runs of samples whose moments are kept apart.
+        collect: which moments.
+        device: where blocks run.
+        compute_dtype: in which they run.
+        allocate: makes the tensor that holds hidden states.
+        journal: of the run, in which every block is entered when it is measured; blocks that are in it are run, but
+            not measured again.
+
+    Raises:
+        UserError: what is measured is not finite, or the disk has no room.
+    """
+    family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
+    wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
+    if "logits" in collect:
+        wanted |= dict.fromkeys(family.logits, False)
+    if "linears" in collect:
+        wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
+    known: dict[str, str] = {} if journal is None else journal.notes
+    files: dict[str, str] = {}
+    for block in track(range(blocks), "calibrating", total=blocks):
+        unit, file = f"{_UNIT} {block}", block_file(block)
+        if unit in known:
+            stream.advance(block, model.read_block(block))
+            files[file] = known[unit]
+            continue
+        found = stream.observe(block, model.read_block(block), wanted, advance=True)
+        named = {model.moments_name(block, key): moments for key, moments in found.items()}
+        for name, moments in named.items():
+            if not all(each.finite for each in moments):
+                raise UserError(f"what reaches {name} is not finite: the model overflows in {compute_dtype}")
+        files[file] = write_block(folder, block, named)
+        if journal is not None:
+            with disk_failures(folder):
+                sync(folder / file)
+                journal.record(unit, note=files[file])
+    index = StatisticsIndex(
+        model=checkpoint.fingerprint,
+        tokenizer=model.reader_fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        modality=family.modality,
+        data=[samples.fingerprint],
+        seed=seed,
+        samples=len(samples),
+        window=samples.tokens,
+        tokens=len(samples) * samples.tokens,
+        folds=folds,
+        collect=list(collect),
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+        blocks=blocks,
+        consumers=model.consumer_widths,
+        queries=model.query_heads,
+        linears=model.linear_widths if "linears" in collect else {},
+        files=files,
+    )
+    write_whole(folder / INDEX, index.model_dump_json(indent=2) + "\n")
+    return Statistics(folder)
 
 
 def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> Statistics:
@@ -184,10 +216,12 @@ def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> 
         UserError: they do not belong together, or the folder exists.
     """
     check_addable(a, b)
-    with _staged(out, overwrite) as partial:
+    refuse_inside(out, [a.folder, b.folder])
+    with _staging(out, a.index.blocks, overwrite=overwrite) as staging:
         files = {}
         for block in track(range(a.index.blocks), "adding", total=a.index.blocks):
-            files[block_file(block)] = write_block(partial, block, add_block(a, b, block))
+            files[block_file(block)] = write_block(staging.path, block, add_block(a, b, block))
         index = add_index(a.index, b.index, files)
-        write_whole(partial / INDEX, index.model_dump_json(indent=2) + "\n")
+        write_whole(staging.path / INDEX, index.model_dump_json(indent=2) + "\n")
+        staging.publish()
     return Statistics(out)

@@ -30,7 +30,8 @@ class StateMemory:
 
     Args:
         limit: bytes in memory at most.
-        folder: where the files are. Each is unlinked as soon as it is mapped, so that none is left however a run ends.
+        folder: where the files are, or beside it where it is not there (yet). Each is unlinked as soon as it is mapped,
+            so that none is left however a run ends.
     """
 
     def __init__(self, limit: int, folder: Path) -> None:
@@ -50,9 +51,10 @@ class StateMemory:
             weakref.finalize(tensor.untyped_storage(), self._give_back, size).atexit = False
             return tensor
         remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
-        check_room(self._folder, size, "hidden states beyond --state-memory need", remedy)
-        with disk_failures(self._folder):
-            descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=self._folder)
+        folder = self._folder if self._folder.is_dir() else self._folder.parent
+        check_room(folder, size, "hidden states beyond --state-memory need", remedy)
+        with disk_failures(folder):
+            descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=folder)
             try:
                 # Claimed at once: a full disk would otherwise kill the process when a page is written.
                 claim(descriptor, size)

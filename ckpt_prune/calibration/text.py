@@ -123,30 +123,29 @@ def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and _encode(tokenizer, "a", special=True)[:1] == [tokenizer.bos_token_id]
 
 
-def calibration_windows(stream: Tensor, *, samples: int, window: int, seed: int, choose: Choose = "random") -> Tensor:
+def calibration_windows(
+    stream: Tensor, *, samples: int, window: int, seed: int, choose: Choose = "random", frame: int = 0
+) -> Tensor:
     """Choose `samples` non-overlapping windows of the stream without replacement, kept in stream order.
 
     Args:
         stream: int64, shape (tokens,).
-        samples: Windows to choose.
-        window: Tokens in a window.
+        samples: Windows to choose; all, where there are fewer.
+        window: Tokens in a window, the frame included.
         seed: Of a random choice; the same seed, stream and window choose the same windows on every machine.
         choose: "random" spreads them over the whole stream, "first" takes those at its start.
+        frame: Tokens of a window that `framed` will add.
 
     Returns:
-        int64 token ids, shape (samples, window).
+        int64 token ids, shape (at most samples, window - frame).
 
     Raises:
-        UserError: The text is too short for one window, or has fewer than `samples` windows.
+        UserError: The text is too short for one window.
     """
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
-    windows = _all_windows(stream, window)
-    if len(windows) < samples:
-        raise UserError(
-            f"the text holds {len(windows)} windows of {window} tokens, {samples} are asked for; "
-            f"give more text, or at most {len(windows)} samples"
-        )
+    windows = _all_windows(stream, window, frame)
+    samples = min(samples, len(windows))
     if choose == "first":
         return windows[:samples]
     generator = torch.Generator().manual_seed(seed)
@@ -154,33 +153,36 @@ def calibration_windows(stream: Tensor, *, samples: int, window: int, seed: int,
     return windows[chosen.sort().values]
 
 
-def evaluation_windows(stream: Tensor, *, window: int, limit: int | None = None) -> Tensor:
+def evaluation_windows(stream: Tensor, *, window: int, limit: int | None = None, frame: int = 0) -> Tensor:
     """Cut the stream into non-overlapping windows from its start, the tail dropped.
 
     Args:
         stream: int64, shape (tokens,).
-        window: Tokens in a window.
+        window: Tokens in a window, the frame included.
         limit: Keep the first so many windows; None keeps all. More than there are is no error.
+        frame: Tokens of a window that `framed` will add.
 
     Returns:
-        int64 token ids, shape (windows, window).
+        int64 token ids, shape (windows, window - frame).
 
     Raises:
         UserError: The text is too short for one window.
     """
     if limit is not None and limit < 1:
         raise UserError(f"the limit of windows must be at least 1, not {limit}")
-    return _all_windows(stream, window)[:limit]
+    return _all_windows(stream, window, frame)[:limit]
 
 
-def _all_windows(stream: Tensor, window: int) -> Tensor:
+def _all_windows(stream: Tensor, whole: int, frame: int) -> Tensor:
+    window = whole - frame
     if window < 2:  # the first token of a window is never predicted: one of one token says nothing
         raise UserError(f"window must be at least 2 tokens, not {window}")
     count = len(stream) // window
     if count == 0:
+        shorter = f"say --window {len(stream) + frame}, or " if len(stream) > 1 else ""
         raise UserError(
             f"the text is too short for one window: it has {len(stream)} tokens, a window takes {window}; "
-            "give more text or a smaller window"
+            f"{shorter}give more text"
         )
     return stream[: count * window].view(count, window)
 

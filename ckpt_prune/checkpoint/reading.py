@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
 from ckpt_prune.errors import UserError
@@ -135,6 +136,7 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
+        refuse_unfinished(path)
         raise UserError(f"{path} has no {CONFIG}; give a checkpoint folder as published on the Hub")
     config = config_object(path / CONFIG, read_object(path / CONFIG))
     if config.get("quantization_config") is not None:

@@ -11,39 +11,45 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 try:
     import fcntl
 except ImportError:  # not on Windows, where two runs on one output are not told apart
     fcntl = None  # type: ignore[assignment]
 
-from ckpt_prune.checkpoint.jsonfile import parse_object, pretty
-from ckpt_prune.errors import UserError
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_own
+from ckpt_prune.checkpoint.swap import complete, swap
+from ckpt_prune.checkpoint.written import OUTPUT, Kind, Wants, refuse_lost, strangers
+from ckpt_prune.errors import DiskError, UserError
 
-# Hidden and unlike any published file: it is removed only after the swap, so that a kill there costs nothing.
-JOURNAL = ".ckpt_prune_journal.json"
-_VERSION = 1
+SCRATCH = "measured"
+"""Folder in a staging folder for what is measured on the way: --resume goes on with it, the output has none of it."""
 
 
 class Staging:
-    """`OUT.partial` and its journal.
+    """`OUT.partial` and its journal, from the first byte to the swap; use it as a context manager, and `publish()`.
 
-    Creating the object checks the rules and changes nothing; `start` is the first to write.
+    Creating the object checks the rules and writes nothing, but it finishes a swap that a kill interrupted; entering is
+    the first to write. After a kill or Ctrl-C the staging folder stays, and so it does after a crash or on a full disk,
+    where a unit was done. Any other UserError in a run that was not resumed, and leaving without `publish()`, removes
+    it; so does everything where an unfinished run is of no use. What is complete stays until it is in its place.
 
     Args:
         out: the folder to make; its parent must exist.
-        job, layout: digests of what makes it and of what is in it.
+        job: digest of what makes it.
         resume: go on with what an equal job left.
         overwrite: replace OUT, and drop what an unfinished run left.
-        holds: pattern of a file that, beside config.json, shows that an existing OUT may be replaced.
-        what: such a folder is, in messages.
-        resumable: whether an unfinished run can be gone on with at all.
+        kind: of folder.
+        wants: names that the new folder will have, as far as they are known.
 
     Attributes:
+        out: the folder to make, absolute.
         path: the staging folder.
-        units: the units recorded as done, each with the tensor names it holds.
-        notes: what was noted with them.
+        journal: of what is done.
+        resumed: whether something was done already.
+        active: whether it is entered, and not published yet.
 
     Raises:
         UserError: OUT or a staging folder exists and may not be replaced or resumed, or OUT's parent is not a folder.
@@ -54,92 +60,129 @@ class Staging:
         out: Path,
         *,
         job: str,
-        layout: str,
-        resume: bool,
-        overwrite: bool,
-        holds: str = "*.safetensors",
-        what: str = "a checkpoint folder",
-        resumable: bool = True,
+        resume: bool = False,
+        overwrite: bool = False,
+        kind: Kind = OUTPUT,
+        wants: Wants | None = None,
     ) -> None:
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one")
-        self._out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
-        self.path = self._out.with_name(self._out.name + ".partial")
-        self._aside = self._out.with_name(f".{self._out.name}.ckpt_prune-replaced")
-        self._job, self._layout, self._replace = job, layout, overwrite
-        self._holds, self._what = holds, what
-        self.units: dict[str, list[str]] = {}
-        self.notes: dict[str, Any] = {}
+        self.out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
+        self.path = partial_of(out, kind)
+        self._kind, self._wants = kind, dict(wants or {})
+        self.journal = Journal(self.path, job, overwrite, kind.left == "resumed")
         self._lock: int | None = None
+        self.active = self._published = False
 
-        if not self._out.parent.is_dir():
-            raise UserError(f"the folder {self._out.parent} does not exist; create it first")
-        if os.path.lexists(self.path):
-            self._check_own()
+        if not self.out.parent.is_dir():
+            raise UserError(f"the folder {self.out.parent} does not exist; create it first")
+        with disk_failures(self.path):
+            complete_swap(self.out, kind)
+        self._known = os.path.lexists(self.path)
+        if self._known:
+            if not is_own(self.path):
+                raise UserError(
+                    f"{self.path} exists and was not left by ckpt-prune; move it away or choose another output name"
+                )
             self._take()
             self.release()
             if resume:
                 self._continue()
             elif not overwrite:
-                goes_on = "--resume continues it, " if resumable else ""
-                raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
-        self._check_out()
+                self._refuse_left()
+        self.resumed = bool(self.journal.units) or self.journal.complete
+        self._check_out(self._wants)
 
-    def start(self) -> None:
-        """Make the staging folder, or clear all but the journalled work of the one being resumed."""
+    def __enter__(self) -> "Staging":
         with disk_failures(self.path):
-            self._undo_interrupted_swap()
-            self._check_out()
+            self._check_out(self._wants)
             if self.path.exists():
                 self._take()
-            if not self.units and self.path.exists():
+                if not self._known:  # begun and ended by another run in the meantime
+                    self.release()
+                    self._refuse_left()
+            if not self.resumed and self.path.exists():
                 shutil.rmtree(self.path)
                 self.release()
             if not self.path.exists():
                 self.path.mkdir()
                 self._take()
-                # Before anything else, so that whatever a kill leaves behind is known to be ours.
-                self.record(None, [])
+                try:
+                    # Before anything else, so that whatever a kill leaves behind is known to be ours.
+                    self.journal.save()
+                except BaseException:
+                    self.discard()
+                    raise
+        self.active = True
+        return self
 
-    def record(self, unit: str | None, names: Iterable[str], note: Any = None) -> None:
-        """Journal `unit` as done, with a JSON note, atomically. The caller has its bytes on disk already."""
-        if unit is not None:
-            self.units[unit] = sorted(names)
-        if unit is not None and note is not None:
-            self.notes[unit] = note
-        journal = {
-            "version": _VERSION,
-            "job": self._job,
-            "layout": self._layout,
-            "replace": self._replace,
-            "units": self.units,
-            "notes": self.notes,
-        }
-        fresh = self.path / f"{JOURNAL}.tmp"
-        fresh.write_text(pretty(journal), encoding="utf-8")
-        sync(fresh)
-        fresh.replace(self.path / JOURNAL)
-        sync(self.path)
-
-    def publish(self) -> None:
-        """Put the staging folder in OUT's place; an old OUT is moved aside first and deleted last."""
-        self._check_out()
-        for file in self.path.iterdir():
-            sync(file)
-        sync(self.path)
-        if self._out.exists():
-            self._out.rename(self._aside)
-        try:
-            self.path.rename(self._out)
-        except OSError:
-            self._undo_interrupted_swap()
-            raise
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.active = False
+        if not self._published and not self._worth_keeping(kind):
+            self.discard()
         self.release()
-        (self._out / JOURNAL).unlink()
-        sync(self._out)
-        sync(self._out.parent)
-        if self._aside.exists():
-            shutil.rmtree(self._aside)
+
+    def _worth_keeping(self, kind: type[BaseException] | None) -> bool:
+        """Whether what is done so far is kept for another run.
+
+        Bad input leaves nothing of a run of its own. Ctrl-C, exit requests, full disks and crashes (memory that ran
+        out after hours) are no fault of what is done already, nor is anything of what an earlier run left.
+        """
+        if self._kind.left != "resumed" or kind is None:
+            return False
+        if self.resumed or self.journal.complete:
+            return True
+        if issubclass(kind, UserError) and not issubclass(kind, DiskError):
+            return False
+        return bool(self.journal.units) or not issubclass(kind, Exception)
+
+    @property
+    def scratch(self) -> Path:
+        """Where in the staging folder is what the output will have none of."""
+        return self.path / SCRATCH
+
+    def settle_layout(self, layout: str) -> None:
+        """Enter what files, tensors and shapes the output has, once that is known.
+
+        Raises:
+            UserError: the run that is resumed had others.
+        """
+        if self.journal.layout is None:
+            self.journal.layout = layout
+            with disk_failures(self.path):
+                self.journal.save()
+        elif self.journal.layout != layout:
+            raise UserError(f"{self.path} was begun with other tensors or shapes; --overwrite starts afresh")
+
+    def publish(self) -> list[str]:
+        """Put the staging folder in OUT's place; an old OUT is moved aside first and deleted last.
+
+        Returns:
+            Paths below OUT of what this tool did not write: they were in the old OUT and are in the new one.
+
+        Raises:
+            UserError: OUT appeared meanwhile, or has files that are in the way, or the disk refuses.
+        """
+        with disk_failures(self.path):
+            if not self.journal.complete:
+                for file in self.path.iterdir():
+                    sync(file)
+                self.journal.complete = True
+                self.journal.save()
+            names = {path.name: path for path in self.path.iterdir() if path.name not in (JOURNAL, SCRATCH)}
+            self._check_out(self._wants | names)
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._published = True
+            try:
+                kept = swap(self.path, self.out, self._kind)
+            except OSError:
+                self._published = False
+                raise
+            self.active = False
+        self.release()
+        return kept
 
     def discard(self) -> None:
         """Delete the staging folder, if it is still there."""
@@ -152,17 +195,8 @@ class Staging:
         Raises:
             UserError: another run holds it.
         """
-        if fcntl is None or self._lock is not None:
-            return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return  # a file system without locks
-            raise UserError(f"{self.path} is being written by another run; wait for it or stop it") from error
-        self._lock = descriptor
+        if self._lock is None:
+            self._lock = _hold(self.path)
 
     def release(self) -> None:
         """Let other runs have the staging folder."""
@@ -170,51 +204,73 @@ class Staging:
             os.close(self._lock)
             self._lock = None
 
-    def _check_out(self) -> None:
-        if not os.path.lexists(self._out):
-            return
-        is_own = (self._out / "config.json").is_file() and any(self._out.glob(self._holds))
-        if not is_own or self._out.is_symlink():
-            raise UserError(f"{self._out} exists and is not {self._what}, so it is never replaced; choose another name")
-        if not self._replace:
-            raise UserError(f"{self._out} exists; --overwrite replaces it")
+    def _refuse_left(self) -> None:
+        if self._kind.left != "dropped":
+            goes_on = "--resume continues it, " if self._kind.left == "resumed" else ""
+            raise UserError(f"{self.path} is left from an unfinished run; {goes_on}--overwrite starts afresh")
 
-    def _check_own(self) -> None:
-        is_folder = self.path.is_dir() and not self.path.is_symlink()
-        # An empty one is what a kill right after mkdir leaves.
-        if not is_folder or (any(self.path.iterdir()) and not (self.path / JOURNAL).is_file()):
-            raise UserError(
-                f"{self.path} exists and was not left by ckpt-prune; move it away or choose another output name"
-            )
+    def _check_out(self, wants: Wants) -> None:
+        if not os.path.lexists(self.out):
+            return
+        written = self._kind.written(self.out)
+        if not self.journal.replace:
+            raise UserError(f"{self.out} exists; --overwrite replaces it")
+        refuse_lost(self.out, strangers(self.out, written), wants)
 
     def _continue(self) -> None:
-        """Take over what the journal of an unfinished run says is done; an empty folder has none."""
+        """Take over what the journal of an unfinished run says is done; a folder that never got one has none."""
         if not (self.path / JOURNAL).exists():
             return
         try:
-            journal = parse_object((self.path / JOURNAL).read_bytes())
-            version, job, layout = journal["version"], journal["job"], journal["layout"]
-            units, replace = dict(journal["units"]), bool(journal["replace"])
-            notes = dict(journal["notes"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = Journal.read(self.path)
+        except ValueError as error:
             raise UserError(f"{self.path} has no readable journal to resume from; --overwrite starts afresh") from error
-        if version != _VERSION or job != self._job:
+        if found.job != self.journal.job:
             raise UserError(
                 f"{self.path} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
             )
-        if layout != self._layout:
-            raise UserError(f"{self.path} was begun with other tensors or shapes; --overwrite starts afresh")
-        self.units, self.notes = units, notes
         # A run begun with --overwrite may still replace OUT when it is resumed.
-        self._replace = replace
+        self.journal = found
 
-    def _undo_interrupted_swap(self) -> None:
-        if not self._aside.exists():
-            return
-        if self._out.exists():
-            shutil.rmtree(self._aside)  # the swap was through, only the deletion was not
-        else:
-            self._aside.rename(self._out)
+
+def partial_of(out: Path, kind: Kind = OUTPUT) -> Path:
+    """The staging folder of an output; hidden where nobody goes on with it."""
+    whole = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
+    return whole.with_name(f"{'.' if kind.left == 'dropped' else ''}{whole.name}.partial")
+
+
+def complete_swap(out: Path, kind: Kind = OUTPUT) -> None:
+    """Finish or undo a swap that a kill interrupted.
+
+    Raises:
+        UserError: another run is at it, or files that are to be kept have no place.
+    """
+    whole = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
+    lock = _hold(whole) if whole.is_dir() else None
+    try:
+        complete(whole, kind)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _hold(folder: Path) -> int | None:
+    """A lock on a folder, which lasts until it is closed; None where there are no locks.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None  # a file system without locks
+        raise UserError(f"{folder} is being written by another run; wait for it or stop it") from error
+    return descriptor
 
 
 def refuse_overlap(source: Path, out: Path) -> None:
@@ -228,34 +284,54 @@ def refuse_overlap(source: Path, out: Path) -> None:
         raise UserError(f"output {out} overlaps the source {source}: choose a place outside it")
 
 
-def check_output(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Refuse a place for the output before any work is done.
+def refuse_inside(out: Path, inputs: Iterable[Path | None]) -> None:
+    """Refuse an output that holds what it is made from: its files move when it is replaced.
 
     Raises:
-        UserError: it is, contains or is inside the source, or may not be written.
+        UserError: an input lies inside.
+    """
+    folder = out.resolve()
+    for path in inputs:
+        if path is not None and folder in path.resolve().parents:
+            raise UserError(f"{path} lies inside the output {out}: choose another output name, or move it away")
+
+
+def check_output(
+    source: Path,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    inputs: Iterable[Path | None] = (),
+    wants: Wants | None = None,
+) -> None:
+    """Refuse a place for the output before any work is done.
+
+    Args:
+        source: what the output is made from.
+        out: the place.
+        resume: whether an unfinished run is to be gone on with: that one's rules count.
+        overwrite: whether an old output may be replaced.
+        inputs: other files and folders that are read.
+        wants: names that the output will have, as far as they are known.
+
+    Raises:
+        UserError: it is, contains or is inside the source, holds an input, or may not be written.
     """
     refuse_overlap(source, out)
+    refuse_inside(out, inputs)
     if not resume:
-        Staging(out, job="", layout="", resume=False, overwrite=overwrite)
+        Staging(out, job="", overwrite=overwrite, wants=wants)
 
 
 @contextmanager
 def disk_failures(path: Path) -> Iterator[None]:
-    """Turn what the operating system says against writing at `path` into a UserError."""
+    """Turn what the operating system says against writing at `path` into a DiskError."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error  # numpy's own errors of a full disk have no number
-        raise UserError(f"cannot write {path} ({reason}); free space or choose another place") from error
-
-
-def sync(path: Path) -> None:
-    """Wait until the file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        raise DiskError(f"cannot write {path} ({reason}); free space or choose another place") from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -6,18 +6,19 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.jsonfile import canonical, pretty
 from ckpt_prune.checkpoint.reading import INDEX, read_tensors
 from ckpt_prune.checkpoint.shard import TensorInfo, build_header, write_tensor
-from ckpt_prune.checkpoint.staging import Staging, disk_failures, sync
+from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
 from ckpt_prune.checkpoint.units import human_bytes
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import DiskError, UserError
 
 Layout = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
 
@@ -25,14 +26,13 @@ _MARGIN_BYTES = 64 * 2**20
 
 
 class CheckpointWriter:
-    """Writes OUT through a staging folder `OUT.partial`; use it as a context manager and end with `finish()`.
+    """Writes a checkpoint into a staging folder that was entered; end with `finish()`.
 
-    Tensors are written in any order, in units (a block, say) that are committed. After a kill or Ctrl-C the staging
-    folder stays, and the same job with `resume=True` goes on after the last committed unit: the files come out byte for
-    byte as from one run. So it does after a crash, where a unit was committed. A UserError in a run that was not
-    resumed, and leaving without `finish()`, removes it. OUT is untouched until `finish()`.
+    Tensors are written in any order, in units (a block, say) that are committed. What an earlier run of the same job
+    committed is done: the files come out byte for byte as from one run.
 
-        with CheckpointWriter(out, layout, job=digest, sharded=True) as writer:
+        with Staging(out, job=digest) as staging:
+            writer = CheckpointWriter(staging, layout, sharded=True)
             for unit in units:
                 if unit.name not in writer.done:
                     writer.write("model.norm.weight", tensor)
@@ -41,32 +41,26 @@ class CheckpointWriter:
             writer.finish()
 
     Args:
-        out: the folder to make; its parent must exist.
+        staging: entered.
         layout: for each safetensors file its tensors' dtypes and shapes.
-        job: a digest of everything that determines the output; a staging folder of another job is not resumed.
         sharded: whether to write an index; without it `layout` must have one file.
         aside: files of the layout that are no part of the checkpoint: the index does not list them, and they need not
             have its suffix.
         metadata: free text for each file's header, beside `{"format": "pt"}`.
-        resume: go on with a staging folder that an equal job left; without one, just start.
-        overwrite: replace an existing OUT when finished, and drop what an unfinished run left.
 
     Raises:
-        UserError: (constructor) OUT or a staging folder exists and may not be touched; (entering) no room on the disk.
+        UserError: the run that is resumed had another layout, or there is no room on the disk.
         ValueError: the layout is impossible.
     """
 
     def __init__(
         self,
-        out: Path,
+        staging: Staging,
         layout: Layout,
         *,
-        job: str,
         sharded: bool,
         aside: Set[str] = frozenset(),
         metadata: Mapping[str, str] | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
     ) -> None:
         files = len(layout.keys() - aside)
         if not sharded and files != 1:
@@ -86,45 +80,36 @@ class CheckpointWriter:
         digest = hashlib.sha256(
             canonical({file: data.hex() for file, data in self._headers.items()}).encode()
         ).hexdigest()
-        self._staging = Staging(out, job=job, layout=digest, resume=resume, overwrite=overwrite)
-        self._written = {name for names in self._staging.units.values() for name in names}
+        self._staging, self._journal = staging, staging.journal
+        self._written = {name for names in self._journal.units.values() for name in names}
         self._pending: list[str] = []
-        self._active = self._resumed = False
+        self._side_names: set[str] = set()
+        staging.settle_layout(digest)
+        self._check_space()
+        with disk_failures(staging.path):
+            self._clear_strays()
+            for file in self._headers:
+                self._allocate(file)
 
     @property
     def done(self) -> frozenset[str]:
         """The committed units, those of the resumed run included."""
-        return frozenset(self._staging.units)
+        return frozenset(self._journal.units)
 
-    def __enter__(self) -> "CheckpointWriter":
-        self._resumed = bool(self._staging.units)
-        self._staging.start()
-        try:
-            self._check_space()
-            with disk_failures(self._staging.path):
-                self._clear_strays()
-                for file in self._headers:
-                    self._allocate(file)
-        except BaseException:
-            if not self._resumed:
-                self._staging.discard()
-            self._staging.release()
-            raise
-        self._active = True
-        return self
+    @property
+    def out(self) -> Path:
+        """Where the folder will be."""
+        return self._staging.out
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Bad input leaves nothing of a run of its own. Ctrl-C, exit requests and crashes (memory that ran out after
-        # hours) are no fault of what is done already, nor is anything of what an earlier run left: it stays.
-        if kind is None or (issubclass(kind, UserError) and not self._resumed) or self._crashed_early(kind):
-            self.abort()
-        self._staging.release()
+    @property
+    def job(self) -> str:
+        """Digest of all that the output depends on."""
+        return self._journal.job
 
-    def _crashed_early(self, kind: type[BaseException]) -> bool:
-        """Whether this is a crash that nothing was done before."""
-        return issubclass(kind, Exception) and not self._staging.units
+    @property
+    def side_names(self) -> frozenset[str]:
+        """Names of what was written that holds no tensors, the index that `finish()` writes included."""
+        return frozenset(self._side_names | ({INDEX} if self._sharded else set()))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one planned tensor, from any device, in chunks of 64 MiB.
@@ -152,7 +137,7 @@ class CheckpointWriter:
     @property
     def notes(self) -> dict[str, Any]:
         """What was noted with each committed unit, those of the resumed run included."""
-        return dict(self._staging.notes)
+        return dict(self._journal.notes)
 
     def commit(self, unit: str, note: Any = None) -> None:
         """Record that everything written since the last commit is unit `unit` and is on disk.
@@ -171,7 +156,7 @@ class CheckpointWriter:
         with disk_failures(self._staging.path):
             for file in sorted({self._plan[name].file for name in self._pending}):
                 sync(self._staging.path / file)
-            self._staging.record(unit, self._pending, note)
+            self._journal.record(unit, self._pending, note)
         self._pending = []
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -200,8 +185,11 @@ class CheckpointWriter:
         with disk_failures(self._staging.path):
             shutil.copyfile(path, self._side_file(path.name))
 
-    def finish(self) -> None:
+    def finish(self) -> list[str]:
         """Write the index where there is one, and put the staging folder in OUT's place.
+
+        Returns:
+            Paths below OUT of what this tool did not write, and that stays there.
 
         Raises:
             ValueError: planned tensors were not written.
@@ -212,15 +200,7 @@ class CheckpointWriter:
             raise ValueError(f"{len(missing)} planned tensors were not written, the first is {missing[0]!r}")
         if self._sharded:
             self.write_json(INDEX, self._index())
-        with disk_failures(self._staging.path):
-            self._staging.publish()
-        self._active = False
-
-    def abort(self) -> None:
-        """Remove the staging folder; after `finish()` there is nothing to do."""
-        if self._active:
-            self._active = False
-            self._staging.discard()
+        return self._staging.publish()
 
     def _index(self) -> dict[str, object]:
         listed = {name: info for name, info in self._plan.items() if info.file not in self._aside}
@@ -233,13 +213,14 @@ class CheckpointWriter:
         }
 
     def _check_active(self) -> None:
-        if not self._active:
-            raise ValueError("CheckpointWriter is used outside its `with` block, or after finish()")
+        if not self._staging.active:
+            raise ValueError("CheckpointWriter is used outside the `with` block of its staging, or after finish()")
 
     def _side_file(self, name: str) -> Path:
         self._check_active()
         if not name or Path(name).name != name or name.startswith(".") or name in self._headers:
             raise ValueError(f"{name!r} cannot be a side file")
+        self._side_names.add(name)
         return self._staging.path / name
 
     def _check_space(self) -> None:
@@ -252,9 +233,13 @@ class CheckpointWriter:
         check_room(folder, needed)
 
     def _clear_strays(self) -> None:
-        """Drop side files of a killed run: this one writes its own."""
+        """Drop side files and temporary ones of a killed run: this one makes its own."""
         for path in self._staging.path.iterdir():
-            if path.name not in self._headers and not path.name.startswith("."):
+            if path.name in self._headers or path.name in (JOURNAL, SCRATCH):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
 
     def _allocate(self, file: str) -> None:
@@ -282,12 +267,12 @@ def check_room(folder: Path, needed: int, what: str = "the output needs", remedy
         remedy: what else can be done than to make room.
 
     Raises:
-        UserError: with both figures.
+        DiskError: with both figures.
     """
     free = shutil.disk_usage(folder).free
     needed += _MARGIN_BYTES
     if needed > free:
-        raise UserError(
+        raise DiskError(
             f"{folder} has {human_bytes(free)} free and {what} {human_bytes(needed)}; "
             f"free space or choose another place{remedy}"
         )

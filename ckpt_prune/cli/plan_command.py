@@ -164,7 +164,7 @@ def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, warning_lines
+    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, plan_legend, warning_lines
     from ckpt_prune.report.figures import relative_floor
     from ckpt_prune.transform.messages import few_tokens, size_lines, wider_choice
 
@@ -189,6 +189,9 @@ def _print_plan(settled: Any, plan: Any) -> None:
         )
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     click.echo(table([*headers, "margin"] if chosen else headers, rows))
+    click.echo()
+    for line in plan_legend(settled.model, plan.sites):
+        click.echo(line)
     click.echo(f"\n{kept_line(settled)}")
     for line in size_lines(settled):
         click.echo(line)
@@ -232,4 +235,4 @@ def _print_sweep(found: Sweep) -> None:
         *(f"{space} error" for space in found.spaces),
     ]
     click.echo(table(headers, rows))
-    click.echo("errors: means over blocks, relative to each output's energy, after compensation")
+    click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")

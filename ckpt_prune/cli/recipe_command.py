@@ -15,17 +15,22 @@ def command() -> None:
 @command.command("list")
 @json_option
 def list_recipes(as_json: bool) -> None:
-    """List the shipped recipes."""
+    """List the shipped recipes by what they are for.
+
+    time is what pruning takes, as a multiple of recipe ridge. loads with: stock is a class of transformers; own code is
+    `ckpt_prune.load(OUT)`, or trust_remote_code=True without this package. data is what prune needs beside the model:
+    --text, --images for a vision model, or --statistics; any one of those named will do.
+    """
+    from ckpt_prune.cli.recipe_listing import recipe_data, recipe_lines
+    from ckpt_prune.planning.catalogue import grouped
     from ckpt_prune.planning.recipe_file import load_recipe
     from ckpt_prune.planning.shipped import shipped_recipes
 
-    recipes = [load_recipe(name) for name in shipped_recipes()]
+    groups = grouped(load_recipe(name) for name in shipped_recipes())
     if as_json:
-        echo_json([{"name": r.name, "summary": r.summary, "source": r.source, "target": r.target} for r in recipes])
+        echo_json([recipe_data(entry) for entries in groups.values() for entry in entries])
         return
-    width = max(len(r.name) for r in recipes)
-    for recipe in recipes:
-        click.echo(f"{recipe.name:<{width}}  {recipe.summary}")
+    click.echo("\n".join(recipe_lines(groups)))
 
 
 @command.command("show")

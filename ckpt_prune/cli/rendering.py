@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
@@ -11,6 +12,7 @@ from ckpt_prune.report.figures import (
     held_out_errors,
     mask_figures,
     recovery_figures,
+    relative_floor,
     rotation_figures,
     space_errors,
     unsolved,
@@ -23,6 +25,11 @@ from ckpt_prune.transform.settle import Settled
 
 COST_HEADERS = ["", "before", "after", "share"]
 LAYER_HEADERS = ["block", "MSE before", "start", "after", "CKA before", "after", "epochs", "kept"]
+NO_PERPLEXITY = (
+    "errors are of each site's output, no perplexity or accuracy: 0.18 (heads) and 0.09 (mlp) came with 1.5 times the "
+    "perplexity on a small llama"
+)
+"""llama-pystdlib-3m, ridge at 50 %, 32 windows: 14.873 against 10.066 (README.md)."""
 DRIFT = ", of what the dense model's residual stream asks for (target drift), all that came before included"
 
 
@@ -67,14 +74,40 @@ def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
     return rows
 
 
+def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
+    """What the columns of a plan say: a line for each that holds a figure somewhere."""
+    named = {site.space: model.family.spaces[site.space].unit for site in sites if site.space in model.family.spaces}
+    units = ", ".join(f"{space}: {unit}s" for space, unit in named.items())
+    yield f"kept: units that stay, of those there are ({units})"
+    if any(site.error_uncompensated is not None for site in sites):
+        logits = " (of q and k: of the attention logits)" if any(site.consumer is None for site in sites) else ""
+        yield (
+            f"error: the share of the energy of a site's output{logits} that is lost on the calibration samples, "
+            "before and after compensation"
+        )
+    if any(relative_floor(site) is not None for site in sites):
+        yield "floor: the least error that any weights and bias on the kept units can reach"
+    if any(site.rho2 is not None for site in sites):
+        yield "rho2: the share of the variance of what goes that the kept units predict; 1 is all of it"
+    if any(site.error_held_out is not None for site in sites):
+        yield "held out: the error after, on samples left out of the fit"
+    if any(site.margin is not None for site in sites):
+        yield "margin: how much larger the held-out error of the next best method is"
+    if any(site.error_uncompensated is not None for site in sites):
+        yield NO_PERPLEXITY
+
+
 def error_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
-    """Mean errors of every space on the calibration samples."""
-    for errors in space_errors(sites):
+    """Mean errors of every space on the calibration samples, and what they are not."""
+    found = space_errors(sites)
+    for errors in found:
         what = "logits" if all(site.consumer is None for site in sites if site.space == errors.space) else "outputs"
         yield (
             f"{errors.space}: mean error of the {what} on the calibration samples {errors.uncompensated:.4f} bare, "
             f"{errors.compensated:.4f} compensated{DRIFT if errors.drift else ''}"
         )
+    if found:
+        yield NO_PERPLEXITY
 
 
 def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:

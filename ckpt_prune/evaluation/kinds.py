@@ -2,12 +2,24 @@
 
 from pathlib import Path
 
+from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation import classification
 from ckpt_prune.evaluation.loading import auto_class, read_config
 
 MASKED = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no checkpoint folder.
+
+    Raises:
+        UserError: it has no config.json, or is what an unfinished run left.
+    """
+    if not (folder / "config.json").is_file():
+        refuse_unfinished(folder)
+        raise UserError(f"{folder} has no config.json; give a checkpoint folder as published on the Hub")
 
 
 def is_vision(folder: Path) -> bool:

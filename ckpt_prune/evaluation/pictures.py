@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.kinds import auto_class_of, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision, reference_of_base
 from ckpt_prune.evaluation.loading import load_model, read_config
 from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult
 from ckpt_prune.evaluation.texts import Pair
@@ -100,8 +100,7 @@ def _shared_processor(folder: Path, reference: Path | None, trust: bool) -> Base
 
 
 def _classes(folder: Path) -> dict[int, str]:
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give a checkpoint folder as published on the Hub")
+    check_folder(folder)
     config = read_object(folder / "config.json")
     if not is_classifier(config):
         what = config.get("architectures") or config.get("model_type")

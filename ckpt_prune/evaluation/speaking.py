@@ -11,7 +11,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from ckpt_prune.evaluation.generation import Continuation, continue_prompts
-from ckpt_prune.evaluation.kinds import auto_class_of, check_same_kind, is_vision
+from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.results import ChoiceResult, GenerationResult
 from ckpt_prune.evaluation.texts import Pair
@@ -70,8 +70,7 @@ def _check(pair: Pair) -> None:
     for path in (pair.folder, pair.reference):
         if path is None:
             continue
-        if not (path / "config.json").is_file():
-            raise UserError(f"{path} has no config.json; give a checkpoint folder as published on the Hub")
+        check_folder(path)
         if is_vision(path) or auto_class_of(path) != "AutoModelForCausalLM":
             raise UserError(f"{path} does not generate text: --tasks and --generate are for causal language models")
     check_same_kind(pair.folder, pair.reference)

@@ -20,7 +20,14 @@ from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.forward import check_windows
-from ckpt_prune.evaluation.kinds import MASKED, auto_class_of, check_same_kind, is_vision, reference_of_base
+from ckpt_prune.evaluation.kinds import (
+    MASKED,
+    auto_class_of,
+    check_folder,
+    check_same_kind,
+    is_vision,
+    reference_of_base,
+)
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import compare, perplexity
@@ -53,8 +60,8 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> PerplexityResult | M
     """
     folder, reference = pair.folder, pair.reference
     for path in (folder, reference):
-        if path is not None and not (path / "config.json").is_file():
-            raise UserError(f"{path} has no config.json; give a checkpoint folder as published on the Hub")
+        if path is not None:
+            check_folder(path)
         if path is not None and is_vision(path):
             raise UserError(f"{path} is a vision model: --text does not go with it; measure it with --images")
     if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
@@ -94,7 +101,8 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesR
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
-    windows = framed(evaluation_windows(stream, window=options.window - frame, limit=options.samples), tokenizer)
+    windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
+    windows = framed(windows, tokenizer)
     if base is None:
         return _masked(pair, tokenizer, windows)
     models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]

@@ -13,6 +13,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
@@ -53,8 +54,10 @@ def verify(folder: Path, against: Path | None = None) -> list[Check]:
     `ckpt_prune.load`: the code in the folder is not run).
 
     Raises:
-        UserError: the folder is not a checkpoint at all, or `against` is not the model it was made from.
+        UserError: the folder is no checkpoint at all, or an unfinished one, or `against` is not the model it was made
+            from.
     """
+    refuse_unfinished(folder)
     checkpoint = Checkpoint.open(folder)
     report = _report(folder)
     dense = None if against is None else _dense(folder, report, against)

@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint.jsonfile import pretty
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.checkpoint.written import EXPORT
 from ckpt_prune.containers.side_files import side_files
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
@@ -24,10 +25,11 @@ from ckpt_prune.exporting.manifest import Manifest, Source, ports, runtime_versi
 from ckpt_prune.exporting.session import DATA, GRAPH
 from ckpt_prune.exporting.tasks import chosen_task, without_head
 from ckpt_prune.exporting.tracing import example_of
-from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD
+from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD, VALIDATION
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
 
+_MADE = (GRAPH, DATA, CONFIG, GENERATION_CONFIG_NAME, GRAPH_RECORD, VALIDATION, "README.md")
 EMBEDDED_BYTES = 1 << 30
 """Weights up to so many bytes stand in the graph's own file."""
 
@@ -66,12 +68,9 @@ class GraphWriter:
         self._staging = Staging(
             out,
             job="export",
-            layout="",
-            resume=False,
             overwrite=overwrite,
-            holds=GRAPH_RECORD,
-            what="an exported folder",
-            resumable=False,
+            kind=EXPORT,
+            wants={path.name: path for path in side_files(source.path)} | dict.fromkeys(_MADE),
         )
 
     def write(
@@ -97,8 +96,7 @@ class GraphWriter:
         dtype = dtype_of(self._settings)
         weights = sum(info.numel for info in self.source.tensors.values()) * dtype.itemsize
         check_room(self.out.absolute().parent, weights, "the graph needs")
-        self._staging.start()
-        try:
+        with self._staging:
             with meter(3, "exporting") as bar:
                 bar.say("loading the model")
                 model = load_model(self.source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
@@ -114,13 +112,8 @@ class GraphWriter:
             _let_go(graph, model)
             del graph, model
             if prove is not None and not prove(self._staging.path):
-                self._staging.discard()
                 return None
-            with disk_failures(self.out):
-                self._staging.publish()
-        except BaseException:
-            self._staging.discard()
-            raise
+            self._staging.publish()
         return manifest
 
     def _fill(

@@ -78,7 +78,7 @@ def _text(folder: Path, task: Task, options: ProofOptions, trust: bool) -> Proof
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
         stream = _stream(tokenizer, text, task.name == "text-generation", getattr(config, "vocab_size", None))
-        windows = evaluation_windows(stream, window=window - frame, limit=options.samples or WINDOWS)
+        windows = evaluation_windows(stream, window=window, limit=options.samples or WINDOWS, frame=frame)
         windows = framed(windows, tokenizer) if frame else windows
     except UserError as error:
         if options.text:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 
+from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import Check, guarded
@@ -24,8 +25,9 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
         source: the checkpoint that it should be of.
 
     Raises:
-        UserError: the folder is no export, or its record is damaged.
+        UserError: the folder is no export, or an unfinished one, or its record is damaged.
     """
+    refuse_unfinished(folder)
     manifest = read_manifest(folder)
     present = present_files(folder, manifest)
     checks = [

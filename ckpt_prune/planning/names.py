@@ -4,6 +4,8 @@ from typing import Literal
 
 Backbone = Literal["magnitude", "wanda", "sparsegpt"]
 """Whose importance of single weights: a mask's, or the one that rotations concentrate."""
+Goal = Literal["stock", "loss", "vision", "zeros", "recovery", "paper"]
+"""What a recipe is for: the groups of `recipe list`."""
 RotationKind = Literal["per-layer", "shared", "values"]
 """Which importance rotations there are: one R1 for every block, one for all blocks, or R2 alone."""
 RetractionName = Literal["cayley", "qr"]

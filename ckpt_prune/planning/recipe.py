@@ -12,7 +12,7 @@ from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Ratio, Strict
 from ckpt_prune.planning.kinds import Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
-from ckpt_prune.planning.names import Backbone
+from ckpt_prune.planning.names import Backbone, Goal
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.planning.space_recipe import SpaceRecipe
@@ -27,6 +27,14 @@ class Recipe(Strict):
     name: str = Field(min_length=1, description="Name in tables and in the output's ckpt_prune.json.")
     summary: str = Field("", description="One line for `recipe list`.")
     source: str = Field("", description="Paper and equations.")
+    goal: Goal | None = Field(
+        None,
+        description="The group of `recipe list` that it stands in. Default: recovery or zeros, where there is recovery "
+        "or a mask, else paper.",
+    )
+    time: float | None = Field(
+        None, gt=0, description="What pruning takes, as a multiple of recipe ridge (tools/time_recipes.py)."
+    )
     ratio: Ratio = Field(
         0.2, ge=0, lt=1, description="Share of units to drop in every space, or of weights that a mask zeroes."
     )
@@ -202,13 +210,22 @@ class Recipe(Strict):
     def canonical_json(self) -> str:
         """The recipe with every default spelt out and its keys sorted. Optional parts that it lacks are left out.
 
-        So a recipe keeps its digest when the format gains another optional part.
+        So a recipe keeps its digest when the format gains another optional part. What only a list of recipes reads, its
+        goal and its time, is left out, too: a recipe that is timed anew is the same.
         """
-        values = self.model_dump(mode="json", by_alias=True)
+        values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares")
         optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by")
         return json.dumps(_without(values, *optional), sort_keys=True)
+
+    @property
+    def without_amount(self) -> str:
+        """The recipe's canonical JSON but for how much goes: two that share it differ in ratios and size alone."""
+        values = json.loads(self.canonical_json())
+        for own in values["spaces"].values():
+            del own["ratio"]
+        return json.dumps({key: value for key, value in values.items() if key not in ("ratio", "size")})
 
     @property
     def needs_moments(self) -> bool:

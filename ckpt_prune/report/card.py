@@ -1,9 +1,13 @@
 """The model card of an output."""
 
+from pydantic import ValidationError
+
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import shipped_recipes
+from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
 from ckpt_prune.report.model import Report
 
@@ -15,7 +19,7 @@ _PACKED = (
 _LACO = "LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342"
 
 _LIKENESS: dict[Likeness, str] = {"mse": "mean squared error of the hidden states", "cka": "their linear CKA"}
-_CHANGED = " That is the shipped recipe of this name; it was changed here, and `ckpt_prune.json` has it as it was used."
+_CHANGED = "; it was changed here, and `ckpt_prune.json` has it as it was used."
 
 
 def model_card(report: Report) -> str:
@@ -30,7 +34,7 @@ def model_card(report: Report) -> str:
         f"# {report.source.name}, {_how(report)}",
         "",
         f"Made by ckpt_prune {report.ckpt_prune} from `{report.source.name}`. {recipe.summary}"
-        f"{_CHANGED if _is_changed(report) else ''}".rstrip(),
+        f"{_beside_shipped(report)}".rstrip(),
         f"Source of the method: {recipe.source}." if recipe.source else "",
         "",
         "| | before | after | share |",
@@ -103,10 +107,30 @@ def _mask(report: Report) -> list[str]:
     return [" ".join(sentences)]
 
 
-def _is_changed(report: Report) -> bool:
-    """Whether the recipe bears the name of a shipped one and is another."""
+def _beside_shipped(report: Report) -> str:
+    """How the recipe differs from the shipped one of its name: nothing, how much goes, or more than that."""
     name = report.recipe.name
-    return name in shipped_recipes() and load_recipe(name).digest != report.recipe_digest
+    if name not in shipped_recipes():
+        return ""
+    shipped = load_recipe(name)
+    if report.lambda_search is not None:  # that the strength was searched for is what the recipe says
+        shipped = shipped.with_strength(report.lambda_search.chosen)
+    if shipped.digest == report.recipe_digest:
+        return ""
+    told = " That is the shipped recipe of this name"
+    try:
+        used = Recipe.model_validate(report.recipe.model_dump(mode="json"))
+        size = used.size if report.asked is None else TargetSize.model_validate(report.asked.size)
+    except ValidationError:  # of another version
+        return told + _CHANGED
+    if used.without_amount != shipped.without_amount:
+        return told + _CHANGED
+    if size is not None:
+        return f"{told}, for {size.words}."
+    ratios = {space: used.ratio_of(space) for space in used.spaces}
+    if len(set(ratios.values())) > 1:
+        return f"{told}, at ratios of {', '.join(f'{ratio:g} ({space})' for space, ratio in ratios.items())}."
+    return f"{told}, at a ratio of {next(iter(ratios.values()), used.ratio):g}."
 
 
 def _turns(report: Report) -> bool:

@@ -206,6 +206,8 @@ class Report(Fixed):
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
         files: file → sha256.
+        side_files: names of what was written beside `files`; None where a former version wrote the report.
+        job: digest of all that the output depends on: another run of the same job has nothing to do. None as before.
     """
 
     version: Literal[1] = 1
@@ -230,6 +232,8 @@ class Report(Fixed):
     layers: list[RecoveredLayer] = Field(default_factory=list)
     stages: list[Stage] = Field(default_factory=list)
     files: dict[str, str] = Field(default_factory=dict)
+    side_files: list[str] | None = None
+    job: str | None = None
 
     def data(self) -> dict[str, Any]:
         """As JSON has it; without a recovery, the keys of one are absent."""

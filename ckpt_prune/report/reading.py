@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
@@ -63,6 +64,8 @@ def _file(path: Path) -> Path:
         is_folder = path.is_dir()
     except OSError:  # a name that no file can have
         is_folder = False
+    if is_folder:
+        refuse_unfinished(path)
     if is_folder and not (path / REPORT).is_file():
         raise UserError(f"{path} has no {REPORT}: {_WANTED}")
     return path / REPORT if is_folder else path

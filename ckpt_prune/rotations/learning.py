@@ -171,18 +171,17 @@ class Learner:
         hidden = self.sizes.hidden
         return torch.full((hidden,), hidden**-0.5, dtype=torch.float64)
 
-    def run(self, writer: CheckpointWriter, scratch: Path) -> list[dict[str, Any]]:
+    def run(self, writer: CheckpointWriter) -> list[dict[str, Any]]:
         """Learn what a resumed run has not, and write it.
 
         Args:
-            writer: its layout has `RotationSizes.layout`.
-            scratch: a folder in which temporary files may be made.
+            writer: its layout has `RotationSizes.layout`. Temporary files are made in its folder.
 
         Returns:
             What was learned, one entry per block, or one for all where they share R1: entropy before and after in
             nats, steps.
         """
-        return self._shared(writer, scratch) if self.recipe.kind == "shared" else self._blocks(writer)
+        return self._shared(writer) if self.recipe.kind == "shared" else self._blocks(writer)
 
     # ---- a rotation for every block ---------------------------------------------------------------------------
 
@@ -220,10 +219,13 @@ class Learner:
 
     # ---- one rotation for all blocks --------------------------------------------------------------------------
 
-    def _shared(self, writer: CheckpointWriter, scratch: Path) -> list[dict[str, Any]]:
+    def _shared(self, writer: CheckpointWriter) -> list[dict[str, Any]]:
         unit, sizes = "rotations", self.sizes
         if unit not in writer.done:
-            with self._prepared(scratch) as terms_of, meter(self.recipe.steps, "learning one rotation") as advance:
+            with (
+                self._prepared(writer.folder) as terms_of,
+                meter(self.recipe.steps, "learning one rotation") as advance,
+            ):
                 learned = learn_shared(
                     sizes.blocks,
                     terms_of,

@@ -10,7 +10,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import chosen_samples, has_data
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.checkpoint.staging import check_output, refuse_overlap
+from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import open_model
 from ckpt_prune.devices import resolve_device
@@ -22,6 +22,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces
+from ckpt_prune.transform.publish import wanted_names
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 
 
@@ -142,12 +143,20 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
         UserError: the place for the output, the model, the statistics or the data will not do.
     """
     options, model, recipe, plan = asked.options, asked.model, asked.recipe, asked.plan
-    check_output(model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite)
+    files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
+    check_output(
+        model.checkpoint.path,
+        options.output,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        inputs=[options.statistics, *files, options.images, options.labels, *options.text],
+        wants=wanted_names(model.checkpoint, recipe),
+    )
     statistics = _statistics(options.statistics, model, plan)
     # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
     check_source(model)
     check_spaces(model.family, recipe)
-    allocate = StateMemory(int(options.state_memory * 2**30), options.output.absolute().parent)
+    allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
     data = has_data(options, options)
     if data and recipe.needs_moments and statistics is None and plan is None:
@@ -169,6 +178,11 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     if made_from and request.statistics is not None and request.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {request.statistics.folder}: plan again")
     return request
+
+
+def _file(given: str | Path) -> Path | None:
+    """Where a plan or recipe is read, if it is no shipped one."""
+    return Path(given) if Path(given).is_file() else None
 
 
 def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | None:

@@ -21,6 +21,8 @@ from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.progress import track
@@ -47,6 +49,7 @@ def measure_effects(
     points: tuple[float, ...] = POINTS,
     limit: int | None = None,
     allocate: Allocate = in_memory,
+    journal: Journal | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
     """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
 
@@ -69,6 +72,8 @@ def measure_effects(
         points: shares of the units of a site to drop, nearest counts from 1 to all but one.
         limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
+        journal: of the run, in which the effects of a block's sites are entered when they are measured; those that are
+            in it are not measured again.
 
     Returns:
         Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
@@ -105,7 +110,18 @@ def measure_effects(
 
     found: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks
-    passes = [(site, block) for site in range(blocks) for block in range(site, blocks)]
+    known: dict[str, Any] = {} if journal is None else journal.notes
+    start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
+    for block in range(start):
+        found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
+    for block in range(blocks) if 0 < start < blocks else ():
+        # What the sites before had left: the states before the first block that is to be measured, and the last ones.
+        tensors = model.read_block(block)
+        states = stream.states if block < start else dense
+        run(block, tensors, [(states, states)])
+        if block == start - 1:
+            dense.copy_(stream.states)
+    passes = [(site, block) for site in range(start, blocks) for block in range(site, blocks)]
     for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
         tensors = model.read_block(block)
         if block == site:
@@ -126,7 +142,15 @@ def measure_effects(
                         f"{compute_dtype}"
                     )
                 found.setdefault(name, []).append((count, value))
+            if journal is not None:
+                own = {model.moments_name(site, space) for space in chosen}
+                with disk_failures(journal.folder):
+                    journal.record(_unit(site), note={name: found[name] for name in found if name in own})
     return found
+
+
+def _unit(block: int) -> str:
+    return f"effects {block}"
 
 
 def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:

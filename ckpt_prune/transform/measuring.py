@@ -1,32 +1,33 @@
-"""Statistics for a request that is given data and needs them: measured first, in a scratch folder."""
+"""Statistics for a request that is given data and needs them: measured first, in the staging folder of the run."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_prune.calibration.measure import measure
+from ckpt_prune.calibration.measure import check_folds, measure_into, statistics_bytes
 from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.effects import measure_effects
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 
+STATISTICS, EFFECTS = "statistics", "effects"
+"""Units of the journal: moments, and effects, of the whole model."""
 
-@contextmanager
-def measured(settled: Settled, beside: Path, stages: Stages | None = None) -> Iterator[Settled]:
+
+def measured(settled: Settled, folder: Path, journal: Journal, stages: Stages | None = None) -> Settled:
     """The job with all the moments it needs, its widths decided.
 
     A recipe that is sequential, needs no moments or has its statistics is passed on as it is. The unpruned model is
     measured on the live samples for a dense recipe, for one rotation of all blocks and for widths of the least error;
-    the statistics live as long as the context.
+    what an interrupted run has measured is read.
 
     Args:
         settled: what to do.
-        beside: the folder that the scratch folder is made in.
+        folder: where to measure; it is made. The job needs it as long as it is worked on.
+        journal: of the run.
         stages: of the run, to which measuring is added.
 
     Raises:
@@ -34,40 +35,53 @@ def measured(settled: Settled, beside: Path, stages: Stages | None = None) -> It
     """
     request = settled.request
     if not request.measures_first or request.live is None:
-        yield settled
-        return
-    with disk_failures(beside):
-        scratch = Path(tempfile.mkdtemp(prefix=".ckpt-prune-statistics-", dir=beside))
-    try:
-        with (stages or Stages(request.device)).stage("measuring"):
-            statistics = _measure(request, request.live, scratch / "statistics")
-        yield settle(replace(request, statistics=statistics))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        return settled
+    with (stages or Stages(request.device)).stage("measuring"):
+        statistics = _measure(request, request.live, folder, journal)
+    return settle(replace(request, statistics=statistics))
 
 
-def _measure(request: Request, live: LiveSamples, folder: Path) -> Statistics:
+def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal) -> Statistics:
     """Moments of the unpruned model, and effects where widths are weighed by them."""
-    statistics = measure(
-        request.model,
-        live.samples,
-        folder,
-        seed=live.seed,
-        folds=live.folds,
-        collect=request.recipe.collect,
-        device=request.device,
-        compute_dtype=live.compute_dtype,
-        allocate=live.allocate,
-    )
-    if not request.recipe.weighed_by_effect:
+    recipe = request.recipe
+    if STATISTICS in journal.units:
+        statistics = Statistics(folder)
+    else:
+        check_folds(live.samples, live.folds)
+        with disk_failures(folder):
+            folder.mkdir(exist_ok=True)
+        needed = statistics_bytes(request.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples))
+        check_room(folder, needed, "statistics need")
+        statistics = measure_into(
+            request.model,
+            live.samples,
+            folder,
+            seed=live.seed,
+            folds=live.folds,
+            collect=recipe.collect,
+            device=request.device,
+            compute_dtype=live.compute_dtype,
+            allocate=live.allocate,
+            journal=journal,
+        )
+        _done(journal, STATISTICS)
+    if not recipe.weighed_by_effect or EFFECTS in journal.units:
         return statistics
     effects = measure_effects(
         request.model,
         statistics,
         live.samples,
-        spaces=list(request.recipe.spaces),
+        spaces=list(recipe.spaces),
         device=request.device,
         compute_dtype=live.compute_dtype,
         allocate=live.allocate,
+        journal=journal,
     )
-    return with_effects(statistics, effects)
+    statistics = with_effects(statistics, effects)
+    _done(journal, EFFECTS)
+    return statistics
+
+
+def _done(journal: Journal, unit: str) -> None:
+    with disk_failures(journal.folder):
+        journal.record(unit)

@@ -25,7 +25,8 @@ def messages(settled: Settled) -> list[str]:
     request, recipe = settled.request, settled.recipe
     if recipe.target != "dense" and not request.sequential and request.statistics is not None and request.plan is None:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
-        found.append(f"recipe {recipe.name} is {kind}; with --statistics its dense-cache variant is used")
+        told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
+        found.append(f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used")
     if settled.output.container.note:
         found.append(settled.output.container.note)
     made = report_of(settled.model.checkpoint.path)

@@ -2,17 +2,25 @@
 
 from collections.abc import Iterable
 from importlib.resources import files
+from pathlib import Path
 
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.written import SHADOWS, Wants
 from ckpt_prune.containers.container import Container
 from ckpt_prune.containers.remote import REMOTE_MODULE
 from ckpt_prune.containers.side_files import side_files
-from ckpt_prune.filenames import REPORT
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.card import model_card
 from ckpt_prune.report.model import Report
+from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.resuming import Announce, silent
+
+_CARD = "README.md"
 
 
 def publish(
@@ -22,6 +30,7 @@ def publish(
     source: Checkpoint,
     names: Iterable[str],
     stages: Stages,
+    announce: Announce = silent,
 ) -> Report:
     """Write all that is no tensor and put the output in its place.
 
@@ -32,6 +41,7 @@ def publish(
         source: the checkpoint whose side files travel along.
         names: files whose digests the report gets, beside the config's.
         stages: of the run so far.
+        announce: told which graphs of an old output stay, and are out of date.
 
     Returns:
         The report, as in the output's ckpt_prune.json.
@@ -44,8 +54,52 @@ def publish(
             writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
         for path in side_files(source.path):
             writer.copy(path)
-    whole = report.model_copy(update={"stages": stages.records, "files": digests})
+    whole = report.model_copy(
+        update={
+            "stages": stages.records,
+            "files": digests,
+            "side_files": sorted(writer.side_names - {CONFIG} | {REPORT, _CARD}),
+            "job": writer.job,
+        }
+    )
     writer.write_json(REPORT, whole.data())
-    writer.write_text("README.md", model_card(whole))
-    writer.finish()
+    writer.write_text(_CARD, model_card(whole))
+    _announce_stale(writer.out, writer.finish(), announce)
     return whole
+
+
+def publish_complete(staging: Staging, announce: Announce) -> Report:
+    """Put in its place what an interrupted run has written whole.
+
+    Args:
+        staging: entered; its journal says so.
+        announce: as of `publish`.
+
+    Returns:
+        The report, as in the output's ckpt_prune.json.
+    """
+    _announce_stale(staging.out, staging.publish(), announce)
+    report = report_of(staging.out)
+    assert report is not None
+    return report
+
+
+def _announce_stale(out: Path, kept: Iterable[str], announce: Announce) -> None:
+    for name in kept:
+        if (out / name / GRAPH_RECORD).is_file():
+            announce(f"{out / name} was exported from the output that is replaced: export it again")
+
+
+def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> Wants:
+    """Names that an output will have: shards, and what is no tensor.
+
+    Args:
+        source: the checkpoint that it is made from.
+        recipe: by which; None where a checkpoint is recovered.
+    """
+    made = {*source.files, CONFIG, REPORT, _CARD, f"{REMOTE_MODULE}.py"}
+    if recipe is None or recipe.rotation is not None:
+        made.add(ROTATIONS)
+    if recipe is not None and recipe.export is not None:
+        made.add(GRAPH_FOLDER)
+    return {path.name: path for path in side_files(source.path)} | SHADOWS | dict.fromkeys(made)

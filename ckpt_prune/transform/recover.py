@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
-from ckpt_prune.checkpoint.staging import refuse_overlap
+from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.containers.checking import check_source, check_stored
 from ckpt_prune.containers.container import Container, stored_container
@@ -35,8 +34,9 @@ from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import layout_of
-from ckpt_prune.transform.publish import publish
+from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
+from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent
 from ckpt_prune.transform.steps import RecoverStep
 from ckpt_prune.transform.walk import Sink, walk
 
@@ -230,7 +230,7 @@ def recover(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    announce: Callable[[str], None] = lambda _line: None,
+    announce: Announce = silent,
 ) -> Report:
     """Train what a pruned checkpoint has left, block by block, into a copy of it (LaCo, Algorithm 1).
 
@@ -242,7 +242,7 @@ def recover(
         out: the folder to write.
         resume: continue an interrupted run of the same request, with the same result.
         overwrite: replace an existing output, or start an interrupted one afresh.
-        announce: told what is doubtful about the models and what is about to be done.
+        announce: told what is doubtful about the models, what is about to be done and what is gone on with.
 
     Returns:
         The report, as in the output's ckpt_prune.json.
@@ -254,15 +254,21 @@ def recover(
     pruned, dense = request.pruned.checkpoint, request.dense.checkpoint
     for source in (pruned, dense):
         refuse_overlap(source.path, out)
+    found = finished(out, settled.digest, announce) if resume and not overwrite else None
+    if found is not None:
+        return found
     layout = layout_of(request.pruned)
-    writer = CheckpointWriter(
-        out, layout, job=settled.digest, sharded=pruned.sharded, resume=resume, overwrite=overwrite
-    )
-    if not writer.done:
+    staging = Staging(out, job=settled.digest, resume=resume, overwrite=overwrite, wants=wanted_names(pruned))
+    if resume:
+        announce_resumed(staging, out, request.pruned.blocks, "recovered", announce)
+    if not staging.resumed:
         pruned.check_finite()
         dense.check_finite()
     stages = Stages(request.device)
-    with writer:
+    with staging:
+        if staging.journal.complete:
+            return publish_complete(staging, announce)
+        writer = CheckpointWriter(staging, layout, sharded=pruned.sharded)
         with stages.stage("hidden states"):
             recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):
@@ -283,4 +289,4 @@ def recover(
         asides = [ROTATIONS] if (pruned.path / ROTATIONS).is_file() else []
         for name in asides:
             writer.copy(pruned.path / name)
-        return publish(writer, report, settled.container, pruned, [*layout, *asides], stages)
+        return publish(writer, report, settled.container, pruned, [*layout, *asides], stages, announce)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
-from ckpt_prune.checkpoint.staging import check_output
+from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
@@ -20,8 +20,9 @@ from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import Learner, WrittenRotations
 from ckpt_prune.transform.checks import check_trained
 from ckpt_prune.transform.measuring import measured
-from ckpt_prune.transform.publish import publish
+from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_prune
+from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.steps import FollowStep, PruneStep, RecoverStep, Step
 from ckpt_prune.transform.walk import Sink, walk
@@ -75,13 +76,17 @@ class Done:
     Attributes:
         settled: with everything that was decided while it ran.
         report: as in the output's ckpt_prune.json.
+        finished: whether an earlier run had done all of it; then the job is as it was before it was measured.
     """
 
     settled: Settled
     report: Report
+    finished: bool = False
 
 
-def run(settled: Settled, out: Path, *, resume: bool = False, overwrite: bool = False) -> Done:
+def run(
+    settled: Settled, out: Path, *, resume: bool = False, overwrite: bool = False, announce: Announce = silent
+) -> Done:
     """Prune a checkpoint into a folder that stock transformers loads.
 
     What the recipe needs measured is measured first. The output is written to `OUT.partial` and renamed at the end.
@@ -91,53 +96,65 @@ def run(settled: Settled, out: Path, *, resume: bool = False, overwrite: bool = 
         out: the folder to write.
         resume: continue an interrupted run of the same request; the result is byte-identical to an uninterrupted one.
         overwrite: replace an existing output, or start an interrupted one afresh.
+        announce: told in a line what is gone on with, or that there is nothing to do.
 
     Raises:
         UserError: bad input; nothing is left behind.
     """
     check_trained(settled.request)
-    check_output(settled.model.checkpoint.path, out, resume=resume, overwrite=overwrite)
-    stages = Stages(settled.request.device)
-    with measured(settled, out.absolute().parent, stages) as ready:
-        return Done(ready, _run(ready, out, stages, resume=resume, overwrite=overwrite))
-
-
-def _run(settled: Settled, out: Path, stages: Stages, *, resume: bool, overwrite: bool) -> Report:
-    output, checkpoint = settled.output, settled.model.checkpoint
-    writer = CheckpointWriter(
+    checkpoint = settled.model.checkpoint
+    refuse_overlap(checkpoint.path, out)
+    report = finished(out, settled.digest, announce) if resume and not overwrite else None
+    if report is not None:
+        return Done(settled, report, finished=True)
+    staging = Staging(
         out,
-        output.layout | output.aside,
         job=settled.digest,
-        sharded=checkpoint.sharded,
-        aside=output.aside.keys(),
         resume=resume,
         overwrite=overwrite,
+        wants=wanted_names(checkpoint, settled.recipe),
     )
-    if not writer.done:
+    if resume:
+        how = "pruned" if settled.recipe.mask is None else "masked"
+        announce_resumed(staging, out, settled.model.blocks, how, announce)
+    if not staging.resumed:
         checkpoint.check_finite()
-    with writer:
-        search = _searched(settled, writer, stages)
-        ready = settled if search is None else settled.with_strength(search.chosen)
-        learned = None
-        if ready.recipe.rotation is not None:
-            with stages.stage("rotations"):
-                learner = learner_of(ready)
-                learned = learner.run(writer, out.absolute().parent)
-            ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
-        sink = Sink(writer, output.layout)
-        with stages.stage("blocks"):
-            written = _write_blocks(ready, sink)
-        with stages.stage("rest"):
-            sink.write_rest(ready.dense)
-        report = report_of_prune(
-            ready,
-            written.records,
-            search=search,
-            learned=learned,
-            recovery=written.recovery,
-            layers=written.layers,
-        )
-        return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside], stages)
+    stages = Stages(settled.request.device)
+    with staging:
+        if staging.journal.complete:
+            report = publish_complete(staging, announce)
+            return Done(settled, report, finished=True)
+        ready = measured(settled, staging.scratch, staging.journal, stages)
+        return Done(ready, _run(ready, staging, stages, announce))
+
+
+def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce) -> Report:
+    output, checkpoint = settled.output, settled.model.checkpoint
+    writer = CheckpointWriter(
+        staging, output.layout | output.aside, sharded=checkpoint.sharded, aside=output.aside.keys()
+    )
+    search = _searched(settled, writer, stages)
+    ready = settled if search is None else settled.with_strength(search.chosen)
+    learned = None
+    if ready.recipe.rotation is not None:
+        with stages.stage("rotations"):
+            learner = learner_of(ready)
+            learned = learner.run(writer)
+        ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
+    sink = Sink(writer, output.layout)
+    with stages.stage("blocks"):
+        written = _write_blocks(ready, sink)
+    with stages.stage("rest"):
+        sink.write_rest(ready.dense)
+    report = report_of_prune(
+        ready,
+        written.records,
+        search=search,
+        learned=learned,
+        recovery=written.recovery,
+        layers=written.layers,
+    )
+    return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside], stages, announce)
 
 
 def _searched(settled: Settled, writer: CheckpointWriter, stages: Stages) -> StrengthSearch | None:

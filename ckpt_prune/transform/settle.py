@@ -30,7 +30,7 @@ from ckpt_prune.transform.output import Output, output_of
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.sizing import at_size
 
-_JOURNAL = 3
+_JOURNAL = 4
 """Form of the notes that a run leaves for the one that resumes it."""
 
 
@@ -179,11 +179,15 @@ class Settled:
 
     @property
     def digest(self) -> str:
-        """sha256 of all that the output depends on: what a resumed run must share with the one it continues."""
+        """sha256 of all that the output depends on: what a resumed run must share with the one it continues.
+
+        Of a job that measures first, before it does: nothing that is found by measuring is in it.
+        """
         request = self.request
         live = None
         if request.live is not None:
-            live = [request.live.samples.fingerprint, request.live.folds, str(request.live.compute_dtype)]
+            seen = request.live
+            live = [seen.samples.fingerprint, seen.folds, str(seen.compute_dtype), seen.seed]
         parts: list[Any] = [
             __version__,
             _JOURNAL,

@@ -134,6 +134,8 @@ def test_none_is_left_where_the_second_cannot_start(monkeypatch):
 
 
 SCRIPT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it
 from ckpt_prune.benchmarking.pool import workers
 from ckpt_prune.benchmarking.messages import Seat
 from tests.benchmarking.targets import waiting

@@ -314,7 +314,7 @@ def test_nan_and_inf_are_named(measured, tmp_path, field, value):
 
 def test_a_place_that_is_taken(model, measured, tmp_path):
     taken = copy_of(measured, tmp_path / "taken")
-    assert refusal(calibrate, model, taken) == f"{taken} exists: choose another name or say --overwrite"
+    assert refusal(calibrate, model, taken) == f"{taken} exists; --overwrite replaces it"
     (tmp_path / "file").write_text("mine")
     assert refusal(add, measured, measured, tmp_path / "sum").endswith("they would count twice")
     assert "does not exist" in refusal(calibrate, model, tmp_path / "no" / "where")
@@ -326,7 +326,10 @@ def test_a_folder_that_is_not_statistics_is_never_overwritten(model, measured, t
     (mine / "letter.txt").write_text("dear")
     other = calibrate(model, tmp_path / "other", windows(4, seed=1), folds=2)
     message = refusal(add, measured, other, mine, overwrite=True)
-    assert message == f"{mine} exists and is not a statistics folder: it is not overwritten"
+    assert message == (
+        f"{mine} exists and is not a statistics folder (it has no statistics.json), so it is never replaced; choose "
+        "another name"
+    )
     assert (mine / "letter.txt").read_text() == "dear"
     taken = copy_of(measured, tmp_path / "taken")
     assert add(measured, other, taken, overwrite=True).index.samples == 12
@@ -348,7 +351,7 @@ def test_nothing_is_left_of_an_interrupted_measurement(model, tmp_path, monkeypa
 
 
 def test_a_full_disk_is_noticed_first(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     assert refusal(calibrate, model, tmp_path / "out") == (
         f"{tmp_path} has 1 B free and the output needs 64.0 MiB; free space or choose another place"
     )

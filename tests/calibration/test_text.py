@@ -157,14 +157,31 @@ class TestWindows:
     )
     def test_too_short_for_one_window(self, cut):
         assert refusal(cut, torch.arange(7)) == (
-            "the text is too short for one window: it has 7 tokens, a window takes 8; "
-            "give more text or a smaller window"
+            "the text is too short for one window: it has 7 tokens, a window takes 8; say --window 7, or give more text"
         )
 
-    def test_too_few_windows(self):
-        assert refusal(calibration_windows, torch.arange(31), samples=5, window=10, seed=0) == (
-            "the text holds 3 windows of 10 tokens, 5 are asked for; give more text, or at most 3 samples"
+    def test_a_text_of_one_token_has_no_window(self):
+        assert refusal(evaluation_windows, torch.arange(1), window=8) == (
+            "the text is too short for one window: it has 1 tokens, a window takes 8; give more text"
         )
+
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            lambda s, **frame: evaluation_windows(s, window=10, **frame),
+            lambda s, **frame: calibration_windows(s, samples=3, window=10, seed=0, **frame),
+        ],
+    )
+    def test_a_window_has_room_for_its_frame(self, cut):
+        assert torch.equal(cut(torch.arange(26), frame=2), torch.arange(24).view(3, 8))
+        assert refusal(cut, torch.arange(7), frame=2).endswith(
+            "it has 7 tokens, a window takes 8; say --window 9, or give more text"
+        )
+
+    def test_fewer_windows_than_samples_are_all_used(self):
+        for choose in ("random", "first"):
+            windows = calibration_windows(torch.arange(31), samples=5, window=10, seed=0, choose=choose)
+            assert torch.equal(windows, torch.arange(30).view(3, 10))
 
     def test_senseless_numbers(self):
         assert refusal(evaluation_windows, self.STREAM, window=1) == "window must be at least 2 tokens, not 1"

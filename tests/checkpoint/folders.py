@@ -1,13 +1,17 @@
 """Tiny checkpoint folders and hand-made safetensors bytes for the tests of this room."""
 
 import json
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_prune.checkpoint.writing import Layout
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.writing import CheckpointWriter, Layout
 
 CONFIG = {"model_type": "llama", "hidden_size": 4, "transformers_version": "5.0.0"}
 
@@ -66,3 +70,19 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and as_bytes(left) == as_bytes(right)
+
+
+@contextmanager
+def writing(
+    out: Path,
+    layout: Layout,
+    *,
+    job: str = "job",
+    sharded: bool,
+    aside: Set[str] = frozenset(),
+    metadata: dict[str, str] | None = None,
+    **options: Any,
+) -> Iterator[CheckpointWriter]:
+    """A writer into the staging folder of `out`."""
+    with Staging(out, job=job, **options) as staging:
+        yield CheckpointWriter(staging, layout, sharded=sharded, aside=aside, metadata=metadata)

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.checkpoint.staging import JOURNAL
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.errors import UserError
 
-from .folders import as_bytes
-from .test_writing import contents, layout_of, leave_unfinished, refusal, two_files, write_all
+from .folders import as_bytes, writing
+from .test_writing import contents, layout_of, leave_unfinished, old_output, refusal, two_files, write_all
 
 # Writes four blocks into two shards. Argument 2: where to die by SIGKILL, "BLOCK before|inside|after", or "never".
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 
 out, stop, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "resume"
@@ -36,7 +36,8 @@ layout = {f"model-{n}.safetensors": {} for n in range(2)}
 for block in blocks:
     for part in "ab":
         layout[f"model-{block // 2}.safetensors"][f"{block}.{part}"] = (torch.bfloat16, shape)
-with CheckpointWriter(out, layout, job="job", sharded=True, resume=resume) as writer:
+with Staging(out, job="job", resume=resume) as staging:
+    writer = CheckpointWriter(staging, layout, sharded=True)
     writer.write_text(f"note-{resume}.txt" if stop != "never" else "note.txt", "side file")
     for block in blocks:
         if str(block) in writer.done:
@@ -92,7 +93,7 @@ def test_resume_keeps_done_units_and_their_bytes(tmp_path: Path) -> None:
     files = two_files()
     leave_unfinished(tmp_path / "out", files)
     first = next(iter(files))
-    with CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
+    with writing(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
         assert writer.done == {first}
         found = writer.read(files[first])
         assert [as_bytes(tensor) for tensor in found.values()] == [as_bytes(tensor) for tensor in files[first].values()]
@@ -115,7 +116,7 @@ def test_killed_before_the_journal_or_while_files_are_made(tmp_path: Path) -> No
 
     leave_unfinished(tmp_path / "again", files)
     (tmp_path / "again.partial" / list(files)[1]).write_bytes(b"half a header")
-    with CheckpointWriter(tmp_path / "again", layout_of(files), job="job", sharded=True, resume=True) as writer:
+    with writing(tmp_path / "again", layout_of(files), job="job", sharded=True, resume=True) as writer:
         for name, tensor in list(files.values())[1].items():
             writer.write(name, tensor)
         writer.write_text("config.json", (tmp_path / "whole" / "config.json").read_text())
@@ -127,7 +128,7 @@ def test_resuming_a_run_begun_with_overwrite_replaces_the_old_output(tmp_path: P
     files = two_files()
     write_all(tmp_path / "whole", files)
     out = tmp_path / "out"
-    write_all(out, {"model.safetensors": {"w": torch.ones(1)}})
+    old_output(out, {"model.safetensors": {"w": torch.ones(1)}})
     leave_unfinished(out, files, commit=False, overwrite=True)
     write_all(out, files, resume=True)
     assert contents(out) == contents(tmp_path / "whole")
@@ -147,7 +148,7 @@ class TestCrashes:
         leave_unfinished(tmp_path / "out", files, error=error)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "whole"]
         done = list(files)[:1]
-        with CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
+        with writing(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
             assert sorted(writer.done) == done
             for name, tensor in files[list(files)[1]].items():
                 writer.write(name, tensor)
@@ -172,10 +173,10 @@ class TestCrashes:
         leave_unfinished(tmp_path / "out", files, error=RuntimeError("bug"))
         with (
             pytest.raises(RuntimeError, match="again"),
-            CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True),
+            writing(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True),
         ):
             raise RuntimeError("again")
-        with CheckpointWriter(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
+        with writing(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
             assert sorted(writer.done) == list(files)[:1]
 
     def test_the_folder_is_let_go(self, tmp_path: Path) -> None:

@@ -1,18 +1,20 @@
 """What another kind of output than a checkpoint asks of its staging folder; the rest is tested through the writers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
 from ckpt_prune.errors import UserError
 
-GRAPH = {"holds": "model.onnx", "what": "an exported folder", "resumable": False}
+KINDS = [OUTPUT, EXPORT, Kind("sums.json", "a folder of sums", left="dropped")]
 
 
 def staging(out: Path, *, resume: bool = False, overwrite: bool = False, **more: Any) -> Staging:
-    return Staging(out, job="job", layout="layout", resume=resume, overwrite=overwrite, **more)
+    return Staging(out, job="job", resume=resume, overwrite=overwrite, **more)
 
 
 def refusal(out: Path, **more: Any) -> str:
@@ -21,64 +23,93 @@ def refusal(out: Path, **more: Any) -> str:
     return str(error.value)
 
 
-def folder(path: Path, *names: str) -> Path:
+def folder(path: Path, record: str, files: list[str], **more: Any) -> Path:
     path.mkdir()
-    for name in names:
+    (path / record).write_text(json.dumps({"files": dict.fromkeys(files, ""), **more}))
+    for name in files:
         (path / name).write_text(name)
     return path
 
 
+def kill(found: Staging) -> None:
+    """Leave what a kill leaves of a run that has begun."""
+    found.__enter__()
+    found.release()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.record)
+def test_a_folder_with_its_record_is_replaced(tmp_path, kind):
+    out = folder(tmp_path / "out", kind.record, ["a", "b"])
+    assert refusal(out, kind=kind) == f"{out} exists; --overwrite replaces it"
+    with staging(out, overwrite=True, kind=kind) as found:
+        (found.path / "new").write_text("new")
+        assert {path.name for path in out.iterdir()} == {"a", "b", kind.record}
+        assert found.publish() == []
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
 @pytest.mark.parametrize(
-    ("names", "more", "replaced"),
+    ("text", "reason"),
     [
-        (("config.json", "model.safetensors"), {}, True),
-        (("config.json", "model-00001-of-00002.safetensors"), {}, True),
-        (("config.json", "model.onnx"), {}, False),
-        (("config.json", "model.onnx"), GRAPH, True),
-        (("config.json", "model.safetensors"), GRAPH, False),
-        (("config.json", "other.onnx"), GRAPH, False),
-        (("model.onnx",), GRAPH, False),
-        (("config.json",), GRAPH, False),
+        (None, "it has no %s"),
+        ("", "its %s is damaged"),
+        ("[]", "its %s is damaged"),
+        ("{}", "its %s is damaged"),
+        ('{"files": 3}', "its %s is damaged"),
     ],
 )
-def test_what_may_be_replaced(tmp_path, names, more, replaced):
-    out = folder(tmp_path / "out", *names)
-    if not replaced:
-        what = more.get("what", "a checkpoint folder")
-        for overwrite in (False, True):
-            assert refusal(out, overwrite=overwrite, **more) == (
-                f"{out} exists and is not {what}, so it is never replaced; choose another name"
-            )
-        return
-    assert refusal(out, **more) == f"{out} exists; --overwrite replaces it"
-    found = staging(out, overwrite=True, **more)
-    found.start()
-    (found.path / "new").write_text("new")
-    assert {path.name for path in out.iterdir()} == set(names)
-    found.publish()
-    assert [path.name for path in out.iterdir()] == ["new"]
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.record)
+def test_a_folder_without_a_record_is_never_replaced(tmp_path, kind, overwrite, text, reason):
+    out = folder(tmp_path / "out", "config.json", ["model.safetensors", "model.onnx"])
+    if text is not None:
+        (out / kind.record).write_text(text)
+    assert refusal(out, overwrite=overwrite, kind=kind) == (
+        f"{out} exists and is not {kind.what} ({reason % kind.record}), so it is never replaced; choose another name"
+    )
 
 
-@pytest.mark.parametrize(("more", "ways"), [({}, "--resume continues it, "), (GRAPH, "")])
-def test_what_can_be_done_about_an_unfinished_run(tmp_path, more, ways):
-    killed = staging(tmp_path / "out", **more)
-    killed.start()
-    killed.release()
-    assert refusal(tmp_path / "out", **more) == (
+@pytest.mark.parametrize(("kind", "ways"), [(OUTPUT, "--resume continues it, "), (EXPORT, "")])
+def test_what_can_be_done_about_an_unfinished_run(tmp_path, kind, ways):
+    kill(staging(tmp_path / "out", kind=kind))
+    assert refusal(tmp_path / "out", kind=kind) == (
         f"{tmp_path / 'out.partial'} is left from an unfinished run; {ways}--overwrite starts afresh"
     )
     (tmp_path / "out.partial" / "rest").write_text("of the killed run")
-    found = staging(tmp_path / "out", overwrite=True, **more)
-    found.start()
-    assert not (tmp_path / "out.partial" / "rest").exists()
-    found.discard()
+    with staging(tmp_path / "out", overwrite=True, kind=kind) as found:
+        assert [path.name for path in found.path.iterdir()] == [".ckpt_prune_journal.json"]
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_another_run_has_left_since_it_was_checked_is_not_lost(tmp_path, overwrite):
+    late = staging(tmp_path / "out", overwrite=overwrite)
+    kill(staging(tmp_path / "out"))
+    (tmp_path / "out.partial" / "done").write_text("hours of work")
+    with pytest.raises(UserError, match="is left from an unfinished run; --resume continues it"):
+        late.__enter__()
+    assert (tmp_path / "out.partial" / "done").read_text() == "hours of work"
+
+
+def test_what_nobody_goes_on_with_is_dropped_without_asking(tmp_path):
+    killed = staging(tmp_path / "out", kind=KINDS[2])
+    killed.__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    assert refusal(tmp_path / "out", kind=KINDS[2]) == (
+        f"{tmp_path / '.out.partial'} is being written by another run; wait for it or stop it"
+    )
+    killed.release()
+    with staging(tmp_path / "out", kind=KINDS[2]) as found:
+        (found.path / "new").write_text("new")
+        found.publish()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
 def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
-    found = staging(tmp_path / "out", **GRAPH)
-    folder(tmp_path / "out", "config.json", "model.onnx")
+    found = staging(tmp_path / "out", kind=EXPORT)
+    folder(tmp_path / "out", EXPORT.record, ["model.onnx"])
     with pytest.raises(UserError) as error:
-        found.start()
+        found.__enter__()
     assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it"
     assert not (tmp_path / "out.partial").exists()

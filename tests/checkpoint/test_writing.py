@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.checkpoint.staging import JOURNAL
+from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 
-from .folders import CONFIG, example_tensors, layout_of, same
+from .folders import CONFIG, example_tensors, layout_of, same, writing
 
 Files = dict[str, dict[str, Tensor]]
 
@@ -34,7 +35,7 @@ def two_files() -> Files:
 
 
 def write_all(out: Path, files: Files, *, before_finish: Callable[[], None] | None = None, **options: bool) -> None:
-    with CheckpointWriter(out, layout_of(files), job="job", sharded=len(files) > 1, **options) as writer:
+    with writing(out, layout_of(files), job="job", sharded=len(files) > 1, **options) as writer:
         for file, tensors in files.items():
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
@@ -43,6 +44,13 @@ def write_all(out: Path, files: Files, *, before_finish: Callable[[], None] | No
         if before_finish is not None:
             before_finish()
         writer.finish()
+
+
+def old_output(out: Path, files: Files) -> None:
+    """An output with its record, so that it may be replaced."""
+    write_all(out, files)
+    names = [path.name for path in out.iterdir()]
+    (out / "ckpt_prune.json").write_text(json.dumps({"files": dict.fromkeys(names, "")}))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -73,7 +81,7 @@ def leave_unfinished(
     error = error or KeyboardInterrupt()
     with (
         suppress(type(error)),
-        CheckpointWriter(out, layout, job=job, sharded=len(files) > 1, overwrite=overwrite) as writer,
+        writing(out, layout, job=job, sharded=len(files) > 1, overwrite=overwrite) as writer,
     ):
         for name, tensor in tensors.items():
             writer.write(name, tensor)
@@ -116,7 +124,7 @@ class TestOutput:
     def test_one_shard_with_an_index(self, out: Path) -> None:
         files = one_file()
         file = "model-00001-of-00001.safetensors"
-        with CheckpointWriter(out, layout_of({file: files["model.safetensors"]}), job="j", sharded=True) as writer:
+        with writing(out, layout_of({file: files["model.safetensors"]}), job="j", sharded=True) as writer:
             for name, tensor in files["model.safetensors"].items():
                 writer.write(name, tensor)
             writer.write_json("config.json", CONFIG)
@@ -128,7 +136,7 @@ class TestOutput:
         beside = {"rotations.st": {"residual": torch.eye(3), "blocks.0.heads": torch.zeros(2, 1, 1)}}
         sharded = len(files) > 1
         options = {"job": "job", "sharded": sharded, "aside": beside.keys()}
-        with CheckpointWriter(out, layout_of(files | beside), **options) as writer:
+        with writing(out, layout_of(files | beside), **options) as writer:
             for tensors in (files | beside).values():
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
@@ -149,7 +157,7 @@ class TestOutput:
     def test_files_aside_must_be_written_too(self, out: Path) -> None:
         files = one_file() | {"rotations.st": {"residual": torch.eye(3)}}
         options = {"job": "job", "sharded": False, "aside": {"rotations.st"}}
-        with CheckpointWriter(out, layout_of(files), **options) as writer:
+        with writing(out, layout_of(files), **options) as writer:
             for name, tensor in files["model.safetensors"].items():
                 writer.write(name, tensor)
             with pytest.raises(ValueError, match="1 planned tensors were not written, the first is 'residual'"):
@@ -157,13 +165,16 @@ class TestOutput:
 
     def test_files_aside_do_not_make_one_file_two(self, out: Path) -> None:
         files = two_files() | {"rotations.st": {"residual": torch.eye(3)}}
-        with pytest.raises(ValueError, match="2 files need an index"):
-            CheckpointWriter(out, layout_of(files), job="j", sharded=False, aside={"rotations.st"})
+        with (
+            pytest.raises(ValueError, match="2 files need an index"),
+            writing(out, layout_of(files), sharded=False, aside={"rotations.st"}),
+        ):
+            pass
 
     def test_order_of_writing_does_not_matter(self, out: Path) -> None:
         write_all(out, two_files())
         other = out.with_name("other")
-        with CheckpointWriter(other, layout_of(two_files()), job="j", sharded=True) as writer:
+        with writing(other, layout_of(two_files()), job="j", sharded=True) as writer:
             for name, tensor in reversed(example_tensors().items()):
                 writer.write(name, tensor)
             writer.write_json("config.json", CONFIG)
@@ -174,7 +185,7 @@ class TestOutput:
         (tmp_path / "blob").write_bytes(b"\xf0\x9f\x98\x80 tokens")
         (tmp_path / "tokenizer.json").symlink_to("blob")
         layout = layout_of({"model.safetensors": {"w": torch.ones(2)}})
-        with CheckpointWriter(out, layout, job="j", sharded=False, metadata={"made_by": "tést"}) as writer:
+        with writing(out, layout, job="j", sharded=False, metadata={"made_by": "tést"}) as writer:
             writer.write("w", torch.ones(2))
             writer.copy(tmp_path / "tokenizer.json")
             writer.write_json("config.json", {"b": "é", "a": [1]})
@@ -188,7 +199,7 @@ class TestOutput:
 
     def test_reading_back_what_is_staged(self, out: Path) -> None:
         tensors = example_tensors()
-        with CheckpointWriter(out, layout_of(two_files()), job="j", sharded=True) as writer:
+        with writing(out, layout_of(two_files()), job="j", sharded=True) as writer:
             for name, tensor in tensors.items():
                 with pytest.raises(ValueError, match=f"tensor '{name}' is not written yet"):
                     writer.read([name])
@@ -224,7 +235,7 @@ class TestMisuse:
         files = layout or one_file()
         with (
             pytest.raises(ValueError, match=match),
-            CheckpointWriter(out, layout_of(files), job="j", sharded=len(files) > 1) as writer,
+            writing(out, layout_of(files), job="j", sharded=len(files) > 1) as writer,
         ):
             act(writer)  # type: ignore[operator]
         assert [path.name for path in out.parent.iterdir()] == list(left)
@@ -265,49 +276,59 @@ class TestMisuse:
     def test_side_file_elsewhere(self, out: Path, name: str) -> None:
         self.check(out, "cannot be a side file", lambda w: w.write_json(name, {}))
 
-    def test_layouts(self, out: Path) -> None:
-        weight = {"w": torch.ones(1)}
-        with pytest.raises(ValueError, match="2 files need an index"):
-            CheckpointWriter(out, layout_of({"a.safetensors": {}, "b.safetensors": {}}), job="j", sharded=False)
-        with pytest.raises(ValueError, match="tensor 'w' is in two files"):
-            CheckpointWriter(out, layout_of({"a.safetensors": weight, "b.safetensors": weight}), job="j", sharded=True)
-        with pytest.raises(ValueError, match=r"'../a.safetensors' is not a plain safetensors file name"):
-            CheckpointWriter(out, layout_of({"../a.safetensors": weight}), job="j", sharded=False)
+    @pytest.mark.parametrize(
+        ("files", "sharded", "match"),
+        [
+            (("a.safetensors", "b.safetensors"), False, "2 files need an index"),
+            (("a.safetensors", "b.safetensors"), True, "tensor 'w' is in two files"),
+            (("../a.safetensors",), False, r"'../a.safetensors' is not a plain safetensors file name"),
+        ],
+    )
+    def test_layouts(self, out: Path, files: Sequence[str], sharded: bool, match: str) -> None:
+        layout = layout_of({file: {"w": torch.ones(1)} for file in files})
+        with pytest.raises(ValueError, match=match), writing(out, layout, sharded=sharded):
+            pass
         assert list(out.parent.iterdir()) == []
 
     def test_outside_the_with_block(self, out: Path) -> None:
-        writer = CheckpointWriter(out, layout_of(one_file()), job="j", sharded=False)
-        with pytest.raises(ValueError, match="used outside its `with` block"):
+        with Staging(out, job="j") as staging:
+            writer = CheckpointWriter(staging, layout_of(one_file()), sharded=False)
+        with pytest.raises(ValueError, match="used outside the `with` block of its staging"):
             writer.write("model.embed.weight", torch.ones(7, 5))
         assert list(out.parent.iterdir()) == []
 
 
 class TestRules:
     def test_existing_output(self, out: Path) -> None:
-        write_all(out, one_file())
+        old_output(out, one_file())
         assert refusal(out) == f"{out} exists; --overwrite replaces it"
         assert refusal(out, resume=True) == f"{out} exists; --overwrite replaces it"
 
-    def test_what_is_not_a_checkpoint_is_never_replaced(self, out: Path) -> None:
+    def test_what_this_tool_did_not_write_is_never_replaced(self, out: Path) -> None:
+        message = (
+            f"{out} exists and is not an output of this tool (it has no ckpt_prune.json), so it is never replaced; "
+            "choose another name"
+        )
         out.mkdir()
         (out / "thesis.tex").write_text("years of work")
-        message = f"{out} exists and is not a checkpoint folder, so it is never replaced; choose another name"
         assert refusal(out, overwrite=True) == message
-        (out / "config.json").write_text("{}")
+        write_all(out.with_name("checkpoint"), one_file())
+        out.with_name("checkpoint").rename(out.with_name("also"))
+        shutil.copytree(out.with_name("also"), out, dirs_exist_ok=True)
         assert refusal(out, overwrite=True) == message
         assert refusal(out) == message
 
     def test_a_file_or_a_link_is_never_replaced(self, out: Path, tmp_path: Path) -> None:
-        message = f"{out} exists and is not a checkpoint folder, so it is never replaced; choose another name"
+        message = f"{out} exists and is not an output of this tool (%s), so it is never replaced; choose another name"
         out.write_text("a file")
-        assert refusal(out, overwrite=True) == message
+        assert refusal(out, overwrite=True) == message % "it is no folder"
         out.unlink()
-        write_all(tmp_path / "elsewhere", one_file())
+        old_output(tmp_path / "elsewhere", one_file())
         out.symlink_to(tmp_path / "elsewhere")
-        assert refusal(out, overwrite=True) == message
+        assert refusal(out, overwrite=True) == message % "it is a link"
         out.unlink()
         out.symlink_to("dangling")
-        assert refusal(out, overwrite=True) == message
+        assert refusal(out, overwrite=True) == message % "it is a link"
 
     def test_missing_parent(self, tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
@@ -341,7 +362,7 @@ class TestRules:
         big = {"model.safetensors": {"w": torch.empty(size // 4, device="meta")}}
         with (
             pytest.raises(UserError, match=r"has 64\.0 MiB free and the output needs 10\.1 GiB; free space"),
-            CheckpointWriter(out, layout_of(big), job="j", sharded=False),
+            writing(out, layout_of(big), job="j", sharded=False),
         ):
             pass
         assert list(out.parent.iterdir()) == []
@@ -363,14 +384,14 @@ class TestRules:
 
 class TestOverwrite:
     def test_replaces_the_whole_folder(self, out: Path) -> None:
-        write_all(out, two_files())
+        old_output(out, two_files())
         write_all(out, one_file(), overwrite=True)
         assert sorted(contents(out)) == ["config.json", "model.safetensors"]
         assert list(out.parent.iterdir()) == [out]
 
     @pytest.mark.parametrize("error", [UserError("bad"), RuntimeError("bug"), KeyboardInterrupt(), SystemExit(1)])
     def test_a_failed_run_leaves_the_old_one(self, out: Path, error: BaseException) -> None:
-        write_all(out, one_file())
+        old_output(out, one_file())
         before = contents(out)
 
         def fail() -> None:
@@ -387,8 +408,10 @@ class TestOverwrite:
         assert "stray.txt" not in contents(out)
         assert list(out.parent.iterdir()) == [out]
 
-    def test_a_failing_swap_puts_the_old_one_back(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        write_all(out, one_file())
+    def test_a_failing_swap_puts_the_old_one_back_and_keeps_the_new(
+        self, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        old_output(out, one_file())
         before = contents(out)
         rename = Path.rename
 
@@ -402,19 +425,23 @@ class TestOverwrite:
             with pytest.raises(UserError, match="Input/output error"):
                 write_all(out, two_files(), overwrite=True)
         assert contents(out) == before
+        with Staging(out, job="job", resume=True) as staging:
+            assert staging.journal.complete
+            staging.publish()
+        assert sorted(contents(out)) == ["config.json", *two_files(), "model.safetensors.index.json"]
         assert list(out.parent.iterdir()) == [out]
 
     def test_a_kill_between_the_renames_loses_nothing(self, out: Path) -> None:
-        write_all(out, one_file())
+        old_output(out, one_file())
         before = contents(out)
         leave_unfinished(out, two_files(), overwrite=True)
         out.rename(out.with_name(".out.ckpt_prune-replaced"))
-        with CheckpointWriter(out, layout_of(two_files()), job="job", sharded=True, resume=True) as writer:
+        with writing(out, layout_of(two_files()), job="job", sharded=True, resume=True) as writer:
             assert contents(out) == before
             assert len(writer.done) == 1
 
     def test_a_kill_before_the_old_one_is_deleted(self, out: Path) -> None:
-        write_all(out, one_file())
+        old_output(out, one_file())
         shutil.copytree(out, out.with_name(".out.ckpt_prune-replaced"))
         write_all(out, two_files(), overwrite=True)
         assert list(out.parent.iterdir()) == [out]
@@ -424,21 +451,24 @@ class TestOverwrite:
             out.mkdir()
             (out / "theirs").write_text("x")
 
-        with pytest.raises(UserError, match=r"out exists and is not a checkpoint folder, so it is never replaced"):
+        with pytest.raises(
+            UserError,
+            match=r"out exists and is not an output of this tool",
+        ):
             write_all(out, one_file(), before_finish=appear)
         assert contents(out) == {"theirs": b"x"}
 
 
 class TestEnding:
     def test_leaving_without_finish_leaves_nothing(self, out: Path) -> None:
-        with CheckpointWriter(out, layout_of(one_file()), job="j", sharded=False):
+        with writing(out, layout_of(one_file()), job="j", sharded=False):
             assert out.with_name("out.partial").is_dir()
         assert list(out.parent.iterdir()) == []
 
     def test_an_error_after_finish_keeps_the_output(self, out: Path) -> None:
         with (
             suppress(RuntimeError),
-            CheckpointWriter(out, layout_of(one_file()), job="j", sharded=False) as writer,
+            writing(out, layout_of(one_file()), job="j", sharded=False) as writer,
         ):
             for name, tensor in example_tensors().items():
                 writer.write(name, tensor)

@@ -63,7 +63,7 @@ def interrupted(job: list[str], commit: int) -> None:
         result = run(*job, "-o", "out")
     assert (result.exit_code, result.stderr) == (
         130,
-        "out.partial keeps the blocks that are done: the same command with --resume continues\nInterrupted.\n",
+        "out.partial keeps what is done: the same command with --resume continues\nInterrupted.\n",
     )
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
 

@@ -320,8 +320,8 @@ reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
         (
             "short.txt",
             b"the cat",
-            "the text is too short for one window: it has 8 tokens, a window takes 16; "
-            "give more text or a smaller window",
+            "the text is too short for one window: it has 8 tokens, a window takes 16; say --window 8, or give more "
+            "text",
         ),
     ],
 )
@@ -340,10 +340,6 @@ def test_a_folder_is_no_text(place, command):
 def test_windows_samples_and_folds(place, command):
     text = [*command, "--text", "calib.txt"]
     assert refusal([*text, "--window", "33"], "dense") == "--window 33 is longer than the model's context of 32 tokens"
-    for many in ("100", "99999999999999999999"):
-        assert refusal([*text, "--window", "16", "--samples", many], "dense") == (
-            f"the text holds 98 windows of 16 tokens, {many} are asked for; give more text, or at most 98 samples"
-        )
     assert refusal([*text, "--window", "16", "--samples", "3", "--folds", "4"], "dense") == (
         "4 folds of 3 samples: every fold needs at least one"
     )

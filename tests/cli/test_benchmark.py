@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 import tempfile
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ckpt_prune.exporting.manifest import Manifest, Source
 from ckpt_prune.filenames import GRAPH_RECORD
 from tests.benchmarking import targets
 from tests.cli.running import edit_weights, misused, ok, refused, run
-from tests.graphs import exports
+from tests.graphs import exports, traced_before
 
 DENSE = {"label": "A", "model": "dense"}
 PRUNED = {"label": "B", "model": "pruned"}
@@ -199,9 +200,22 @@ def size(*files: str) -> int:
     return sum(len(Path(file).read_bytes()) for file in files)
 
 
-def test_dense_against_pruned_in_both_runtimes(place, scratch, tmp_path_factory):
-    """One graph is there already, the other is made."""
+@pytest.fixture
+def imported_once(monkeypatch) -> None:
+    """Processes fork from one that has imported what they need, in place of importing it each.
+
+    Spawned ones are in the test below, and in `tests/benchmarking`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ckpt_prune.benchmarking.runners"])
+    forkserver.ensure_running()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+
+
+def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, monkeypatch, tmp_path_factory):
+    """One graph is there already, the other is made: `tests/exporting` has what is in it."""
     model, graph = exports(tmp_path_factory)("llama-gqa-tied")
+    traced_before(monkeypatch, graph)
     shutil.rmtree("dense")
     shutil.copytree(model, "dense")
     shutil.copytree(graph, "dense/onnx")

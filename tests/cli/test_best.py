@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ckpt_prune
-from ckpt_prune.calibration.measure import measure
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -82,7 +81,7 @@ def test_effects_are_added_to_finished_statistics(here):
         patch.setattr("ckpt_prune.calibration.measure.measure", lambda *_a, **_k: pytest.fail("measured again"))
         ok(*same, "--effects")
     assert same_files("later", "weighed")
-    exists = "later exists: choose another name or say --overwrite"
+    exists = f"{Path('later').absolute()} exists; --overwrite replaces it"
     assert refused(*same, "--effects") == exists
     assert refused(*same, "--effects", "--seed", "1") == exists
     ok("calibrate", "llama", *TEXT, "--seed", "1", "-o", "other")
@@ -352,7 +351,7 @@ def test_the_curve_of_weights_alone(here):
         "0.25        4.62K   88.9%  18.1 KiB   381K      2   18       0.0000          -\n"
         "0.5         3.28K   63.1%  12.8 KiB   229K      1   12            -          -\n"
         "0.75        2.70K   52.0%  10.6 KiB   193K      1    6            -          -\n"
-        "errors: means over blocks, relative to each output's energy, after compensation\n"
+        "errors: means over blocks, relative to each output's energy, after compensation; no perplexity\n"
     )
 
 
@@ -452,6 +451,6 @@ def test_a_curve_of_masks_or_broken_weights_is_refused(here):
 def test_effects_that_are_not_measured_twice(here, monkeypatch):
     """Statistics that hold them are used as they are."""
     monkeypatch.setattr("ckpt_prune.transform.measuring.measure_effects", lambda *_a, **_k: pytest.fail("measured"))
-    monkeypatch.setattr("ckpt_prune.transform.measuring.measure", lambda *_a, **_k: pytest.fail(measure.__name__))
+    monkeypatch.setattr("ckpt_prune.transform.measuring.measure_into", lambda *_a, **_k: pytest.fail("again"))
     ok("prune", "llama", *BEST, "--ratio", "0.4", "-o", "out")
     ok("prune", "llama", "--recipe", "best", "--set=weigh_by=energy", "--statistics", "weighed", *QUICK, "-o", "other")

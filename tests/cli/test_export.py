@@ -203,7 +203,7 @@ def test_overwrite(vision):
     assert run("export", "vision", "-o", "out", "--overwrite", "--tolerance", "1e-12").exit_code == 1
     assert listing() == before
     ok("export", "vision", "-o", "out", "--overwrite")
-    assert files("out") == sorted([*VISION_FILES, "validation.json"])
+    assert files("out") == sorted([*VISION_FILES, "validation.json", "note.txt"])
 
 
 def test_help_says_what_an_option_is_for():
@@ -277,7 +277,8 @@ def test_a_place_that_will_not_do(vision, untraced):
     assert refused("export", "vision", "-o", "a/b") == f"the folder {Path.cwd() / 'a'} does not exist; create it first"
     Path("thesis").mkdir()
     assert refused("export", "vision", "-o", "thesis", "--overwrite") == (
-        f"{Path.cwd() / 'thesis'} exists and is not an exported folder, so it is never replaced; choose another name"
+        f"{Path.cwd() / 'thesis'} exists and is not an exported folder (it has no ckpt_prune_onnx.json), so it is "
+        "never replaced; choose another name"
     )
 
 

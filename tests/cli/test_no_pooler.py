@@ -11,6 +11,7 @@ import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.readout import Readout
+from tests import graphs
 from tests.cli.running import edit_weights, ok, refused
 from tests.encoders import edit_files, make, no_pooler, samples
 
@@ -50,7 +51,8 @@ def test_it_is_stored_with_remote_code(variant):
 
 
 def test_its_graph_has_no_pooled_output(variant):
-    ok("export", "dense", "-o", "onnx")
+    edit_files(graphs.make(Path("shallow"), variant, 1), no_pooler)
+    ok("export", "shallow", "-o", "onnx")
     onnx = pytest.importorskip("onnx")
     assert [each.name for each in onnx.load("onnx/model.onnx").graph.output] == ["last_hidden_state"]
 

@@ -24,7 +24,9 @@ def test_text(place):
         *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     ]
     rows = [line.split() for line in lines[6:10]]
-    assert lines[10:] == ["", "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"]
+    assert lines[10] == lines[-2] == ""
+    assert [line.partition(":")[0] for line in lines[11:15]] == ["kept", "error", "floor", "rho2"]
+    assert lines[-1] == "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"
     assert [row[:4] for row in rows] == [
         ["0", "heads", "1/2", "rotation"],
         ["0", "mlp", "12/24", "rotation"],

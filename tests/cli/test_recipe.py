@@ -1,6 +1,7 @@
 """`recipe`, and what becomes of recipes that are none."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,27 +10,58 @@ from ckpt_prune.planning.shipped import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
 TOP = (
-    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, "
-    "spaces, mask, rotation, recovery, export"
+    "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
+    "container, spaces, mask, rotation, recovery, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
 
-def test_list():
-    lines = ok("recipe", "list").splitlines()
-    assert [line.split()[0] for line in lines] == list(shipped_recipes())
-    assert {"wanda-sp", "flap", "rcpu", "rcpu-scale", "rcpu-v1-least-squares", "ridge", "grail", "vbp"} <= {
-        line.split()[0] for line in lines
-    }
-    widest = max(map(len, shipped_recipes()))
-    summary = "Columns of least weight norm dropped; needs no calibration at all."
-    assert f"{'magnitude':<{widest}}  {summary}" in lines
+def test_list_is_grouped_by_what_recipes_are_for():
+    *groups, legend = ok("recipe", "list").split("\n\n")
+    tables = {group.splitlines()[0]: group.splitlines()[1:] for group in groups}
+    assert list(tables) == [
+        "Smaller, for the stock classes of transformers:",
+        "Smallest loss:",
+        "Vision models, and any family without rotary positions:",
+        "Zeros (masks): shapes stay:",
+        "Recovery: what stays of each block is trained:",
+        "Baselines of papers:",
+    ]
+    named = {heading: [line.split()[0] for line in lines[1:]] for heading, lines in tables.items()}
+    assert sorted(name for own in named.values() for name in own) == list(shipped_recipes())
+    assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
+    assert named["Smallest loss:"] == ["best"]
+    assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
+    assert [len(own) for own in named.values()] == [4, 1, 4, 18, 3, 9]
+    assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
-def test_list_json():
-    found = json.loads(ok("recipe", "list", "--json"))
-    assert [entry["name"] for entry in found] == list(shipped_recipes())
-    assert all(entry["summary"] and entry["source"] and set(entry) > {"target"} for entry in found)
+def test_a_line_of_the_list():
+    lines = {line.split()[0]: re.split("  +", line.strip()) for line in ok("recipe", "list").splitlines() if line}
+    assert lines["recipe"] == ["recipe", "time", "loads with", "data", "what it does"]
+    assert lines["ridge"][1:4] == ["1", "stock", "text, images or statistics"]
+    assert lines["ridge"][4] == "Variance-aware score; ridge regression towards the kept weights, fixed strength."
+    assert lines["magnitude"][3:] == ["none", "Columns of least weight norm dropped; needs no calibration at all."]
+    assert lines["best"][2] == "own code"
+    assert lines["best-uniform"][2] == "stock, else own code"
+    assert lines["best-uniform"][4].endswith("; one width per space. (the default)")
+    assert lines["ridge-perplexity"][3] == "text"
+    assert lines["laco-flap"][3] == "text or images"
+
+
+def test_list_json_is_the_same():
+    found = {entry["name"]: entry for entry in json.loads(ok("recipe", "list", "--json"))}
+    lines = {line.split()[0]: re.split("  +", line.strip()) for line in ok("recipe", "list").splitlines() if line}
+    assert sorted(found) == list(shipped_recipes())
+    for name, entry in found.items():
+        assert lines[name][1:3] == [f"{entry['time']:g}", entry["loads"]]
+        assert lines[name][4].removesuffix(" (the default)") == entry["summary"]
+        assert entry["source"]
+    assert [name for name, entry in found.items() if entry["default"]] == ["best-uniform"]
+    best = found["best"]
+    assert (best["goal"], best["data"], best["target"]) == ("loss", ["text", "images", "statistics"], "drift")
+    assert best["calibration"] == "ckpt-prune calibrate --folds 4 --effects"
+    assert found["laco-flap"]["calibration"] is None
 
 
 def test_show_keeps_comments():
@@ -202,12 +234,13 @@ def test_ratios_outside_the_range(place, ratio):
     assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "plan.json") == message
 
 
-@pytest.mark.parametrize(("ratio", "meant"), [("20", "0.2"), ("2", "0.02"), ("12.5", "0.125")])
-def test_percentages_without_their_sign_are_asked_about(place, ratio, meant):
-    message = f"--ratio {ratio}: a ratio is in [0, 1): did you mean {meant}?"
+@pytest.mark.parametrize(("ratio", "share"), [("20", "0.2"), ("2", "0.02"), ("12.5", "0.125")])
+def test_percentages_without_their_sign_are_asked_about(place, ratio, share):
+    meant = f"did you mean {ratio}% or {share}?"
+    message = f"--ratio {ratio}: a ratio is in [0, 1): {meant}"
     assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", ratio, "-o", "out") == message
     said = refused("prune", "dense", "--recipe", "magnitude", "--set", f"spaces.mlp.ratio={ratio}", "-o", "out")
-    assert said == f"--set: spaces.mlp.ratio: input should be less than 1, got {float(ratio):g}: did you mean {meant}?"
+    assert said == f"--set: spaces.mlp.ratio: input should be less than 1, got {float(ratio):g}: {meant}"
 
 
 @pytest.mark.parametrize("change", [["--ratio", "50%"], ["--set", "ratio=50%"]])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.calibration.statistics import INDEX, Statistics
+from ckpt_prune.checkpoint.staging import Staging
 from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
 from tests.interrupting import interrupt_at
 
@@ -40,19 +41,21 @@ def test_text_may_be_given_twice_and_be_jsonl(place):
 
 def test_an_existing_folder_stays_unless_told(place):
     assert refused("calibrate", "dense", *TEXT, "-o", "stats") == (
-        "stats exists: choose another name or say --overwrite"
+        f"{Path('stats').absolute()} exists; --overwrite replaces it"
     )
     ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
     assert Statistics(Path("stats")).index.seed == 1
     assert refused("calibrate", "dense", *TEXT, "-o", "pruned", "--overwrite") == (
-        "pruned exists and is not a statistics folder: it is not overwritten"
+        f"{Path('pruned').absolute()} exists and is not a statistics folder (it has no statistics.json), so it is "
+        "never replaced; choose another name"
     )
 
 
 def test_a_link_is_not_replaced(place):
     Path("link").symlink_to("stats")
     assert refused("calibrate", "dense", *TEXT, "-o", "link", "--overwrite") == (
-        "link is a link, which is not replaced: choose another name"
+        f"{Path('link').absolute()} exists and is not a statistics folder (it is a link), so it is never replaced; "
+        "choose another name"
     )
 
 
@@ -83,28 +86,28 @@ def test_a_disk_that_fills_up(place, most, command):
     assert listing() == before
 
 
-@pytest.mark.parametrize("rename", [2, 3])
-def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, monkeypatch):
-    """Before the old ones are moved aside, and before the new ones take their place: the next command finishes it."""
-    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "other")
+@pytest.mark.parametrize(("rename", "seed"), [(1, 0), (2, 0), (3, 1)])
+def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, seed, monkeypatch):
+    """Before the old ones are moved aside, before the new ones are in place, and after: the next command clears up."""
+    again = ("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
     with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", Staging.release)
         interrupt_at(patch, Path, "rename", rename)
-        assert run("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite").exit_code == 130
+        assert run(*again).exit_code == 130
     found = {Statistics(path.parent).index.seed for path in Path().glob(f"*stats*/{INDEX}")}
     assert found == {0, 1}
-    assert Path("stats").exists() == (rename == 2)
-    assert run("calibrate", "dense", *TEXT, "-o", "stats").stderr == (
-        "Error: stats exists: choose another name or say --overwrite\n"
-    )
-    assert same_files("stats", "other")
+    assert Path("stats").exists() == (rename != 2)
+    if rename == 3:
+        assert Statistics(Path("stats")).index.seed == seed
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_prune.calibration.measure.measure_into", stop)
+        assert run(*again).exit_code == 130
+    assert Statistics(Path("stats")).index.seed == seed
     assert not list(Path().glob(".stats*"))
 
 
-def test_a_kill_while_old_statistics_are_deleted_is_made_up_for(place):
-    shutil.copytree("stats", ".stats.ckpt_prune-replaced")
-    assert run("calibrate", "dense", *TEXT, "-o", "stats").exit_code == 2
-    assert Statistics(Path("stats")).index.seed == 0
-    assert not list(Path().glob(".stats*"))
+def stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("out", ["dense", "dense/stats", ".", "dense/../dense"])
@@ -115,7 +118,9 @@ def test_the_model_is_no_place_for_statistics(place, out):
 
 
 def test_missing_parent(place):
-    assert refused("calibrate", "dense", *TEXT, "-o", "no/s") == f"{Path('no').absolute()} does not exist"
+    assert refused("calibrate", "dense", *TEXT, "-o", "no/s") == (
+        f"the folder {Path('no').absolute()} does not exist; create it first"
+    )
 
 
 def test_bad_options(place):
@@ -193,7 +198,7 @@ def test_add(place):
     name = "model.layers.1.mlp.down_proj.weight"
     assert both[name][0].count == 256
     assert (both[name][0].square == a[name][0].square + b[name][0].square).all()
-    assert refused("statistics", "add", "stats", "more", "-o", "sum").startswith("sum exists")
+    assert refused("statistics", "add", "stats", "more", "-o", "sum").endswith("sum exists; --overwrite replaces it")
     ok("statistics", "add", "stats", "more", "-o", "sum", "--overwrite")
     # A sum is statistics like any other.
     ok("prune", "dense", "--recipe", "rcpu", "--statistics", "sum", "-o", "out")

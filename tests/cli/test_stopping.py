@@ -39,7 +39,7 @@ def test_what_is_done_is_kept_and_can_be_resumed(place):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (143, "")
     assert done.stderr.splitlines()[-2:] == [
-        "out.partial keeps the blocks that are done: the same command with --resume continues",
+        "out.partial keeps what is done: the same command with --resume continues",
         "Interrupted.",
     ]
     assert Path("out.partial").is_dir()

@@ -290,7 +290,7 @@ def test_bad_input_is_refused_in_one_line(place: Path) -> None:
     assert said("vision-onnx", "--against", "vision", "--images", "gone") == "gone: no such image folder"
     Path("short.txt").write_text("the cat")
     assert said("decoder-onnx", "--against", "decoder", "--text", "short.txt") == (
-        "the text is too short for one window: it has 7 tokens, a window takes 32; give more text or a smaller window"
+        "the text is too short for one window: it has 7 tokens, a window takes 32; say --window 7, or give more text"
     )
     assert said("decoder-onnx", "--against", "decoder", "--text", "gone.txt") == "gone.txt: no such text file"
     assert said("decoder-onnx", "--against", "decoder", "--text", "text.txt", "--window", "33") == (

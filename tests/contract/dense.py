@@ -10,11 +10,11 @@ from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tests.encoders import DEFAULTS, STRENGTH, WITH_STRENGTH
+from tests.measuring import measured
 
 from .models import Case
 

@@ -1,6 +1,7 @@
 """`demo`, on fewer windows than it really takes, and the text it reads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ckpt_prune.demo import corpus
 from ckpt_prune.demo import run as demo
 from tests.cli.running import ok, refused
+from tests.graphs import with_layers
 
 ROWS = [
     demo.Row("dense", 0.0, 2_345_678, 4_691_356, 10.126, "llama", 0.0),
@@ -15,9 +17,18 @@ ROWS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """The first two blocks of the packaged model."""
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    shutil.copytree(demo.model_folder(), folder)
+    return with_layers(folder, 2, of=int(json.loads((folder / "config.json").read_text())["num_hidden_layers"]))
+
+
 @pytest.fixture
-def small(monkeypatch, tmp_path):
+def small(monkeypatch, tmp_path, shallow):
     """Seconds instead of minutes; the text is cut short because tokenising all of it takes most of them."""
+    monkeypatch.setattr(demo, "model_folder", lambda: shallow)
     whole = corpus.text
     monkeypatch.setattr(corpus, "text", lambda **kwargs: whole(**kwargs)[:40_000])
     monkeypatch.setattr(demo, "WINDOW", 32)

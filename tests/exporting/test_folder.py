@@ -212,7 +212,7 @@ def test_an_output_that_exists(vit):
     Path("out/note.txt").write_text("mine")
     Path("out/model.onnx").write_bytes(b"damaged")
     writer(vit, overwrite=True).write()
-    assert everything() == before
+    assert everything() == before | {"out/note.txt": b"mine"}
 
 
 def foreign(kind: str) -> None:
@@ -236,8 +236,12 @@ def foreign(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["file", "link", "link to nothing", "checkpoint", "empty", "other graph"])
 def test_what_is_no_export_is_never_replaced(vit, kind, overwrite):
     foreign(kind)
+    reason = {"file": "it is no folder"}.get(
+        kind, "it is a link" if "link" in kind else "it has no ckpt_prune_onnx.json"
+    )
     assert refusal(vit, overwrite=overwrite) == (
-        f"{Path.cwd() / 'out'} exists and is not an exported folder, so it is never replaced; choose another name"
+        f"{Path.cwd() / 'out'} exists and is not an exported folder ({reason}), so it is never replaced; choose "
+        "another name"
     )
 
 
@@ -404,7 +408,7 @@ def test_a_swap_that_fails(vit, overwrite, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", rename)
     assert str(ending(vit, UserError, overwrite=overwrite)) == (
-        f"cannot write {Path('out')} (Input/output error); free space or choose another place"
+        f"cannot write {Path.cwd() / 'out.partial'} (Input/output error); free space or choose another place"
     )
 
 
@@ -442,7 +446,8 @@ def test_a_killed_run(vit, overwrite, monkeypatch):
     assert refusal(vit) == (f"{Path.cwd() / 'out.partial'} is left from an unfinished run; --overwrite starts afresh")
     writer(vit, overwrite=True).write()
     assert sorted(str(path) for path in Path().iterdir()) == ["out", "vit"]
-    assert {path.name for path in Path("out").iterdir()} == OWN | {"preprocessor_config.json"}
+    kept = {"note.txt"} if overwrite else set()
+    assert {path.name for path in Path("out").iterdir()} == OWN | {"preprocessor_config.json"} | kept
 
 
 def test_a_partial_folder_of_somebody_else(vit):

@@ -155,7 +155,7 @@ def test_two_exports_of_a_model_are_the_same_bytes(exported, tmp_path):
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory) -> Path:
-    return graphs.make(tmp_path_factory.mktemp("model") / "vit", "vit")
+    return graphs.make(tmp_path_factory.mktemp("model") / "vit", "vit", 1)
 
 
 def refusal(model: Path, out: Path, **settings: Any) -> str:

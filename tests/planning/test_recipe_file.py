@@ -7,8 +7,8 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from .recipes import GOOD, refusal, write
 
 KEYS = (
-    "version, name, summary, source, ratio, target, true_sequential, size, allocation, weigh_by, widths, container, "
-    "spaces, mask, rotation, recovery, export"
+    "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
+    "container, spaces, mask, rotation, recovery, export"
 )
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares"

@@ -16,13 +16,13 @@ from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 from ckpt_prune.transform.solvers import columns as sites
 from tests import encoders
 from tests.families import BLOCKS, prune
+from tests.measuring import measured
 from tests.oracles import choice, drift, effects, whole_best
 from tests.oracles.choice import Tokens
 from tests.transform.test_drift_source import samples_of, until

@@ -12,7 +12,6 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.planned import make_plan
 from tests.encoders import (
     BLOCKS,
@@ -36,6 +35,7 @@ from tests.encoders import (
     watch,
 )
 from tests.families import prune
+from tests.measuring import measured
 from tests.oracles import logits, perplexity
 from tests.pairs import dealt, pairwise
 from tests.reports import comparable

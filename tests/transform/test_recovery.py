@@ -17,6 +17,7 @@ from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
+from tests.pairs import dealt
 
 from .recovering import (
     SAMPLES,
@@ -51,18 +52,6 @@ def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
 # ---- families ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_masked_models_of_every_family(dense, tmp_path, variant):
-    folder = dense.folder(variant)
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
-    report = check(folder, pruned, tmp_path / "out", variant)
-    linears = [n for n, t in tensors_of(pruned).items() if is_linear(n, tensors_of(pruned)) and n.endswith("weight")]
-    assert len(report["linears"]) == len(linears)
-    zeros = {each["weight"]: each["zeros"] for each in report["linears"]}
-    after = tensors_of(tmp_path / "out")
-    assert all(int((after[name] == 0).sum()) == zeros[name] > 0 for name in linears)
-
-
 def narrower(variant: str) -> Recipe:
     """Fewer heads and columns, in whatever holds them."""
     if variant in families.VARIANTS:
@@ -72,14 +61,29 @@ def narrower(variant: str) -> Recipe:
     return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_narrower_models_of_every_family(dense, tmp_path, variant):
+@pytest.mark.parametrize(("variant", "way"), dealt(VARIANTS, ["masked", "narrower"]))
+def test_every_variant(dense, tmp_path, variant, way):
+    """Masked or narrower, in turns: every family in both, as a family has several variants side by side."""
     folder = dense.folder(variant)
-    pruned = pruned_by(folder, tmp_path / "pruned", narrower(variant), None)
-    before, after = (sum(t.numel() for t in tensors_of(each).values()) for each in (folder, pruned))
-    assert after < before
+    recipe = wanted("magnitude") if way == "masked" else narrower(variant)
+    pruned = pruned_by(folder, tmp_path / "pruned", recipe, None)
     report = check(folder, pruned, tmp_path / "out", variant)
-    assert {site["space"] for site in report["sites"]} == {"heads", "mlp"}
+    if way == "narrower":
+        before, after = (sum(t.numel() for t in tensors_of(each).values()) for each in (folder, pruned))
+        assert after < before
+        assert {site["space"] for site in report["sites"]} == {"heads", "mlp"}
+        return
+    linears = [n for n, t in tensors_of(pruned).items() if is_linear(n, tensors_of(pruned)) and n.endswith("weight")]
+    assert len(report["linears"]) == len(linears)
+    zeros = {each["weight"]: each["zeros"] for each in report["linears"]}
+    after = tensors_of(tmp_path / "out")
+    assert all(int((after[name] == 0).sum()) == zeros[name] > 0 for name in linears)
+
+
+def test_every_family_is_masked_and_narrower():
+    described = families.VARIANTS | encoders.VARIANTS
+    found = {(described[variant].model_type, way) for variant, way in dealt(VARIANTS, ["masked", "narrower"])}
+    assert found == {(each.model_type, way) for each in described.values() for way in ("masked", "narrower")}
 
 
 # ---- kinds of pruning --------------------------------------------------------------------------------------------

@@ -14,19 +14,19 @@ from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.states import StateMemory
-from ckpt_prune.checkpoint.staging import JOURNAL
+from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.recovery import recoverer
-from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.recover import SettledRecovery
 from ckpt_prune.transform.request import RecoverySamples
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
+from tests.measuring import measured
 from tests.oracles import masked_model
 from tests.reports import recover
 

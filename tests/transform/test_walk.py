@@ -1,5 +1,7 @@
 """The walk over blocks: the order of steps, what a resumed run passes, and what is written."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import Layout, layout_of
@@ -44,8 +47,10 @@ def dense_of(tmp_path: Path) -> tuple[Dense, Layout]:
     return Dense(model, torch.device("cpu")), layout_of(model)
 
 
-def writer_of(out: Path, layout: Layout, *, resume: bool = False) -> CheckpointWriter:
-    return CheckpointWriter(out, layout, job="job", sharded=False, resume=resume)
+@contextmanager
+def writer_of(out: Path, layout: Layout, *, resume: bool = False) -> Iterator[CheckpointWriter]:
+    with Staging(out, job="job", resume=resume) as staging:
+        yield CheckpointWriter(staging, layout, sharded=False)
 
 
 def test_steps_act_in_order_and_advance_when_all_have(tmp_path):
@@ -72,9 +77,8 @@ def test_a_resumed_walk_passes_what_is_written_and_ends_in_the_same_bytes(tmp_pa
         return [Adding("first", 1), Adding("second", 2, replays=True)]
 
     for name, stop in (("whole", None), ("out", 1)):
-        writer = writer_of(tmp_path / name, layout)
         try:
-            with writer:
+            with writer_of(tmp_path / name, layout) as writer:
                 sink = Sink(writer, layout)
                 if stop is not None:
                     stopping = steps()

@@ -13,9 +13,9 @@ from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform.measuring import measured
 from tests import encoders, families
 from tests.families import prune
+from tests.measuring import measured
 from tests.oracles import masked_model
 from tests.oracles.masked_model import INPUTS, Model, Rule, Target
 from tests.stored import Sources

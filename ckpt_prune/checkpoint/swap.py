@@ -1,0 +1,85 @@
+"""A finished folder takes the place of an old one; what this tool did not write moves over.
+
+At every moment OUT is absent, the old folder or the finished new one, and a file that somebody else put there is in OUT
+or in `.OUT.ckpt_prune-replaced`. What a kill interrupts, `complete` undoes or finishes.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.written import Kind, same_file, strangers
+from ckpt_prune.errors import UserError
+
+
+def swap(fresh: Path, out: Path, kind: Kind) -> list[str]:
+    """Put a finished folder in its place.
+
+    Args:
+        fresh: the folder, whole and on disk.
+        out: its place.
+        kind: of both.
+
+    Returns:
+        What was kept of the old folder: paths below OUT of what this tool did not write.
+    """
+    if out.exists():
+        out.rename(_aside(out))
+    try:
+        fresh.rename(out)
+    except OSError:
+        if _aside(out).exists():
+            _aside(out).rename(out)
+        raise
+    return complete(out, kind)
+
+
+def complete(out: Path, kind: Kind) -> list[str]:
+    """Finish a swap, or undo one that was killed before the new folder was in place.
+
+    Args:
+        out: the place.
+        kind: of the folder.
+
+    Returns:
+        As `swap`; nothing where there was nothing to finish.
+
+    Raises:
+        UserError: files that are to be kept have no place in the new folder.
+    """
+    aside, doomed = _aside(out), out.with_name(f".{out.name}.ckpt_prune-deleted")
+    if aside.exists() and not out.exists():
+        aside.rename(out)
+    if out.is_dir() and (aside.exists() or (out / JOURNAL).exists()):
+        (out / JOURNAL).unlink(missing_ok=True)
+        sync(out)
+        sync(out.parent)
+    kept: list[str] = []
+    if aside.exists():
+        kept = strangers(aside, kind.written(aside))
+        _move(kept, aside, out)
+        # From here on nothing in it is wanted: deleting may stop anywhere.
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        aside.rename(doomed)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    return kept
+
+
+def _move(names: list[str], old: Path, new: Path) -> None:
+    for name in names:
+        target = new / name
+        if same_file(old / name, target):
+            continue
+        if os.path.lexists(target):
+            raise UserError(f"{old / name} is to be kept, and {target} is there already; move one of them away")
+        target.parent.mkdir(exist_ok=True)
+        (old / name).rename(target)
+        sync(target.parent)
+
+
+def _aside(out: Path) -> Path:
+    return out.with_name(f".{out.name}.ckpt_prune-replaced")

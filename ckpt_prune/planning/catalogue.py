@@ -1,0 +1,86 @@
+"""What there is to know of a recipe before choosing it: what it is for, what it needs, what its output loads with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_prune.planning.kinds import kind_of
+from ckpt_prune.planning.names import Goal
+from ckpt_prune.planning.recipe import Recipe
+
+Data = Literal["text", "images", "statistics"]
+Loads = Literal["stock", "stock, else own code", "own code"]
+
+GOALS: dict[Goal, str] = {
+    "stock": "Smaller, for the stock classes of transformers",
+    "loss": "Smallest loss",
+    "vision": "Vision models, and any family without rotary positions",
+    "zeros": "Zeros (masks): shapes stay",
+    "recovery": "Recovery: what stays of each block is trained",
+    "paper": "Baselines of papers",
+}
+"""What recipes are for, in the order they are listed, with the heading of each group."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe in a list.
+
+    Attributes:
+        recipe: the recipe.
+        goal: what it is for: what it says, else what it does.
+        data: what will do to measure on, any one of them; empty where nothing is measured.
+        calibration: the command that measures statistics for it; None where these will not do.
+        loads: what loads its output. stock: a class of transformers; own code: `ckpt_prune.load`, or remote code.
+    """
+
+    recipe: Recipe
+    goal: Goal
+    data: tuple[Data, ...]
+    calibration: str | None
+    loads: Loads
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Entry":
+        """What a recipe says and what follows from it."""
+        data = _data(recipe)
+        return cls(recipe, _goal(recipe), data, recipe.calibration if "statistics" in data else None, _loads(recipe))
+
+    @property
+    def needs(self) -> str:
+        """The data in words."""
+        if not self.data:
+            return "none"
+        *others, last = self.data
+        return f"{', '.join(others)} or {last}" if others else last
+
+
+def grouped(recipes: Iterable[Recipe]) -> dict[Goal, list[Entry]]:
+    """Recipes by what they are for, in the order of `GOALS`; groups without one are left out."""
+    entries = [Entry.of(recipe) for recipe in recipes]
+    found = {goal: [entry for entry in entries if entry.goal == goal] for goal in GOALS}
+    return {goal: own for goal, own in found.items() if own}
+
+
+def _goal(recipe: Recipe) -> Goal:
+    if recipe.goal is not None:
+        return recipe.goal
+    if recipe.recovery is not None:
+        return "recovery"
+    return "zeros" if recipe.mask is not None else "paper"
+
+
+def _data(recipe: Recipe) -> tuple[Data, ...]:
+    if recipe.perplexity_grid:
+        return ("text",)
+    if recipe.recovery is not None:
+        return ("text", "images")
+    return ("text", "images", "statistics") if recipe.needs_moments else ()
+
+
+def _loads(recipe: Recipe) -> Loads:
+    turns = recipe.rotation is not None and recipe.rotation.kind == "per-layer"
+    unknown = any(not kind_of(space).stock for space in recipe.spaces) and recipe.container != "padded"
+    if recipe.widths == "per_layer" or recipe.container == "remote" or turns or unknown:
+        return "own code"
+    return "stock, else own code" if recipe.container == "any" else "stock"

@@ -1,0 +1,96 @@
+"""What a list says of recipes follows from the recipes."""
+
+import pytest
+
+from ckpt_prune.planning.catalogue import GOALS, Entry, grouped
+from ckpt_prune.planning.names import Goal
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE, shipped_recipes
+
+from .recipes import refusal, write
+
+RIDGE = {"score": "rcpu", "compensation": {"method": "ridge"}}
+
+
+def entry(**top: object) -> Entry:
+    values = {"version": 1, "name": "mine"} | ({} if "mask" in top else {"spaces": {"mlp": RIDGE}}) | top
+    return Entry.of(Recipe.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    ("top", "goal"),
+    [
+        ({}, "paper"),
+        ({"mask": {"method": "wanda", "pattern": "2:4"}}, "zeros"),
+        ({"recovery": {}}, "recovery"),
+        ({"mask": {"method": "wanda", "pattern": "2:4"}, "recovery": {}}, "recovery"),
+        ({"recovery": {}, "goal": "vision"}, "vision"),
+    ],
+)
+def test_what_a_recipe_is_for(top, goal):
+    assert entry(**top).goal == goal
+
+
+@pytest.mark.parametrize(
+    ("top", "loads"),
+    [
+        ({}, "stock"),
+        ({"container": "any"}, "stock, else own code"),
+        ({"container": "seed_oss"}, "stock"),
+        ({"container": "remote"}, "own code"),
+        ({"widths": "per_layer"}, "own code"),
+        ({"spaces": {"qk": {"score": "logit-energy"}}, "container": "any"}, "own code"),
+        ({"spaces": {"qk": {"score": "logit-energy"}}, "container": "padded"}, "stock"),
+        ({"mask": {"method": "wanda", "pattern": "2:4"}, "rotation": {"kind": "per-layer"}}, "own code"),
+        ({"mask": {"method": "wanda", "pattern": "2:4"}, "rotation": {"kind": "shared"}}, "stock"),
+    ],
+)
+def test_what_loads_the_output(top, loads):
+    assert entry(**top).loads == loads
+
+
+BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_grid": [1, 2], "lambda_by": "perplexity"}}
+
+
+@pytest.mark.parametrize(
+    ("top", "needs", "calibration"),
+    [
+        ({}, "text, images or statistics", "ckpt-prune calibrate"),
+        ({"spaces": {"mlp": {"score": "magnitude"}}}, "none", None),
+        ({"spaces": {"mlp": {"score": "magnitude"}}, "recovery": {}}, "text or images", None),
+        ({"spaces": {"mlp": BY_PERPLEXITY}}, "text", None),
+    ],
+)
+def test_what_it_is_measured_on(top, needs, calibration):
+    found = entry(**top)
+    assert (found.needs, found.calibration) == (needs, calibration)
+
+
+def test_every_shipped_recipe_is_in_one_group_and_states_its_time():
+    recipes = [load_recipe(name) for name in shipped_recipes()]
+    groups = grouped(recipes)
+    assert list(groups) == list(GOALS)
+    assert sorted(each.recipe.name for own in groups.values() for each in own) == list(shipped_recipes())
+    assert [recipe.name for recipe in recipes if recipe.time is None] == []
+    assert load_recipe("ridge").time == 1
+    assert load_recipe("magnitude").time < 1 < load_recipe("best").time
+
+
+def test_what_it_is_for_is_said_only_where_it_does_not_follow():
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        without = Entry.of(recipe.model_copy(update={"goal": None}))
+        assert recipe.goal is None or without.goal != recipe.goal
+
+
+def test_the_default_and_the_wider_choice_stand_where_they_belong():
+    assert Entry.of(load_recipe(DEFAULT_RECIPE)).loads == "stock, else own code"
+    assert Entry.of(load_recipe(WIDER_CHOICE)).loads == "own code"
+
+
+def test_goals_and_times_are_checked(tmp_path):
+    text = "version: 1\nname: mine\nspaces: {mlp: {score: magnitude}}\n"
+    assert "goal" in refusal(write(tmp_path, text + "goal: fun\n"))
+    assert "time" in refusal(write(tmp_path, text + "time: 0\n"))
+    assert set(GOALS) == set(Goal.__args__)

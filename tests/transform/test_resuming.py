@@ -1,0 +1,252 @@
+"""An interrupted run goes on with all that it has done: what it measured, learned, pruned."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform.effects import measure_effects
+from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.resuming import summary
+from ckpt_prune.transform.settle import Settled
+from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
+from tests.interrupting import interrupt_at
+
+DENSE = recipe("ridge", lam=0.1)
+BEST = load_recipe("best", ratio=0.3)
+RECORDS = {"dense": 2 * BLOCKS + 2, "best": 3 * BLOCKS + 3}
+"""Entries of a whole run's journal."""
+
+
+def job(sources: Any, name: str, **options: Any) -> Settled:
+    wanted, folds = (DENSE, 1) if name == "dense" else (BEST, 2)
+    return job_on(sources.folder("llama"), wanted, live=options.pop("live", windows(4, 16)), folds=folds, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(sources, tmp_path_factory) -> dict[str, dict[str, bytes]]:
+    """The files of runs that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name in RECORDS:
+        prune(job(sources, name), folder / name)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(RECORDS)
+    return {name: contents(folder / name) for name in RECORDS}
+
+
+def stopped(settled: Settled, out: Path, record: int, **options: Any) -> None:
+    """A run that ends just before this entry of its journal."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, Journal, "record", record)
+        with pytest.raises(KeyboardInterrupt):
+            prune(settled, out, **options)
+
+
+@pytest.mark.parametrize(("name", "record"), [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
+def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_path, whole, name, record, monkeypatch):
+    out = tmp_path / "out"
+    stopped(job(sources, name), out, record)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    records, observed, solved, said = [], [], [], []
+    for owner, method, seen in (
+        (Journal, "record", records),
+        (HiddenStream, "observe", observed),
+        (Pruner, "block", solved),
+    ):
+        watch(monkeypatch, owner, method, seen)
+    prune(job(sources, name), out, resume=True, announce=said.append)
+    assert contents(out) == whole[name]
+    assert len(records) == RECORDS[name] - record + 1
+    assert len(observed) == max(0, BLOCKS - record + 1)
+    assert len(said) == 1
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def watch(patch: pytest.MonkeyPatch, owner: type, method: str, seen: list[Any]) -> None:
+    original = getattr(owner, method)
+    patch.setattr(owner, method, lambda *args, **options: seen.append(args) or original(*args, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "line"),
+    [
+        ("best", 1, None),
+        ("best", 2, f"statistics of 1 of {BLOCKS} blocks measured"),
+        ("best", BLOCKS + 2, "statistics measured"),
+        ("best", BLOCKS + 3, f"statistics measured, effects of 1 of {BLOCKS} blocks measured"),
+        ("best", 2 * BLOCKS + 3, "statistics measured, effects measured"),
+        ("best", 2 * BLOCKS + 4, f"statistics measured, effects measured, 1 of {BLOCKS} blocks pruned"),
+        ("dense", 2 * BLOCKS + 2, f"statistics measured, {BLOCKS} of {BLOCKS} blocks pruned"),
+    ],
+)
+def test_what_is_gone_on_with_is_said_first(sources, tmp_path, name, record, line):
+    out, said = tmp_path / "out", []
+    stopped(job(sources, name), out, record)
+    stopped(job(sources, name), out, 1, resume=True, announce=said.append)
+    assert said == ["nothing to resume: starting afresh" if line is None else f"resuming {out}.partial: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("units", "line"),
+    [
+        ([*(f"rotation {n}" for n in range(2))], "2 of 3 rotations learned"),
+        ([*(f"rotation {n}" for n in range(3)), "block 0"], "rotations learned, 1 of 3 blocks masked"),
+        (["statistics 0", "statistics", "rotations"], "statistics measured, rotations learned"),
+        (["search", "block 0", "rest"], "lambda chosen, 1 of 3 blocks masked"),
+    ],
+)
+def test_other_stages_are_named_too(tmp_path, units, line):
+    assert summary(Journal(tmp_path, "job", units={unit: [] for unit in units}), 3, "masked") == line
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_without_anything_to_resume_says_so(sources, tmp_path, whole, resume):
+    said: list[str] = []
+    prune(job(sources, "dense"), tmp_path / "out", resume=resume, announce=said.append)
+    assert said == ["nothing to resume: starting afresh"] * resume
+    assert contents(tmp_path / "out") == whole["dense"]
+
+
+def test_other_data_is_another_job_before_anything_is_measured(sources, tmp_path, monkeypatch):
+    stopped(job(sources, "dense"), tmp_path / "out", BLOCKS + 3)
+    left = contents(tmp_path)
+    monkeypatch.setattr(HiddenStream, "__init__", lambda *_a, **_k: pytest.fail("measured"))
+    with pytest.raises(UserError, match="was begun by a different job"):
+        prune(job(sources, "dense", live=windows(4, 16, seed=6)), tmp_path / "out", resume=True)
+    assert contents(tmp_path) == left
+
+
+def test_measured_effects_are_taken_over_to_the_last_bit(sources, tmp_path):
+    """However many blocks an interrupted run has measured."""
+    request = job(sources, "best").request
+    statistics = sources.statistics("llama", folds=2)
+    options: dict[str, Any] = {"spaces": ["heads", "mlp"], "device": request.device}
+    options["compute_dtype"] = request.live.compute_dtype
+
+    def measure(journal: Journal) -> dict[str, list[tuple[int, float]]]:
+        return measure_effects(request.model, statistics, request.live.samples, **options, journal=journal)
+
+    first = Journal(tmp_path, "job")
+    expected = measure(first)
+    for known in range(BLOCKS + 1):
+        notes = {f"effects {block}": first.notes[f"effects {block}"] for block in range(known)}
+        assert measure(Journal(tmp_path, "job", notes=notes)) == expected
+
+
+# ---- what is finished ----------------------------------------------------------------------------------------------
+
+
+def test_a_finished_output_of_the_same_job_is_left_alone(sources, tmp_path, whole, monkeypatch):
+    out, said = tmp_path / "out", []
+    prune(job(sources, "best"), out)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    monkeypatch.setattr(Staging, "__init__", lambda *_a, **_k: pytest.fail("begun"))
+    report = prune(job(sources, "best"), out, resume=True, announce=said.append)
+    assert said == [f"{out} is finished: nothing is left to do"]
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
+    assert contents(out) == whole["best"]
+    assert report["job"] == job(sources, "best").digest
+
+
+def test_a_finished_output_of_another_job_is_refused(sources, tmp_path):
+    out = tmp_path / "out"
+    prune(job(sources, "dense"), out)
+    for other in (job(sources, "best"), job(sources, "dense", diagnostics=True)):
+        with pytest.raises(UserError, match="out exists; --overwrite replaces it"):
+            prune(other, out, resume=True)
+
+
+def test_a_run_that_lacks_the_swap_alone_only_makes_it(sources, tmp_path, whole, monkeypatch):
+    """Also without what was measured, which is deleted just before."""
+    out, said = tmp_path / "out", []
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Path, "rename", 1)
+        with pytest.raises(KeyboardInterrupt):
+            prune(job(sources, "dense"), out)
+    assert not (tmp_path / "out.partial/measured").exists()
+    monkeypatch.setattr(HiddenStream, "__init__", lambda *_a, **_k: pytest.fail("measured"))
+    prune(job(sources, "dense"), out, resume=True, announce=said.append)
+    assert said == [f"resuming {out}.partial: all done but putting it in its place"]
+    assert contents(out) == whole["dense"]
+
+
+def test_a_swap_that_a_kill_interrupted_is_completed_by_resuming(sources, tmp_path):
+    out = tmp_path / "out"
+    prune(job(sources, "dense"), out)
+    aside = tmp_path / ".out.ckpt_prune-replaced"
+    shutil.copytree(out, aside)
+    (aside / "notes.txt").write_text("mine")
+    prune(job(sources, "dense"), out, resume=True)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# ---- old outputs ---------------------------------------------------------------------------------------------------
+
+
+def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
+    """Of a real output: every name that is written is known to be this tool's."""
+    out, said = tmp_path / "out", []
+    prune(job(sources, "dense"), out)
+    before = contents(out)
+    (out / "notes.txt").write_text("mine")
+    (out / "graph").mkdir()
+    (out / "graph/ckpt_prune_onnx.json").write_text("{}")
+    prune(job(sources, "dense"), out, overwrite=True, announce=said.append)
+    assert contents(out) == before | {"notes.txt": b"mine", "graph/ckpt_prune_onnx.json": b"{}"}
+    assert said == [f"{out / 'graph'} was exported from the output that is replaced: export it again"]
+
+
+@pytest.mark.parametrize("name", ["rotations.st", "pytorch_model.bin"])
+def test_a_name_that_is_needed_is_refused_before_anything_is_measured(sources, tmp_path, name, monkeypatch):
+    out = tmp_path / "out"
+    prune(job(sources, "dense"), out)
+    (out / name).write_text("mine")
+    masked = job_on(sources.folder("llama"), load_recipe("denoise-rotator-magnitude-50", ["rotation.steps=1"]))
+    if name != "rotations.st":
+        prune(masked, out, overwrite=True)
+        assert (out / name).read_text() == "mine"
+        return
+    monkeypatch.setattr(Staging, "__enter__", lambda *_a: pytest.fail("begun"))
+    with pytest.raises(UserError, match=r"rotations\.st was not written with the output that is there"):
+        prune(masked, out, overwrite=True)
+
+
+# ---- kills that nobody can catch -----------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from ckpt_prune.checkpoint.journal import Journal
+from tests.families import job_on, prune, recipe, windows
+
+record, calls = Journal.record, []
+
+def counted(self, unit, *args, **kwargs):
+    record(self, unit, *args, **kwargs)
+    if unit == sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Journal.record = counted
+prune(job_on(Path(sys.argv[1]), recipe("ridge", lam=0.1), live=windows(4, 16)), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no such signal")
+def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole):
+    out, said = tmp_path / "out", []
+    command = [sys.executable, "-c", PROGRAM, str(sources.folder("llama")), str(out), "statistics"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    prune(job(sources, "dense"), out, resume=True, announce=said.append)
+    assert said == [f"resuming {out}.partial: statistics measured"]
+    assert contents(out) == whole["dense"]
+    assert list(tmp_path.iterdir()) == [out]

@@ -1,0 +1,56 @@
+"""What every shipped recipe takes to prune a model, as a multiple of `ridge`: the `time` that recipes state.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tools/time_recipes.py [--samples 128] [--recipes NAME ...]
+
+The time is that of the processor in one process, import excluded, after one run to warm up: other work on the machine
+does not count. The model is the smallest llama of ../shared/data; recipes that prune q and k run on the ViT there
+beside `ridge` on the same images.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from ckpt_prune.options import PruneOptions
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shipped import shipped_recipes
+from ckpt_prune.transform.asked import prune_request, read_asked
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+LLAMA = {"model": str(DATA / "llama-stories260k"), "text": (DATA / "text-tinystories" / "calib_bos.txt",)}
+VIT = {"model": str(DATA / "vit-tiny-imagenet"), "images": DATA / "imagenet-1per-class" / "images"}
+BESIDE = "ridge"
+
+
+def seconds(recipe: str, where: dict[str, object], samples: int) -> float:
+    """Processor time of one prune."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.process_time()
+        options = PruneOptions(recipe=recipe, samples=samples, output=Path(folder) / "out", device="cpu", **where)
+        run(settle(prune_request(read_asked(options), print)), options.output)
+        return time.process_time() - start
+
+
+def main() -> None:
+    """Time them all, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--recipes", nargs="+", default=list(shipped_recipes()))
+    given = parser.parse_args()
+    on_images = [name for name in given.recipes if "qk" in load_recipe(name).spaces]
+    for names, where in (([n for n in given.recipes if n not in on_images], LLAMA), (on_images, VIT)):
+        if not names:
+            continue
+        seconds(BESIDE, where, given.samples)
+        one = seconds(BESIDE, where, given.samples)
+        print(f"{BESIDE} on {Path(str(where['model'])).name}: {one:.2f} s", flush=True)
+        for name in names:
+            taken = seconds(name, where, given.samples)
+            print(f"{name:<40} {taken:8.2f} s {taken / one:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
