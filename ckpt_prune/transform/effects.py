@@ -1,12 +1,12 @@
-"""Effects: what pruning each site alone does to the model's own output, measured on a few samples."""
+"""Effects: what pruning each site alone does to the model's own output, predicted from gradients on a few samples."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
@@ -21,8 +21,6 @@ from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.progress import track
@@ -36,6 +34,8 @@ LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
 """Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
 READOUT_TOKENS = 2048
 """Tokens whose outputs are held together: the vocabulary is what makes these large."""
+_SEED = 0
+"""Of the labels that are drawn from the model's own predictions."""
 
 
 def measure_effects(
@@ -49,17 +49,20 @@ def measure_effects(
     points: tuple[float, ...] = POINTS,
     limit: int | None = None,
     allocate: Allocate = in_memory,
-    journal: Journal | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
-    """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
+    """Predict how far pruning one site of the dense model alone takes the model's own output (this project).
 
     Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
     a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
 
-    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
-    block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
-    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
-    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
+    The pruned block is run on the dense model's states, and what leaves it differs by δ. By the Fisher metric this
+    moves the output by KL ≈ ½ E[(g·δ)²], g being the gradient of the log-probability of labels that are drawn from the
+    model's own predictions (calibration/README.md, section 5). Nothing behind the block is run again.
+
+    A model of L blocks has 3 + V of them run for each of its blocks, V being the points of all spaces, the gradient
+    counted twice. Memory: a block, its moments, everything outside the blocks, the hidden states of `limit` samples at
+    the end of every block, as much for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one
+    sample) three times.
 
     Args:
         model: the dense model.
@@ -72,18 +75,16 @@ def measure_effects(
         points: shares of the units of a site to drop, nearest counts from 1 to all but one.
         limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
-        journal: of the run, in which the effects of a block's sites are entered when they are measured; those that are
-            in it are not measured again.
 
     Returns:
         Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
-        of q and k dimensions dropped in every head, ascending, and the mean over samples of `Readout.divergence` from
-        the dense model. A site of one unit is left out.
+        of q and k dimensions dropped in every head, ascending, and the mean over samples of what `Readout.divergence`
+        from the dense model is predicted to be. A site of one unit is left out.
 
     Raises:
-        UserError: statistics lack moments, or the output is not finite.
+        UserError: statistics lack moments, or a block's output or the gradient is not finite.
     """
-    family, checkpoint = model.family, model.checkpoint
+    family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
     chosen = [space for space in family.spaces if space in spaces]
     _check(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
     counts = {space: dropped_counts(model.units(space), points) for space in chosen}
@@ -93,64 +94,106 @@ def measure_effects(
     few = _First(samples, LIMITS[family.modality] if limit is None else limit)
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
-    rows = [own for _, own in stream.batches]
-    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     sites = _Variants(model, statistics, device, counts)
-    shape, dtype = tuple(stream.states.shape), stream.states.dtype
-    pruned = [allocate(shape, dtype) for _ in variants]
-    dense = allocate(shape, dtype)
-
-    @torch.no_grad()
-    def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
-        """Run a block from the first states of each pair into the second, which may be the same."""
-        module = factory.block(block, tensors)
-        for given, out in moved:
-            for each in rows:
-                out[each] = stream.run(module, block, given[each]).cpu()
-
+    states = [stream.states]
+    for block in track(range(blocks), "effects: states", total=blocks):
+        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
+        _run(stream, factory, block, model.read_block(block), states[block], states[block + 1])
+    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), few, states[-1], allocate)
     found: dict[str, list[tuple[int, float]]] = {}
-    blocks = model.blocks
-    known: dict[str, Any] = {} if journal is None else journal.notes
-    start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
-    for block in range(start):
-        found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
-    for block in range(blocks) if 0 < start < blocks else ():
-        # What the sites before had left: the states before the first block that is to be measured, and the last ones.
+    for block in track(range(blocks - 1, -1, -1), "effects: sites", total=blocks):
         tensors = model.read_block(block)
-        states = stream.states if block < start else dense
-        run(block, tensors, [(states, states)])
-        if block == start - 1:
-            dense.copy_(stream.states)
-    passes = [(site, block) for site in range(start, blocks) for block in range(site, blocks)]
-    for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
-        tensors = model.read_block(block)
-        if block == site:
-            for out, new in zip(pruned, sites.of(block, tensors), strict=True):
-                run(block, new, [(stream.states, out)])
-            run(block, tensors, [(stream.states, stream.states)])
-            if site == 0:
-                dense.copy_(stream.states)
-        else:
-            # The first time round the dense model's own states go all the way, as what the others are held against.
-            run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
-        if block == blocks - 1:
-            for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
-                name = model.moments_name(site, space)
-                if not math.isfinite(value):
-                    raise UserError(
-                        f"the output with {count} units of {name} dropped is not finite: the model overflows in "
-                        f"{compute_dtype}"
-                    )
-                found.setdefault(name, []).append((count, value))
-            if journal is not None:
-                own = {model.moments_name(site, space) for space in chosen}
-                with disk_failures(journal.folder):
-                    journal.record(_unit(site), note={name: found[name] for name in found if name in own})
+        given, dense = states[block], states.pop()
+        for (space, count), new in zip(variants, sites.of(block, tensors), strict=True):
+            name = model.moments_name(block, space)
+            value = _effect(stream, factory.block(block, new), block, given, dense, gradients)
+            if not math.isfinite(value):
+                raise UserError(
+                    f"the output with {count} units of {name} dropped is not finite: the model overflows in "
+                    f"{compute_dtype}"
+                )
+            found.setdefault(name, []).append((count, value))
+        if block > 0:
+            _backward(stream, factory.block(block, tensors), block, given, gradients)
+    return {name: found[name] for block in range(blocks) for name in _names(model, block, chosen) if name in found}
+
+
+def _names(model: Model, block: int, spaces: Sequence[SpaceName]) -> list[str]:
+    return [model.moments_name(block, space) for space in spaces]
+
+
+@torch.no_grad()
+def _run(
+    stream: HiddenStream, factory: BlockFactory, block: int, tensors: Mapping[str, Tensor], given: Tensor, out: Tensor
+) -> None:
+    """Run a block from some states into others."""
+    module = factory.block(block, tensors)
+    for _, rows in stream.batches:
+        out[rows] = stream.run(module, block, given[rows]).cpu()
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients of one draw of labels for one output, at the states that leave a block.
+
+    Attributes:
+        values: (N, T, hidden) float32, on CPU.
+        whole: whether a sample has one prediction, which errors of all its tokens move together; else every token's
+            error is taken to move the predictions apart from the others'.
+        weight: of this draw among those of its output.
+    """
+
+    values: Tensor
+    whole: bool
+    weight: float
+
+
+def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[_Gradients]:
+    """Gradients at the states that leave the last block."""
+    generator = torch.Generator().manual_seed(_SEED)
+    found: list[_Gradients] = []
+    for rows in _batches(samples, READOUT_TOKENS):
+        for index, own in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
+            if index == len(found):
+                found.append(_Gradients(allocate(tuple(states.shape), torch.float32), own.whole, own.weight))
+            found[index].values[rows] = own.values.cpu()
     return found
 
 
-def _unit(block: int) -> str:
-    return f"effects {block}"
+@torch.no_grad()
+def _effect(
+    stream: HiddenStream,
+    pruned: nn.Module,
+    block: int,
+    given: Tensor,
+    dense: Tensor,
+    gradients: Sequence[_Gradients],
+) -> float:
+    """½ E[(g·δ)²] of a pruned block, the mean over samples."""
+    total = 0.0
+    for _, rows in stream.batches:
+        error = stream.run(pruned, block, given[rows]).cpu().float() - dense[rows].float()
+        for gradient in gradients:
+            moved = (gradient.values[rows] * error).sum(-1).double()
+            squares = moved.sum(1).square() if gradient.whole else moved.square().sum(1)
+            total += gradient.weight * float(squares.sum())
+    return total / 2 / len(given)
+
+
+def _backward(
+    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Sequence[_Gradients]
+) -> None:
+    """Turn gradients at the states that leave a block into those at the states that enter it."""
+    module.requires_grad_(False)
+    for _, rows in stream.batches:
+        with torch.enable_grad():
+            entering = given[rows].to(stream.factory.device).requires_grad_(True)
+            leaving = stream.run(module, block, entering)
+        for index, gradient in enumerate(gradients):
+            more = index < len(gradients) - 1
+            own = gradient.values[rows].to(leaving)
+            (found,) = torch.autograd.grad(leaving, entering, own, retain_graph=more)
+            gradient.values[rows] = found.float().cpu()
 
 
 def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
@@ -171,17 +214,6 @@ def _batches(samples: Samples, tokens: int) -> list[slice]:
     """Runs of samples of at most so many tokens, or of one sample."""
     size = max(1, tokens // samples.tokens)
     return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
-
-
-def _divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
-    """Mean over samples of each one's divergence from the dense states'."""
-    sums = [0.0] * len(pruned)
-    for rows in _batches(samples, READOUT_TOKENS):
-        batch = samples.batch(rows)
-        reference = readout.outputs(batch, dense[rows])
-        for index, states in enumerate(pruned):
-            sums[index] += readout.divergence(reference, readout.outputs(batch, states[rows]))
-    return [each / len(samples) for each in sums]
 
 
 @dataclass(frozen=True)

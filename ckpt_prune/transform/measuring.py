@@ -75,7 +75,6 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
         device=request.device,
         compute_dtype=live.compute_dtype,
         allocate=live.allocate,
-        journal=journal,
     )
     statistics = with_effects(statistics, effects)
     _done(journal, EFFECTS)
