@@ -60,6 +60,7 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,5 +1,6 @@
 """`recover`: exact output, every option, what other commands make of an output, and what is refused."""
 
+import importlib
 import json
 import math
 import re
@@ -16,7 +17,6 @@ import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.cli import recover_command
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.transform.asked import asked_after
@@ -162,8 +162,9 @@ def test_by_default_all_windows_of_the_context_are_taken(place):
 
 
 def test_by_default_no_more_samples_than_the_paper_has(place, monkeypatch):
-    assert recover_command.MOST_SAMPLES == 2048
-    monkeypatch.setattr(recover_command, "MOST_SAMPLES", 5)
+    module = importlib.import_module("ckpt_prune.api.recover")
+    assert module.MOST_SAMPLES == 2048
+    monkeypatch.setattr(module, "MOST_SAMPLES", 5)
     text = ("--text", "calib.txt", "--window", "16", "--epochs", "1")
     ok(*BARE, *text, "-o", "out")
     assert report_of("out")["recovery"]["data"]["samples"] == 5

@@ -122,7 +122,7 @@ def test_every_kind_of_pruning(dense, tmp_path, kind):
     report = check(folder, pruned, tmp_path / "out", variant)
     assert bool(report["container"]["padded"]) == kind.startswith("padded")
     made = json.loads((pruned / REPORT).read_text())
-    new = {"recovery", "layers", "files", "stages", "ckpt_prune", "torch", "transformers"}
+    new = {"recovery", "layers", "files", "stages", "job", "ckpt_prune", "torch", "transformers"}
     assert {k: v for k, v in report.items() if k not in new} == {k: v for k, v in made.items() if k not in new}
 
 
