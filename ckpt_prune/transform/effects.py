@@ -1,44 +1,28 @@
-"""Effects: what pruning each site alone does to the model's own output, predicted from gradients on a few samples."""
+"""Effects: how far pruning each site alone takes the model's own output."""
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Collection
+from functools import partial
 
 import torch
-from torch import Tensor, nn
 
-from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.progress import track
-from ckpt_prune.transform.decisions import Decision, Decisions
-from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.solvers import SOLVERS, solver_of
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.transform.measured_effects import measure_effects
+from ckpt_prune.transform.predicted_effects import predict_effects
 
-POINTS = (0.25, 0.5, 0.75)
-"""Shares of a site's units that are dropped while the others are whole."""
-LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
-"""Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
-READOUT_TOKENS = 2048
-"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
-_SEED = 0
-"""Of the labels that are drawn from the model's own predictions."""
+SHALLOW = 12
+"""Blocks up to which effects are measured, which takes L²/2 runs of blocks for a point where predicting takes L.
+
+Predictions are of second order. They come near where a model is redundant, as deep ones are, and fall short of what
+tiny ones lose (calibration/README.md, section 5).
+"""
 
 
-def measure_effects(
+def effects_of(
     model: Model,
     statistics: Statistics,
     samples: Samples,
@@ -46,235 +30,26 @@ def measure_effects(
     spaces: Collection[SpaceName],
     device: torch.device,
     compute_dtype: torch.dtype,
-    points: tuple[float, ...] = POINTS,
-    limit: int | None = None,
     allocate: Allocate = in_memory,
+    journal: Journal | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
-    """Predict how far pruning one site of the dense model alone takes the model's own output (this project).
-
-    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
-    a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
-
-    The pruned block is run on the dense model's states, and what leaves it differs by δ. By the Fisher metric this
-    moves the output by KL ≈ ½ E[(g·δ)²], g being the gradient of the log-probability of labels that are drawn from the
-    model's own predictions (calibration/README.md, section 5). Nothing behind the block is run again.
-
-    A model of L blocks has 3 + V of them run for each of its blocks, V being the points of all spaces, the gradient
-    counted twice. Memory: a block, its moments, everything outside the blocks, the hidden states of `limit` samples at
-    the end of every block, as much for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one
-    sample) three times.
+    """Effects of every site: measured in models of up to `SHALLOW` blocks, predicted in deeper ones.
 
     Args:
         model: the dense model.
-        statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
-            spaces. That they are this model's is up to the caller.
-        samples: the first `limit` are run.
-        spaces: whose sites are pruned; those that the family has.
-        device: where blocks run and are refitted.
+        statistics: of it.
+        samples: some of them are run.
+        spaces: whose sites.
+        device: where blocks run.
         compute_dtype: in which they run.
-        points: shares of the units of a site to drop, nearest counts from 1 to all but one.
-        limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
+        journal: of the run, where measuring a block's sites is entered.
 
     Returns:
-        Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
-        of q and k dimensions dropped in every head, ascending, and the mean over samples of what `Readout.divergence`
-        from the dense model is predicted to be. A site of one unit is left out.
+        As `measure_effects` and `predict_effects`.
 
     Raises:
-        UserError: statistics lack moments, or a block's output or the gradient is not finite.
+        UserError: statistics lack moments, or the output is not finite.
     """
-    family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
-    chosen = [space for space in family.spaces if space in spaces]
-    _check(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
-    counts = {space: dropped_counts(model.units(space), points) for space in chosen}
-    variants = [(space, count) for space, own in counts.items() for count in own]
-    if not variants:
-        return {}
-    few = _First(samples, LIMITS[family.modality] if limit is None else limit)
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
-    sites = _Variants(model, statistics, device, counts)
-    states = [stream.states]
-    for block in track(range(blocks), "effects: states", total=blocks):
-        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
-        _run(stream, factory, block, model.read_block(block), states[block], states[block + 1])
-    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), few, states[-1], allocate)
-    found: dict[str, list[tuple[int, float]]] = {}
-    for block in track(range(blocks - 1, -1, -1), "effects: sites", total=blocks):
-        tensors = model.read_block(block)
-        given, dense = states[block], states.pop()
-        for (space, count), new in zip(variants, sites.of(block, tensors), strict=True):
-            name = model.moments_name(block, space)
-            value = _effect(stream, factory.block(block, new), block, given, dense, gradients)
-            if not math.isfinite(value):
-                raise UserError(
-                    f"the output with {count} units of {name} dropped is not finite: the model overflows in "
-                    f"{compute_dtype}"
-                )
-            found.setdefault(name, []).append((count, value))
-        if block > 0:
-            _backward(stream, factory.block(block, tensors), block, given, gradients)
-    return {name: found[name] for block in range(blocks) for name in _names(model, block, chosen) if name in found}
-
-
-def _names(model: Model, block: int, spaces: Sequence[SpaceName]) -> list[str]:
-    return [model.moments_name(block, space) for space in spaces]
-
-
-@torch.no_grad()
-def _run(
-    stream: HiddenStream, factory: BlockFactory, block: int, tensors: Mapping[str, Tensor], given: Tensor, out: Tensor
-) -> None:
-    """Run a block from some states into others."""
-    module = factory.block(block, tensors)
-    for _, rows in stream.batches:
-        out[rows] = stream.run(module, block, given[rows]).cpu()
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """Gradients of one draw of labels for one output, at the states that leave a block.
-
-    Attributes:
-        values: (N, T, hidden) float32, on CPU.
-        whole: whether a sample has one prediction, which errors of all its tokens move together; else every token's
-            error is taken to move the predictions apart from the others'.
-        weight: of this draw among those of its output.
-    """
-
-    values: Tensor
-    whole: bool
-    weight: float
-
-
-def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[_Gradients]:
-    """Gradients at the states that leave the last block."""
-    generator = torch.Generator().manual_seed(_SEED)
-    found: list[_Gradients] = []
-    for rows in _batches(samples, READOUT_TOKENS):
-        for index, own in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
-            if index == len(found):
-                found.append(_Gradients(allocate(tuple(states.shape), torch.float32), own.whole, own.weight))
-            found[index].values[rows] = own.values.cpu()
-    return found
-
-
-@torch.no_grad()
-def _effect(
-    stream: HiddenStream,
-    pruned: nn.Module,
-    block: int,
-    given: Tensor,
-    dense: Tensor,
-    gradients: Sequence[_Gradients],
-) -> float:
-    """½ E[(g·δ)²] of a pruned block, the mean over samples."""
-    total = 0.0
-    for _, rows in stream.batches:
-        error = stream.run(pruned, block, given[rows]).cpu().float() - dense[rows].float()
-        for gradient in gradients:
-            moved = (gradient.values[rows] * error).sum(-1).double()
-            squares = moved.sum(1).square() if gradient.whole else moved.square().sum(1)
-            total += gradient.weight * float(squares.sum())
-    return total / 2 / len(given)
-
-
-def _backward(
-    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Sequence[_Gradients]
-) -> None:
-    """Turn gradients at the states that leave a block into those at the states that enter it."""
-    module.requires_grad_(False)
-    for _, rows in stream.batches:
-        with torch.enable_grad():
-            entering = given[rows].to(stream.factory.device).requires_grad_(True)
-            leaving = stream.run(module, block, entering)
-        for index, gradient in enumerate(gradients):
-            more = index < len(gradients) - 1
-            own = gradient.values[rows].to(leaving)
-            (found,) = torch.autograd.grad(leaving, entering, own, retain_graph=more)
-            gradient.values[rows] = found.float().cpu()
-
-
-def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
-    """Units to drop at these shares: distinct, ascending, from 1 to all but one; none of a single unit."""
-    return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
-
-
-_NEEDS = {"gram": ("effects need Grams", ""), "logits": ("effects of q and k need their moments", ",logits")}
-
-
-def _check(statistics: Statistics, kinds: set[str]) -> None:
-    for kind, (what, beside) in _NEEDS.items():
-        if kind in kinds and kind not in statistics.index.collect:
-            raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
-
-
-def _batches(samples: Samples, tokens: int) -> list[slice]:
-    """Runs of samples of at most so many tokens, or of one sample."""
-    size = max(1, tokens // samples.tokens)
-    return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first of some samples."""
-
-    samples: Samples
-    limit: int
-
-    @property
-    def tokens(self) -> int:
-        return self.samples.tokens
-
-    @property
-    def fingerprint(self) -> str:
-        return self.samples.fingerprint
-
-    def __len__(self) -> int:
-        return min(self.limit, len(self.samples))
-
-    def batch(self, rows: slice) -> dict[str, Tensor]:
-        return self.samples.batch(rows)
-
-
-class _Known(NoMoments):
-    """Moments of one block, read once for all its variants."""
-
-    def __init__(self, moments: Mapping[SpaceName, SpaceMoments]) -> None:
-        self._moments = moments
-
-    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        return {key: self._moments[cast(SpaceName, key)] for key in keys}
-
-
-@dataclass(frozen=True)
-class _Variants:
-    """A block with one of its sites pruned, for every site and count."""
-
-    model: Model
-    statistics: Statistics
-    device: torch.device
-    counts: Mapping[SpaceName, list[int]]
-
-    def of(self, block: int, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The block's tensors, space by space and count by count."""
-        wanted = [space for space, counts in self.counts.items() if counts]
-        read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
-        moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
-        for space in wanted:
-            recipe = self._recipe(block, space, tensors)
-            # Ranked once for all counts.
-            scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
-            for count in self.counts[space]:
-                decision = Decision(self.model.units(space) - count, scores=scores)
-                decisions = Decisions(recipe, {Site(block, space): decision})
-                pruner = Pruner(self.model, decisions, frozenset(), self.device)
-                yield pruner.block(block, tensors, _Known(moments))[0]
-
-    def _recipe(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> Recipe:
-        """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
-        description = self.model.family.spaces[space]
-        biased = self.model.tensor(block, description.measured, "bias") in tensors
-        own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
-        return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})
+    how = predict_effects if model.blocks > SHALLOW else partial(measure_effects, journal=journal)
+    return how(model, statistics, samples, spaces=spaces, device=device, compute_dtype=compute_dtype, allocate=allocate)

@@ -67,12 +67,11 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         return sum(unit.rpartition(" ")[0] == prefix for unit in units)
 
     parts = []
-    if "statistics" in units:
-        parts.append("statistics measured")
-    elif counted("statistics"):
-        parts.append(f"statistics of {counted('statistics')} of {blocks} blocks measured")
-    if "effects" in units:
-        parts.append("effects measured")
+    for stage, what in (("statistics", "statistics"), ("effects", "effects")):
+        if stage in units:
+            parts.append(f"{what} measured")
+        elif counted(stage):
+            parts.append(f"{what} of {counted(stage)} of {blocks} blocks measured")
     if "search" in units:
         parts.append("lambda chosen")
     if "rotations" in units or counted("rotation") == blocks:

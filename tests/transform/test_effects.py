@@ -3,7 +3,7 @@
 import copy
 import shutil
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
-from ckpt_prune.calibration import readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform import effects as module
-from ckpt_prune.transform.effects import dropped_counts, measure_effects
+from ckpt_prune.transform import measured_effects as module
+from ckpt_prune.transform.measured_effects import measure_effects
+from ckpt_prune.transform.site_variants import dropped_counts
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import closed_forms, logits
@@ -52,19 +52,10 @@ def measured(sources: Sources, variant: str, **options) -> Effects:
     )
 
 
-def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def unlikeliest(log_p: Tensor, count: int = 1, _generator: torch.Generator | None = None) -> Tensor:
-    """Labels that do not hang on rounding, as a draw would where precision differs."""
-    return log_p.argmin(-1, keepdim=True).expand(-1, count)
-
-
 # ---- by hand, on a whole model ---------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class ByHand:
     """A whole dense model, and what reaches its modules."""
 
@@ -81,49 +72,17 @@ class ByHand:
         (name, *_) = Names(self.model).parameters(self.family.tensor(block, disk))
         return name.removesuffix(".weight")
 
-    @cached_property
-    def gradients(self) -> list[tuple[list[Tensor], bool, float]]:
-        """Of every draw: the gradient at each block's output, whether a sample has one prediction, and its weight."""
-        layers = self.model.get_submodule(self.family.layers)
-        left: list[Tensor] = []
-        hooks = [layer.register_forward_hook(lambda _m, _a, out: left.append(first(out))) for layer in layers]
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(True)
-        found = self.model(**self.data.batch(slice(0, LIMIT)))
-        for hook in hooks:
-            hook.remove()
-        names = [name for name in found if name.endswith("logits")]
-        losses: list[tuple[Tensor, bool, float]] = []
-        for name in names:
-            log_p = found[name].log_softmax(-1).flatten(0, -2)
-            whole = len(log_p) == LIMIT
-            loss = log_p.gather(1, unlikeliest(log_p)).sum() / (len(log_p) / LIMIT) ** 0.5
-            losses.append((loss, whole, 1.0))  # all draws are the same one
-        if not names:
-            wide = found.last_hidden_state.flatten(1)
-            drawn = torch.randn(wide.shape, generator=torch.Generator().manual_seed(0)).double()
-            losses.append((2**0.5 * ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum(), False, 1.0))
-        return [
-            (list(torch.autograd.grad(loss, left, retain_graph=True)), whole, weight) for loss, whole, weight in losses
-        ]
-
-    def left_by(self, model: PreTrainedModel, block: int) -> Tensor:
-        """What leaves a block of a model, on the first samples."""
-        found: list[Tensor] = []
-        layer = model.get_submodule(self.family.layers)[block]
-        hook = layer.register_forward_hook(lambda _m, _a, out: found.append(first(out)))
+    def outputs(self, model: PreTrainedModel) -> list[np.ndarray]:
+        """On the first samples only."""
         with torch.no_grad():
-            model(**self.data.batch(slice(0, LIMIT)))
-        hook.remove()
-        return found[0]
+            found = model(**self.data.batch(slice(0, LIMIT)))
+        names = [name for name in found if name.endswith("logits")] or ["last_hidden_state"]
+        return [found[name].double().numpy() for name in names]
 
-    def effect(self, pruned: PreTrainedModel, block: int) -> float:
-        error = self.left_by(pruned, block) - self.left_by(self.model, block)
-        total = 0.0
-        for gradients, whole, weight in self.gradients:
-            moved = (gradients[block] * error).sum(-1)
-            total += weight * float((moved.sum(1) ** 2 if whole else (moved**2).sum(1)).sum())
-        return total / 2 / LIMIT
+    def effect(self, pruned: PreTrainedModel, _block: int) -> float:
+        pairs = list(zip(self.outputs(self.model), self.outputs(pruned), strict=True))
+        headless = self.family.auto_class == "AutoModel"
+        return sum((oracle.relative if headless else oracle.kl)(*pair) for pair in pairs) / LIMIT
 
     def columns(self, block: int, space: str, counts: list[int]) -> list[tuple[int, float]]:
         path = self.path(block, self.family.columns[space].consumer)
@@ -197,13 +156,12 @@ def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
     for name, own in found.items():
         assert [count for count, _ in own] == [count for count, _ in wanted[name]], name
         values = [value for _, value in own]
-        assert min(values) > 1e-9, f"{name} says nothing"
+        assert min(values) > 1e-6, f"{name} says nothing"
         assert values == pytest.approx([value for _, value in wanted[name]], rel=tolerance), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_effects_are_those_on_the_whole_model(dense, variant, monkeypatch):
-    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+def test_effects_are_those_on_the_whole_model(dense, variant):
     found = measured(dense, variant)
     assert_close(found, expected(dense.folder(variant), variant), 2e-4)
 
@@ -250,7 +208,7 @@ def test_counts_to_drop(units, points, counts):
     assert dropped_counts(units, points) == counts
 
 
-def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
+def test_the_model_is_read_once_for_every_block_that_is_pruned(dense, monkeypatch):
     """Not once for each space and count; statistics once for each block."""
     variant = "opt"
     source, statistics = Model.open(dense.folder(variant)), dense.statistics(variant)
@@ -269,8 +227,8 @@ def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", reading)
     monkeypatch.setattr(Statistics, "block", opening)
     measured(dense, variant, statistics=statistics)
-    assert read == [*range(BLOCKS), *reversed(range(BLOCKS))]
-    assert measured_blocks == list(reversed(range(BLOCKS)))
+    assert read == [block for site in range(BLOCKS) for block in range(site, BLOCKS)]
+    assert measured_blocks == list(range(BLOCKS))
 
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
@@ -324,49 +282,11 @@ def test_statistics_that_lack_moments(dense, tmp_path):
 
 
 def test_an_output_that_overflows_is_named(dense, monkeypatch):
-    monkeypatch.setattr(module, "_effect", lambda *_: float("nan"))
+    monkeypatch.setattr(module.Readout, "divergence", lambda *_: float("nan"))
     assert refusal(dense, "llama-gqa-tied") == (
-        f"the output with 1 units of model.layers.{BLOCKS - 1}.self_attn.o_proj.weight dropped is not finite: "
+        "the output with 1 units of model.layers.0.self_attn.o_proj.weight dropped is not finite: "
         "the model overflows in torch.float32"
     )
-
-
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit", "bert-pretraining", "dinov2-swiglu"])
-def test_the_prediction_is_that_of_the_divergence(dense, variant, monkeypatch):
-    """Drawn often, for errors that are small: the divergence of the whole model's output, which is what it predicts."""
-    monkeypatch.setattr(readout, "DRAWS", 64)
-    source, samples = Model.open(dense.folder(variant)), data_of(variant)
-    model = stock(dense.folder(variant), variant).double()
-    if variant in encoders.IMAGES:
-        samples = encoders.Pixels(samples.values.double(), samples.tokens)
-    path = ByHand(model, source, samples).path(BLOCKS - 1, source.family.columns["mlp"].consumer)
-    torch.manual_seed(0)
-    direction = torch.randn_like(model.get_submodule(path).weight) * 0.02
-    moved = copy.deepcopy(model)
-    with torch.no_grad():
-        moved.get_submodule(path).weight += direction
-
-    def shifted(self, block, tensors):
-        name = source.tensor(block, source.family.columns["mlp"].consumer)
-        yield tensors | {name: tensors[name] + direction.to(tensors[name].dtype)}
-
-    monkeypatch.setattr(module._Variants, "of", shifted)
-    predicted = []
-    for seed in range(40):
-        monkeypatch.setattr(module, "_SEED", seed)
-        found = measured(dense, variant, spaces=["mlp"], points=(0.25,), limit=LIMIT)
-        predicted.append(found[source.moments_name(BLOCKS - 1, "mlp")][0][1])
-
-    def outputs(each: PreTrainedModel) -> list[np.ndarray]:
-        with torch.no_grad():
-            said = each(**samples.batch(slice(0, LIMIT)))
-        names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
-        return [said[name].double().numpy() for name in names]
-
-    headless = source.family.auto_class == "AutoModel"
-    pairs = zip(outputs(model), outputs(moved), strict=True)
-    true = sum((oracle.relative if headless else oracle.kl)(*pair) for pair in pairs) / LIMIT
-    assert np.mean(predicted) == pytest.approx(true, rel=0.2)
 
 
 def test_a_site_of_one_unit_has_no_effect(tmp_path, monkeypatch):
@@ -387,6 +307,6 @@ def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):
     once: list[Tensor] = []
     measured(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
     assert families.contents(folder) | families.contents(statistics.folder) == before
-    # States before the first block and after each, and gradients of one draw.
-    assert len(once) == 1 + BLOCKS + 1
+    # The stream's states, one of each variant (three spaces, two counts), and the dense model's last.
+    assert len(once) == 8
     assert all(tensor.shape[0] == LIMIT for tensor in once)

@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform.effects import measure_effects
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.resuming import summary
 from ckpt_prune.transform.settle import Settled
@@ -22,7 +23,7 @@ from tests.interrupting import interrupt_at
 
 DENSE = recipe("ridge", lam=0.1)
 BEST = load_recipe("best", ratio=0.3)
-RECORDS = {"dense": 2 * BLOCKS + 2, "best": 2 * BLOCKS + 3}
+RECORDS = {"dense": 2 * BLOCKS + 2, "best": 3 * BLOCKS + 3}
 """Entries of a whole run's journal."""
 
 
@@ -80,8 +81,9 @@ def watch(patch: pytest.MonkeyPatch, owner: type, method: str, seen: list[Any]) 
         ("best", 1, None),
         ("best", 2, f"statistics of 1 of {BLOCKS} blocks measured"),
         ("best", BLOCKS + 2, "statistics measured"),
-        ("best", BLOCKS + 3, "statistics measured, effects measured"),
-        ("best", BLOCKS + 4, f"statistics measured, effects measured, 1 of {BLOCKS} blocks pruned"),
+        ("best", BLOCKS + 3, f"statistics measured, effects of 1 of {BLOCKS} blocks measured"),
+        ("best", 2 * BLOCKS + 3, "statistics measured, effects measured"),
+        ("best", 2 * BLOCKS + 4, f"statistics measured, effects measured, 1 of {BLOCKS} blocks pruned"),
         ("dense", 2 * BLOCKS + 2, f"statistics measured, {BLOCKS} of {BLOCKS} blocks pruned"),
     ],
 )
@@ -120,6 +122,23 @@ def test_other_data_is_another_job_before_anything_is_measured(sources, tmp_path
     with pytest.raises(UserError, match="was begun by a different job"):
         prune(job(sources, "dense", live=windows(4, 16, seed=6)), tmp_path / "out", resume=True)
     assert contents(tmp_path) == left
+
+
+def test_measured_effects_are_taken_over_to_the_last_bit(sources, tmp_path):
+    """However many blocks an interrupted run has measured."""
+    request = job(sources, "best").request
+    statistics = sources.statistics("llama", folds=2)
+    options: dict[str, Any] = {"spaces": ["heads", "mlp"], "device": request.device}
+    options["compute_dtype"] = request.live.compute_dtype
+
+    def measure(journal: Journal) -> dict[str, list[tuple[int, float]]]:
+        return measure_effects(request.model, statistics, request.live.samples, **options, journal=journal)
+
+    first = Journal(tmp_path, "job")
+    expected = measure(first)
+    for known in range(BLOCKS + 1):
+        notes = {f"effects {block}": first.notes[f"effects {block}"] for block in range(known)}
+        assert measure(Journal(tmp_path, "job", notes=notes)) == expected
 
 
 # ---- what is finished ----------------------------------------------------------------------------------------------
