@@ -78,7 +78,7 @@ def calibrate(
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
-    from ckpt_prune.transform.effects import measure_effects
+    from ckpt_prune.transform.effects import effects_of
 
     out, trust = options.output, options.trust_remote_code
     if not has_data(options, options):
@@ -117,7 +117,7 @@ def calibrate(
             return statistics
         held = statistics.index.collect
         spaces = [space for space in family.spaces if space in family.columns or "logits" in held]
-        measured = measure_effects(source, statistics, chosen, spaces=spaces, device=target, compute_dtype=dtype)
+        measured = effects_of(source, statistics, chosen, spaces=spaces, device=target, compute_dtype=dtype)
         return with_effects(statistics, measured)
 
 

@@ -1,7 +1,9 @@
 """What a model makes of the hidden states that leave its last block, and how far two such outputs are apart."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,25 @@ from ckpt_prune.calibration.outside import ReadTensors, give_buffers
 
 CHUNK = 2**24
 """Logits that are compared at once: 64 MiB in each of a few float32 tensors, however large the vocabulary."""
+
+
+DRAWS = 8
+"""Draws of labels where a sample has one prediction: that of a text has hundreds, which are drawn apart."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The gradient of one draw.
+
+    Attributes:
+        values: (B, T, hidden) float32, on the factory's device.
+        whole: whether a sample has one prediction.
+        weight: of this draw among those of its output.
+    """
+
+    values: Tensor
+    whole: bool
+    weight: float
 
 
 class Readout:
@@ -46,6 +67,37 @@ class Readout:
         for index, layer in enumerate(layers):
             layer.forward = self._stand_in(last=index == len(layers) - 1)
 
+    def gradients(self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator) -> list["Drawn"]:
+        """Gradients, at the last block's states, of what labels drawn from the model's own predictions cost it.
+
+        With ℓ = Σ_s log p(ŷ_s) / √S over a sample's S predictions, ŷ_s drawn from p, an error δ of the states moves
+        them by KL ≈ ½ E[(∂ℓ·δ)²], the mean over predictions (calibration/README.md, section 5). Without a head
+        ℓ = √2 vᵀh / ‖h‖, v ~ N(0, I), which gives ‖δh‖² / ‖h‖² in place of KL.
+
+        Args:
+            batch: what the model is called with for B samples (`Samples.batch`), on any device.
+            states: (B, T, hidden), any floating dtype, on any device.
+            generator: of the draws, on CPU.
+
+        Returns:
+            For every output, in the model's order, one draw where a sample has many predictions, `DRAWS` where it has
+            one.
+        """
+        entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
+        with torch.enable_grad():
+            outputs = self._outputs(batch, entering)
+            losses = [
+                (whole, loss)
+                for output in outputs
+                for whole in [self.logits and output[0].numel() == output.shape[-1]]
+                for loss in (_of_labels(output, whole, generator) if self.logits else [_of_features(output, generator)])
+            ]
+        found = []
+        for index, (whole, loss) in enumerate(losses):
+            (values,) = torch.autograd.grad(loss, entering, retain_graph=index < len(losses) - 1)
+            found.append(Drawn(values.detach().float(), whole, 1 / DRAWS if whole else 1.0))
+        return found
+
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         """What the model returns for some samples when its last block makes `states` of them.
@@ -58,6 +110,9 @@ class Readout:
             Every output whose name ends in "logits", in the model's order, (B, ..., classes); of a model without a
             head its last hidden states alone, (B, T, hidden). In the factory's dtype, on its device.
         """
+        return self._outputs(batch, states)
+
+    def _outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         factory = self.factory
         inputs = {name: values.to(factory.device) for name, values in batch.items()}
         options = {"use_cache": False} if factory.family.modality == "text" else {}
@@ -112,6 +167,27 @@ class Readout:
             return self._states if last else hidden_states
 
         return forward
+
+
+def draw_labels(log_p: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Classes for each row of log-probabilities (S, classes), drawn by them, int64 (S, count)."""
+    return torch.multinomial(log_p.exp().cpu(), count, replacement=True, generator=generator).to(log_p.device)
+
+
+def _of_labels(logits: Tensor, whole: bool, generator: torch.Generator) -> list[Tensor]:
+    """For each draw Σ log p(ŷ) / √S over all predictions, S of each sample, of logits (B, ..., classes)."""
+    log_p = functional.log_softmax(logits.float(), -1).reshape(-1, logits.shape[-1])
+    # Row by row, so that it does not matter which samples are asked for together.
+    drawn = draw_labels(log_p.detach(), DRAWS if whole else 1, generator)
+    return [each.sum() / math.sqrt(len(log_p) / len(logits)) for each in log_p.gather(1, drawn).unbind(1)]
+
+
+def _of_features(states: Tensor, generator: torch.Generator) -> Tensor:
+    """√2 Σ vᵀh / ‖h‖ over samples, of states (B, T, hidden)."""
+    wide = states.float().flatten(1)
+    drawn = torch.randn(wide.shape, generator=generator).to(wide.device)
+    loss: Tensor = ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum() * math.sqrt(2)
+    return loss
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> float:

@@ -33,8 +33,9 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
 @click.option(
     "--effects/--no-effects",
     help="Also measure what pruning each site alone does to the model's own output, which recipes with allocation "
-    "least-error (best) weigh errors by: about blocks^2 x 3 more block runs on 8 windows or 32 images. A finished "
-    "folder of the same model and samples gets them added.",
+    "least-error (best-uniform, best) weigh errors by, on 8 windows or 32 images: about blocks^2 x 3 more block runs "
+    "up to 12 blocks, in deeper models ten of each block, by gradients. A finished folder of the same model and "
+    "samples gets them added.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @overwrite_option

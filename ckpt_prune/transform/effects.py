@@ -1,44 +1,28 @@
-"""Effects: what pruning each site alone does to the model's own output, measured on a few samples."""
+"""Effects: how far pruning each site alone takes the model's own output."""
 
-import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Collection
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.errors import UserError
-from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.progress import track
-from ckpt_prune.transform.decisions import Decision, Decisions
-from ckpt_prune.transform.engine import Pruner
-from ckpt_prune.transform.solvers import SOLVERS, solver_of
+from ckpt_prune.transform.measured_effects import measure_effects
+from ckpt_prune.transform.predicted_effects import predict_effects
 
-POINTS = (0.25, 0.5, 0.75)
-"""Shares of a site's units that are dropped while the others are whole."""
-LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
-"""Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
-READOUT_TOKENS = 2048
-"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
+SHALLOW = 12
+"""Blocks up to which effects are measured, which takes L²/2 runs of blocks for a point where predicting takes L.
+
+Predictions are of second order. They come near where a model is redundant, as deep ones are, and fall short of what
+tiny ones lose (calibration/README.md, section 5).
+"""
 
 
-def measure_effects(
+def effects_of(
     model: Model,
     statistics: Statistics,
     samples: Samples,
@@ -46,203 +30,26 @@ def measure_effects(
     spaces: Collection[SpaceName],
     device: torch.device,
     compute_dtype: torch.dtype,
-    points: tuple[float, ...] = POINTS,
-    limit: int | None = None,
     allocate: Allocate = in_memory,
     journal: Journal | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
-    """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
-
-    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
-    a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
-
-    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
-    block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
-    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
-    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
+    """Effects of every site: measured in models of up to `SHALLOW` blocks, predicted in deeper ones.
 
     Args:
         model: the dense model.
-        statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
-            spaces. That they are this model's is up to the caller.
-        samples: the first `limit` are run.
-        spaces: whose sites are pruned; those that the family has.
-        device: where blocks run and are refitted.
+        statistics: of it.
+        samples: some of them are run.
+        spaces: whose sites.
+        device: where blocks run.
         compute_dtype: in which they run.
-        points: shares of the units of a site to drop, nearest counts from 1 to all but one.
-        limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
-        journal: of the run, in which the effects of a block's sites are entered when they are measured; those that are
-            in it are not measured again.
+        journal: of the run, where measuring a block's sites is entered.
 
     Returns:
-        Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
-        of q and k dimensions dropped in every head, ascending, and the mean over samples of `Readout.divergence` from
-        the dense model. A site of one unit is left out.
+        As `measure_effects` and `predict_effects`.
 
     Raises:
         UserError: statistics lack moments, or the output is not finite.
     """
-    family, checkpoint = model.family, model.checkpoint
-    chosen = [space for space in family.spaces if space in spaces]
-    _check(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
-    counts = {space: dropped_counts(model.units(space), points) for space in chosen}
-    variants = [(space, count) for space, own in counts.items() for count in own]
-    if not variants:
-        return {}
-    few = _First(samples, LIMITS[family.modality] if limit is None else limit)
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
-    rows = [own for _, own in stream.batches]
-    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
-    sites = _Variants(model, statistics, device, counts)
-    shape, dtype = tuple(stream.states.shape), stream.states.dtype
-    pruned = [allocate(shape, dtype) for _ in variants]
-    dense = allocate(shape, dtype)
-
-    @torch.no_grad()
-    def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
-        """Run a block from the first states of each pair into the second, which may be the same."""
-        module = factory.block(block, tensors)
-        for given, out in moved:
-            for each in rows:
-                out[each] = stream.run(module, block, given[each]).cpu()
-
-    found: dict[str, list[tuple[int, float]]] = {}
-    blocks = model.blocks
-    known: dict[str, Any] = {} if journal is None else journal.notes
-    start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
-    for block in range(start):
-        found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
-    for block in range(blocks) if 0 < start < blocks else ():
-        # What the sites before had left: the states before the first block that is to be measured, and the last ones.
-        tensors = model.read_block(block)
-        states = stream.states if block < start else dense
-        run(block, tensors, [(states, states)])
-        if block == start - 1:
-            dense.copy_(stream.states)
-    passes = [(site, block) for site in range(start, blocks) for block in range(site, blocks)]
-    for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
-        tensors = model.read_block(block)
-        if block == site:
-            for out, new in zip(pruned, sites.of(block, tensors), strict=True):
-                run(block, new, [(stream.states, out)])
-            run(block, tensors, [(stream.states, stream.states)])
-            if site == 0:
-                dense.copy_(stream.states)
-        else:
-            # The first time round the dense model's own states go all the way, as what the others are held against.
-            run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
-        if block == blocks - 1:
-            for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
-                name = model.moments_name(site, space)
-                if not math.isfinite(value):
-                    raise UserError(
-                        f"the output with {count} units of {name} dropped is not finite: the model overflows in "
-                        f"{compute_dtype}"
-                    )
-                found.setdefault(name, []).append((count, value))
-            if journal is not None:
-                own = {model.moments_name(site, space) for space in chosen}
-                with disk_failures(journal.folder):
-                    journal.record(_unit(site), note={name: found[name] for name in found if name in own})
-    return found
-
-
-def _unit(block: int) -> str:
-    return f"effects {block}"
-
-
-def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
-    """Units to drop at these shares: distinct, ascending, from 1 to all but one; none of a single unit."""
-    return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
-
-
-_NEEDS = {"gram": ("effects need Grams", ""), "logits": ("effects of q and k need their moments", ",logits")}
-
-
-def _check(statistics: Statistics, kinds: set[str]) -> None:
-    for kind, (what, beside) in _NEEDS.items():
-        if kind in kinds and kind not in statistics.index.collect:
-            raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
-
-
-def _batches(samples: Samples, tokens: int) -> list[slice]:
-    """Runs of samples of at most so many tokens, or of one sample."""
-    size = max(1, tokens // samples.tokens)
-    return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
-
-
-def _divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
-    """Mean over samples of each one's divergence from the dense states'."""
-    sums = [0.0] * len(pruned)
-    for rows in _batches(samples, READOUT_TOKENS):
-        batch = samples.batch(rows)
-        reference = readout.outputs(batch, dense[rows])
-        for index, states in enumerate(pruned):
-            sums[index] += readout.divergence(reference, readout.outputs(batch, states[rows]))
-    return [each / len(samples) for each in sums]
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first of some samples."""
-
-    samples: Samples
-    limit: int
-
-    @property
-    def tokens(self) -> int:
-        return self.samples.tokens
-
-    @property
-    def fingerprint(self) -> str:
-        return self.samples.fingerprint
-
-    def __len__(self) -> int:
-        return min(self.limit, len(self.samples))
-
-    def batch(self, rows: slice) -> dict[str, Tensor]:
-        return self.samples.batch(rows)
-
-
-class _Known(NoMoments):
-    """Moments of one block, read once for all its variants."""
-
-    def __init__(self, moments: Mapping[SpaceName, SpaceMoments]) -> None:
-        self._moments = moments
-
-    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        return {key: self._moments[cast(SpaceName, key)] for key in keys}
-
-
-@dataclass(frozen=True)
-class _Variants:
-    """A block with one of its sites pruned, for every site and count."""
-
-    model: Model
-    statistics: Statistics
-    device: torch.device
-    counts: Mapping[SpaceName, list[int]]
-
-    def of(self, block: int, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The block's tensors, space by space and count by count."""
-        wanted = [space for space, counts in self.counts.items() if counts]
-        read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
-        moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
-        for space in wanted:
-            recipe = self._recipe(block, space, tensors)
-            # Ranked once for all counts.
-            scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
-            for count in self.counts[space]:
-                decision = Decision(self.model.units(space) - count, scores=scores)
-                decisions = Decisions(recipe, {Site(block, space): decision})
-                pruner = Pruner(self.model, decisions, frozenset(), self.device)
-                yield pruner.block(block, tensors, _Known(moments))[0]
-
-    def _recipe(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> Recipe:
-        """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
-        description = self.model.family.spaces[space]
-        biased = self.model.tensor(block, description.measured, "bias") in tensors
-        own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
-        return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})
+    how = predict_effects if model.blocks > SHALLOW else partial(measure_effects, journal=journal)
+    return how(model, statistics, samples, spaces=spaces, device=device, compute_dtype=compute_dtype, allocate=allocate)

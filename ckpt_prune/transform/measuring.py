@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.transform.effects import measure_effects
+from ckpt_prune.transform.effects import effects_of
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 
@@ -67,7 +67,7 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
         _done(journal, STATISTICS)
     if not recipe.weighed_by_effect or EFFECTS in journal.units:
         return statistics
-    effects = measure_effects(
+    effects = effects_of(
         request.model,
         statistics,
         live.samples,

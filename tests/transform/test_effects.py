@@ -19,8 +19,9 @@ from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform import effects as module
-from ckpt_prune.transform.effects import dropped_counts, measure_effects
+from ckpt_prune.transform import measured_effects as module
+from ckpt_prune.transform.measured_effects import measure_effects
+from ckpt_prune.transform.site_variants import dropped_counts
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import closed_forms, logits
@@ -78,7 +79,7 @@ class ByHand:
         names = [name for name in found if name.endswith("logits")] or ["last_hidden_state"]
         return [found[name].double().numpy() for name in names]
 
-    def effect(self, pruned: PreTrainedModel) -> float:
+    def effect(self, pruned: PreTrainedModel, _block: int) -> float:
         pairs = list(zip(self.outputs(self.model), self.outputs(pruned), strict=True))
         headless = self.family.auto_class == "AutoModel"
         return sum((oracle.relative if headless else oracle.kl)(*pair) for pair in pairs) / LIMIT
@@ -104,7 +105,7 @@ class ByHand:
                 consumer.weight[:, kept] = torch.from_numpy(weight)
                 if biased:
                     consumer.bias += torch.from_numpy(bias)
-            found.append((count, self.effect(pruned)))
+            found.append((count, self.effect(pruned, block)))
         return found
 
     def dimensions(self, block: int, counts: list[int]) -> list[tuple[int, float]]:
@@ -129,7 +130,7 @@ class ByHand:
                     for projection in (query, key):
                         projection.weight[gone] = 0
                         projection.bias[gone] = 0
-            found.append((count, self.effect(pruned)))
+            found.append((count, self.effect(pruned, block)))
         return found
 
 

@@ -1,0 +1,158 @@
+"""Effects measured: a site pruned alone, and all that follows run again."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.errors import UserError
+from ckpt_prune.progress import track
+from ckpt_prune.transform.site_variants import (
+    LIMITS,
+    POINTS,
+    READOUT_TOKENS,
+    First,
+    Variants,
+    batches_of,
+    check_moments,
+    dropped_counts,
+)
+from ckpt_prune.transform.solvers import SOLVERS
+
+
+def measure_effects(
+    model: Model,
+    statistics: Statistics,
+    samples: Samples,
+    *,
+    spaces: Collection[SpaceName],
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    points: tuple[float, ...] = POINTS,
+    limit: int | None = None,
+    allocate: Allocate = in_memory,
+    journal: Journal | None = None,
+) -> dict[str, list[tuple[int, float]]]:
+    """Prune one site of the dense model at a time and see how far that takes the model's own output (this project).
+
+    Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine where the consumer has
+    a bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
+
+    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
+    block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
+    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
+    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
+
+    Args:
+        model: the dense model.
+        statistics: of the same model, with Grams of consumers' inputs, and with logits where q and k are among the
+            spaces. That they are this model's is up to the caller.
+        samples: the first `limit` are run.
+        spaces: whose sites are pruned; those that the family has.
+        device: where blocks run and are refitted.
+        compute_dtype: in which they run.
+        points: shares of the units of a site to drop, nearest counts from 1 to all but one.
+        limit: of samples; by default `LIMITS`.
+        allocate: makes the tensors that hold hidden states.
+        journal: of the run, in which the effects of a block's sites are entered when they are measured; those that are
+            in it are not measured again.
+
+    Returns:
+        Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
+        of q and k dimensions dropped in every head, ascending, and the mean over samples of `Readout.divergence` from
+        the dense model. A site of one unit is left out.
+
+    Raises:
+        UserError: statistics lack moments, or the output is not finite.
+    """
+    family, checkpoint = model.family, model.checkpoint
+    chosen = [space for space in family.spaces if space in spaces]
+    check_moments(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
+    counts = {space: dropped_counts(model.units(space), points) for space in chosen}
+    variants = [(space, count) for space, own in counts.items() for count in own]
+    if not variants:
+        return {}
+    few = First(samples, LIMITS[family.modality] if limit is None else limit)
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
+    rows = [own for _, own in stream.batches]
+    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    sites = Variants(model, statistics, device, counts)
+    shape, dtype = tuple(stream.states.shape), stream.states.dtype
+    pruned = [allocate(shape, dtype) for _ in variants]
+    dense = allocate(shape, dtype)
+
+    @torch.no_grad()
+    def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
+        """Run a block from the first states of each pair into the second, which may be the same."""
+        module = factory.block(block, tensors)
+        for given, out in moved:
+            for each in rows:
+                out[each] = stream.run(module, block, given[each]).cpu()
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    blocks = model.blocks
+    known: dict[str, Any] = {} if journal is None else journal.notes
+    start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
+    for block in range(start):
+        found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
+    for block in range(blocks) if 0 < start < blocks else ():
+        # What the sites before had left: the states before the first block that is to be measured, and the last ones.
+        tensors = model.read_block(block)
+        states = stream.states if block < start else dense
+        run(block, tensors, [(states, states)])
+        if block == start - 1:
+            dense.copy_(stream.states)
+    passes = [(site, block) for site in range(start, blocks) for block in range(site, blocks)]
+    for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
+        tensors = model.read_block(block)
+        if block == site:
+            for out, new in zip(pruned, sites.of(block, tensors), strict=True):
+                run(block, new, [(stream.states, out)])
+            run(block, tensors, [(stream.states, stream.states)])
+            if site == 0:
+                dense.copy_(stream.states)
+        else:
+            # The first time round the dense model's own states go all the way, as what the others are held against.
+            run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
+        if block == blocks - 1:
+            for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
+                name = model.moments_name(site, space)
+                if not math.isfinite(value):
+                    raise UserError(
+                        f"the output with {count} units of {name} dropped is not finite: the model overflows in "
+                        f"{compute_dtype}"
+                    )
+                found.setdefault(name, []).append((count, value))
+            if journal is not None:
+                own = {model.moments_name(site, space) for space in chosen}
+                with disk_failures(journal.folder):
+                    journal.record(_unit(site), note={name: found[name] for name in found if name in own})
+    return found
+
+
+def _unit(block: int) -> str:
+    return f"effects {block}"
+
+
+def _divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
+    """Mean over samples of each one's divergence from the dense states'."""
+    sums = [0.0] * len(pruned)
+    for rows in batches_of(samples, READOUT_TOKENS):
+        batch = samples.batch(rows)
+        reference = readout.outputs(batch, dense[rows])
+        for index, states in enumerate(pruned):
+            sums[index] += readout.divergence(reference, readout.outputs(batch, states[rows]))
+    return [each / len(samples) for each in sums]

@@ -1,0 +1,122 @@
+"""One site of the dense model pruned at a time, at several widths: what effects are measured or predicted of."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import Modality
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.kinds import Key, SpaceMoments
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.sources import CachedMoments, NoMoments
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.decisions import Decision, Decisions
+from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.solvers import SOLVERS, solver_of
+
+POINTS = (0.25, 0.5, 0.75)
+"""Shares of a site's units that are dropped while the others are whole."""
+LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
+"""Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
+READOUT_TOKENS = 2048
+"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
+
+
+def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
+    """Units to drop at these shares: distinct, ascending, from 1 to all but one; none of a single unit."""
+    return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
+
+
+_NEEDS = {"gram": ("effects need Grams", ""), "logits": ("effects of q and k need their moments", ",logits")}
+
+
+def check_moments(statistics: Statistics, kinds: set[str]) -> None:
+    """Refuse statistics that lack what variants are made from.
+
+    Raises:
+        UserError: they do.
+    """
+    for kind, (what, beside) in _NEEDS.items():
+        if kind in kinds and kind not in statistics.index.collect:
+            raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
+
+
+def batches_of(samples: Samples, tokens: int) -> list[slice]:
+    """Runs of samples of at most so many tokens, or of one sample."""
+    size = max(1, tokens // samples.tokens)
+    return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+
+
+@dataclass(frozen=True)
+class First:
+    """The first of some samples."""
+
+    samples: Samples
+    limit: int
+
+    @property
+    def tokens(self) -> int:
+        """Of each."""
+        return self.samples.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all of them."""
+        return self.samples.fingerprint
+
+    def __len__(self) -> int:
+        return min(self.limit, len(self.samples))
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """What the model is called with."""
+        return self.samples.batch(rows)
+
+
+class _Known(NoMoments):
+    """Moments of one block, read once for all its variants."""
+
+    def __init__(self, moments: Mapping[SpaceName, SpaceMoments]) -> None:
+        self._moments = moments
+
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        return {key: self._moments[cast(SpaceName, key)] for key in keys}
+
+
+@dataclass(frozen=True)
+class Variants:
+    """A block with one of its sites pruned, for every site and count."""
+
+    model: Model
+    statistics: Statistics
+    device: torch.device
+    counts: Mapping[SpaceName, list[int]]
+
+    def of(self, block: int, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The block's tensors, space by space and count by count."""
+        wanted = [space for space, counts in self.counts.items() if counts]
+        read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
+        moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
+        for space in wanted:
+            recipe = self._recipe(block, space, tensors)
+            # Ranked once for all counts.
+            scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
+            for count in self.counts[space]:
+                decision = Decision(self.model.units(space) - count, scores=scores)
+                decisions = Decisions(recipe, {Site(block, space): decision})
+                pruner = Pruner(self.model, decisions, frozenset(), self.device)
+                yield pruner.block(block, tensors, _Known(moments))[0]
+
+    def _recipe(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> Recipe:
+        """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
+        description = self.model.family.spaces[space]
+        biased = self.model.tensor(block, description.measured, "bias") in tensors
+        own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
+        return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})
