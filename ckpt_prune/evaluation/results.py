@@ -1,9 +1,10 @@
 """What `evaluate` gives: one kind of result for every kind of model, each as an object and as JSON."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.classification import Classification
@@ -18,9 +19,12 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+S = TypeVar("S")
+
+
 @dataclass(frozen=True)
-class PerplexityResult:
-    """A causal language model on text.
+class _OfTokens(ABC, Generic[S]):
+    """A language model on text, and perhaps a reference on the same.
 
     Attributes:
         model: that was measured.
@@ -32,9 +36,9 @@ class PerplexityResult:
     """
 
     model: Path
-    score: Score
+    score: S
     against: Path | None = None
-    reference: Score | None = None
+    reference: S | None = None
     kl: float | None = None
     agreement: float | None = None
 
@@ -50,6 +54,16 @@ class PerplexityResult:
         return found
 
     @staticmethod
+    @abstractmethod
+    def _figures(model: Path, score: Any) -> dict[str, Any]:
+        """Those of one model."""
+
+
+@dataclass(frozen=True)
+class PerplexityResult(_OfTokens[Score]):
+    """A causal language model on text; attributes are `model`, `score`, `against`, `reference`, `kl`, `agreement`."""
+
+    @staticmethod
     def _figures(model: Path, score: Score) -> dict[str, Any]:
         return {
             "model": str(model),
@@ -62,35 +76,8 @@ class PerplexityResult:
 
 
 @dataclass(frozen=True)
-class MaskedResult:
-    """A masked language model on text, asked for masked tokens.
-
-    Attributes:
-        model: that was measured.
-        score: its own.
-        against: the reference, where there is one.
-        reference: its score.
-        kl: mean over masked tokens of KL(reference ‖ model), nats.
-        agreement: share of the masked tokens where both predict the same.
-    """
-
-    model: Path
-    score: MaskedScore
-    against: Path | None = None
-    reference: MaskedScore | None = None
-    kl: float | None = None
-    agreement: float | None = None
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        found = self._figures(self.model, self.score)
-        if self.against is not None and self.reference is not None:
-            found |= {
-                "kl": self.kl,
-                "top1_agreement": self.agreement,
-                "against": self._figures(self.against, self.reference),
-            }
-        return found
+class MaskedResult(_OfTokens[MaskedScore]):
+    """A masked language model, asked for masked tokens; attributes as those of `PerplexityResult`."""
 
     @staticmethod
     def _figures(model: Path, score: MaskedScore) -> dict[str, Any]:
