@@ -26,10 +26,8 @@ from ckpt_prune.transform.site_variants import (
     First,
     Variants,
     batches_of,
-    check_moments,
-    dropped_counts,
+    counts_of,
 )
-from ckpt_prune.transform.solvers import SOLVERS
 
 
 def measure_effects(
@@ -78,9 +76,7 @@ def measure_effects(
         UserError: statistics lack moments, or the output is not finite.
     """
     family, checkpoint = model.family, model.checkpoint
-    chosen = [space for space in family.spaces if space in spaces]
-    check_moments(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
-    counts = {space: dropped_counts(model.units(space), points) for space in chosen}
+    counts = counts_of(model, statistics, spaces, points)
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
@@ -137,7 +133,7 @@ def measure_effects(
                     )
                 found.setdefault(name, []).append((count, value))
             if journal is not None:
-                own = {model.moments_name(site, space) for space in chosen}
+                own = {model.moments_name(site, space) for space in counts}
                 with disk_failures(journal.folder):
                     journal.record(_unit(site), note={name: found[name] for name in found if name in own})
     return found

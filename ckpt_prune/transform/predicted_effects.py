@@ -1,7 +1,7 @@
 """Effects predicted: a site pruned alone, its block run, and the gradient there asked what follows from it."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,8 @@ from ckpt_prune.transform.site_variants import (
     First,
     Variants,
     batches_of,
-    check_moments,
-    dropped_counts,
+    counts_of,
 )
-from ckpt_prune.transform.solvers import SOLVERS
 
 _SEED = 0
 """Of the labels that are drawn from the model's own predictions."""
@@ -80,9 +78,7 @@ def predict_effects(
         UserError: statistics lack moments, or a block's output or the gradient is not finite.
     """
     family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
-    chosen = [space for space in family.spaces if space in spaces]
-    check_moments(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
-    counts = {space: dropped_counts(model.units(space), points) for space in chosen}
+    counts = counts_of(model, statistics, spaces, points)
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
@@ -110,10 +106,10 @@ def predict_effects(
             found.setdefault(name, []).append((count, value))
         if block > 0:
             _backward(stream, factory.block(block, tensors), block, given, gradients)
-    return {name: found[name] for block in range(blocks) for name in _names(model, block, chosen) if name in found}
+    return {name: found[name] for block in range(blocks) for name in _names(model, block, counts) if name in found}
 
 
-def _names(model: Model, block: int, spaces: Sequence[SpaceName]) -> list[str]:
+def _names(model: Model, block: int, spaces: Iterable[SpaceName]) -> list[str]:
     return [model.moments_name(block, space) for space in spaces]
 
 

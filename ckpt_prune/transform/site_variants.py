@@ -1,6 +1,6 @@
 """One site of the dense model pruned at a time, at several widths: what effects are measured or predicted of."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,12 +38,21 @@ def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
 _NEEDS = {"gram": ("effects need Grams", ""), "logits": ("effects of q and k need their moments", ",logits")}
 
 
-def check_moments(statistics: Statistics, kinds: set[str]) -> None:
-    """Refuse statistics that lack what variants are made from.
+def counts_of(
+    model: Model, statistics: Statistics, spaces: Collection[SpaceName], points: tuple[float, ...]
+) -> dict[SpaceName, list[int]]:
+    """Units to drop of a site of every space, in the family's order.
 
     Raises:
-        UserError: they do.
+        UserError: statistics lack what variants of these spaces are made from.
     """
+    family = model.family
+    chosen = [space for space in family.spaces if space in spaces]
+    _check_moments(statistics, {SOLVERS[family.spaces[space].ends].collects for space in chosen})
+    return {space: dropped_counts(model.units(space), points) for space in chosen}
+
+
+def _check_moments(statistics: Statistics, kinds: set[str]) -> None:
     for kind, (what, beside) in _NEEDS.items():
         if kind in kinds and kind not in statistics.index.collect:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
