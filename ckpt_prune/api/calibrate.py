@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.early import check_texts
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import CalibrateOptions, checked
@@ -67,6 +68,7 @@ def calibrate(
         UserError: bad input; nothing is left behind.
     """
     options = checked(CalibrateOptions, locals())
+    check_texts(options.text)
 
     import torch
 

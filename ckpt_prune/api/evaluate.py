@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_prune.api.early import check_texts
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import EvaluateOptions, checked
@@ -62,6 +63,7 @@ def evaluate(
     """
     options = checked(EvaluateOptions, locals())
     _check(options)
+    check_texts(options.text)
 
     from ckpt_prune.checkpoint.hub import resolve
     from ckpt_prune.devices import resolve_device

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt_prune.api.early import check_texts
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
@@ -115,6 +116,7 @@ def recover(
         refuse_overlap(Path(options.dense), out)
     if Path(options.pruned).is_dir():
         check_output(Path(options.pruned), out, resume=options.resume, overwrite=options.overwrite)
+    check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples, has_data
     from ckpt_prune.calibration.states import StateMemory

@@ -128,3 +128,18 @@ def test_values_that_mean_nothing_are_named(place, verb, given, message):
     with pytest.raises(UserError) as caught:
         function(verb)("dense", output="out", **given)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("calibrate", "dense", "-o", "s"),
+        ("prune", "dense", "-o", "out"),
+        ("recover", "pruned", "--dense", "dense", "-o", "out"),
+        ("evaluate", "dense", "--window", "16"),
+    ],
+)
+def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monkeypatch, words):
+    monkeypatch.setattr("ckpt_prune.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
+    monkeypatch.setattr("ckpt_prune.checkpoint.hub.resolve", lambda *_a, **_k: pytest.fail("loaded"))
+    assert refused(*words, "--text", "calib.txt", "--text", "clib.txt") == "clib.txt: no such text file"

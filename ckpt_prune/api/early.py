@@ -1,0 +1,17 @@
+"""What can be refused before torch is imported."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt_prune.errors import UserError
+
+
+def check_texts(files: Iterable[Path]) -> None:
+    """Refuse text files that are not there.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    for file in files:
+        if not file.exists():
+            raise UserError(f"{file}: no such text file")
