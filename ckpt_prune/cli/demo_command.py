@@ -20,8 +20,8 @@ def command(out: Path | None, device: str, as_json: bool) -> None:
     """Prune the packaged 3M-parameter Llama by Wanda-sp, FLAP, RCPU, best-uniform and best at 20 and 30 %.
 
     Each result is verified and measured. Calibration and held-out text are this Python's own standard library; the
-    model was trained on the calibration side only. About two minutes on two idle cores, most of them for best-uniform
-    and best; no network.
+    model was trained on the calibration side only. Some four minutes of CPU time, most of them for best-uniform and
+    best; no network.
     """
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.demo import run as demo

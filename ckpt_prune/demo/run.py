@@ -95,5 +95,7 @@ def run(out: Path, device: torch.device) -> list[Row]:
             if failed:
                 raise UserError(f"{target} does not verify: {failed[0].name}: {failed[0].detail}")
             after, container = report.after, report.container.model_type
+            if report.container.remote_code:
+                container += ", remote code"
             rows.append(Row(name, ratio, after.parameters, after.bytes, measure_perplexity(target), container, seconds))
     return rows

@@ -67,7 +67,9 @@ def test_the_whole_path_and_what_it_keeps(small):
         assert row["perplexity"] > 1
         report = json.loads(Path(f"kept ü/{row['model']}-30/ckpt_prune.json").read_text())
         assert report["after"]["parameters"] == row["parameters"]
-        assert report["container"]["model_type"] == row["container"]
+        remote = ", remote code" if report["container"]["remote_code"] else ""
+        assert row["container"] == report["container"]["model_type"] + remote
+        assert bool(remote) is (row["model"] == "best")
     assert {path.name for path in Path("kept ü").iterdir()} == {f"{name}-30" for name in demo.RECIPES}
 
 
