@@ -33,7 +33,7 @@ from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.effects import measure_effects
+from ckpt_prune.transform.effects import effects_of
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
@@ -165,7 +165,7 @@ class Entrants:
                 collect=everything(self.model),
                 **run,  # type: ignore[arg-type]
             )
-            effects = measure_effects(
+            effects = effects_of(
                 self.model,
                 found,
                 self.samples,

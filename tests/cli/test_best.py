@@ -450,7 +450,7 @@ def test_a_curve_of_masks_or_broken_weights_is_refused(here):
 
 def test_effects_that_are_not_measured_twice(here, monkeypatch):
     """Statistics that hold them are used as they are."""
-    monkeypatch.setattr("ckpt_prune.transform.measuring.measure_effects", lambda *_a, **_k: pytest.fail("measured"))
+    monkeypatch.setattr("ckpt_prune.transform.measuring.effects_of", lambda *_a, **_k: pytest.fail("measured"))
     monkeypatch.setattr("ckpt_prune.transform.measuring.measure_into", lambda *_a, **_k: pytest.fail("again"))
     ok("prune", "llama", *BEST, "--ratio", "0.4", "-o", "out")
     ok("prune", "llama", "--recipe", "best", "--set=weigh_by=energy", "--statistics", "weighed", *QUICK, "-o", "other")

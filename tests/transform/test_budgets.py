@@ -25,9 +25,9 @@ from ckpt_prune.transform.budgets import (
     weighed_by_effect,
     weighed_by_energy,
 )
-from ckpt_prune.transform.effects import dropped_counts
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.transform.site_variants import dropped_counts
 from ckpt_prune.transform.sizing import at_size
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune

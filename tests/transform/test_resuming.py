@@ -14,8 +14,8 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.effects import measure_effects
 from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.measured_effects import measure_effects
 from ckpt_prune.transform.resuming import summary
 from ckpt_prune.transform.settle import Settled
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
