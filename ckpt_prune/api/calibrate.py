@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.early import check_texts
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import CalibrateOptions, checked
 from ckpt_prune.progress import Notices, progress_shown

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_prune.api.early import check_texts
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import EvaluateOptions, checked
 from ckpt_prune.progress import progress_shown

@@ -9,7 +9,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
 from ckpt_prune.planning.shipped import find_recipe
 from ckpt_prune.progress import progress_shown
-from ckpt_prune.ratios import percent_meant, share_of
+from ckpt_prune.ratios import as_share, percent_meant
 
 if TYPE_CHECKING:
     from ckpt_prune.description.model import Description
@@ -61,7 +61,7 @@ def _numbers(text: str | None) -> list[float]:
     found = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         try:
-            value = float(part) if (share := share_of(part)) is None else share
+            value = float(as_share(part))
         except ValueError:
             raise UserError(f"--ratio {part}: expected numbers, for example 0.1,0.2,0.3") from None
         if not 0 <= value < 1:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.early import check_texts
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER

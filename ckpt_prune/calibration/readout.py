@@ -24,11 +24,12 @@ DRAWS = 8
 
 @dataclass(frozen=True)
 class Drawn:
-    """The gradient of one draw.
+    """Gradients of one draw of labels for one output, at the states that leave a block.
 
     Attributes:
-        values: (B, T, hidden) float32, on the factory's device.
-        whole: whether a sample has one prediction.
+        values: (B, T, hidden) float32.
+        whole: whether a sample has one prediction, which errors of all its tokens move together; else every token's
+            error is taken to move the predictions apart from the others'.
         weight: of this draw among those of its output.
     """
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
 
 Bos = Literal["auto", "always", "never"]
@@ -53,8 +54,7 @@ def read_text(files: Sequence[Path]) -> str:
 
 
 def _read_file(file: Path) -> str:
-    if not file.is_file():
-        raise UserError(f"{file}: no such text file")
+    check_texts([file])
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -21,3 +21,8 @@ def _scaled(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
     value = count / base**power
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f}{gap}{suffixes[power]}"
+
+
+def counted(number: int | None, what: str) -> str:
+    """Such as "1 image", "2 images"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -86,9 +86,11 @@ def command(as_json: bool, **given: Any) -> None:
 
 def show(result: "Result") -> str:
     """A result as people read it."""
+    from ckpt_prune.checkpoint.units import counted
+
     machine = result.machine
-    where = [machine.processor, _some(machine.cores, "core"), f"{_some(machine.threads, 'thread')} a model"]
-    rounds = f"{_some(result.rounds, 'round')} after {result.warmup} of warm-up"
+    where = [machine.processor, counted(machine.cores, "core"), f"{counted(machine.threads, 'thread')} a model"]
+    rounds = f"{counted(result.rounds, 'round')} after {result.warmup} of warm-up"
     used = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     names = {run.label: run.model for run in result.runs}
     parts = [
@@ -149,10 +151,6 @@ def _row(row: "Row") -> list[str]:
         NONE if row.flops is None else human_count(row.flops),
         _share(row.flops_ratio),
     ]
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _share(value: float | None) -> str:

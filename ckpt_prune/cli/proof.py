@@ -1,8 +1,7 @@
 """What came out of an export: the table of a comparison with PyTorch, and what was written."""
 
-from ckpt_prune.checkpoint.units import human_bytes
+from ckpt_prune.checkpoint.units import counted, human_bytes
 from ckpt_prune.cli.options import table
-from ckpt_prune.exporting.metrics import counted
 from ckpt_prune.exporting.outcome import Case, Validation
 from ckpt_prune.exporting.writing import Exported
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import (
@@ -166,7 +166,7 @@ def recovery_lines(report: Report) -> Iterable[str]:
 
     yield (
         f"recovered {figures.recovered} of {figures.blocks} blocks; means over blocks on "
-        f"{_counted(figures.held_out, 'held-out sample')}: squared error "
+        f"{counted(figures.held_out, 'held-out sample')}: squared error "
         f"{mean('mse_before', '.4g')} -> {mean('mse_after', '.4g')}, CKA {mean('cka_before', '.4f')} -> "
         f"{mean('cka_after', '.4f')}"
     )
@@ -190,7 +190,7 @@ def recovery_lines(report: Report) -> Iterable[str]:
     if figures.perplexities:
         curve = ", ".join(f"{_perplexity(entry.perplexity)} with {entry.blocks}" for entry in figures.perplexities)
         yield (
-            f"perplexity on {_counted(figures.held_out, 'held-out window')} of {figures.window} tokens: {curve} "
+            f"perplexity on {counted(figures.held_out, 'held-out window')} of {figures.window} tokens: {curve} "
             "blocks recovered"
         )
 
@@ -218,11 +218,7 @@ def _span(least: int, most: int) -> str:
 
 
 def _blocks(numbers: Sequence[int]) -> str:
-    return f"{_counted(len(numbers), 'block')} ({', '.join(map(str, numbers))})"
-
-
-def _counted(number: int | None, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    return f"{counted(len(numbers), 'block')} ({', '.join(map(str, numbers))})"
 
 
 def _perplexity(value: float | None) -> str:

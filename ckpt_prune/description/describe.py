@@ -68,7 +68,8 @@ def _model(
     check_source(model)
     made = report_of(checkpoint.path)
     _recipe(recipe, 0.0)
-    pruned = [_size_at(model, recipe, ratio) for ratio in ratios]
+    recipes = {ratio: _recipe(recipe, ratio) for ratio in ratios}
+    pruned = [_size_at(model, recipes[ratio], ratio) for ratio in ratios]
     return ModelDescription(
         model=str(checkpoint.path),
         family=family.model_type,
@@ -82,7 +83,7 @@ def _model(
         weights=weights,
         made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
         pruned=pruned,
-        messages=[line for ratio in ratios for line in coarse_lines(model, _recipe(recipe, ratio))],
+        messages=[line for ratio in ratios for line in coarse_lines(model, recipes[ratio])],
         recipe=recipe if pruned else None,
         sparsity=zeros,
     )
@@ -124,11 +125,10 @@ def _recipe(name: str, ratio: float) -> Recipe:
     return load_recipe(name, ("container=any",), ratio)
 
 
-def _size_at(model: Model, recipe: str, ratio: float) -> SizeAtRatio:
-    loaded = _recipe(recipe, ratio)
-    check_spaces(model.family, loaded)
-    widths = Decisions(loaded).widths(model)
-    output = output_of(Request(model, loaded), widths)
+def _size_at(model: Model, recipe: Recipe, ratio: float) -> SizeAtRatio:
+    check_spaces(model.family, recipe)
+    widths = Decisions(recipe).widths(model)
+    output = output_of(Request(model, recipe), widths)
     container = output.container
     return SizeAtRatio(
         ratio=ratio,

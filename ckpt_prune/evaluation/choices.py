@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ckpt_prune.calibration.text import Bos, token_stream
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.choice_items import Item
-from ckpt_prune.evaluation.forward import default_batch_size
+from ckpt_prune.evaluation.forward import check_tokens, default_batch_size
 from ckpt_prune.progress import track
 
 
@@ -94,12 +94,7 @@ def _log_probabilities(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int
     """Of every text the log-probability of its last tokens, nats."""
     model.eval()
     config = model.config.get_text_config()
-    largest = max(int(ids.max()) for ids, _ in texts)
-    if largest >= config.vocab_size:
-        raise UserError(
-            f"token id {largest} is outside the model's vocabulary of {config.vocab_size}; "
-            "the tokenizer belongs to another model"
-        )
+    check_tokens(model, torch.cat([ids for ids, _ in texts]))
     context = getattr(config, "max_position_embeddings", None)
     cut = [(ids if context is None else ids[-context:], tail) for ids, tail in texts]
     order = sorted(range(len(cut)), key=lambda index: len(cut[index][0]))

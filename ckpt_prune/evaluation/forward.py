@@ -28,11 +28,19 @@ def check_windows(model: PreTrainedModel, windows: Tensor) -> None:
             f"window of {windows.shape[1]} tokens is longer than the model's max_position_embeddings, {context}; "
             f"use a window of at most {context}"
         )
-    largest = int(windows.max())
-    if largest >= config.vocab_size:
+    check_tokens(model, windows)
+
+
+def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse token ids, int64 of any shape, that the model does not know.
+
+    Raises:
+        UserError: one is outside its vocabulary.
+    """
+    largest, size = int(ids.max()), model.config.get_text_config().vocab_size
+    if largest >= size:
         raise UserError(
-            f"token id {largest} is outside the model's vocabulary of {config.vocab_size}; "
-            "the tokenizer belongs to another model"
+            f"token id {largest} is outside the model's vocabulary of {size}; the tokenizer belongs to another model"
         )
 
 

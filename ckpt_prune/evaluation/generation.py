@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ckpt_prune.calibration.text import token_stream
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.forward import check_tokens
 from ckpt_prune.progress import track
 
 N = 4
@@ -58,11 +59,7 @@ def continue_prompts(
         ids = token_stream(tokenizer, prompt)
         if not len(ids):
             raise UserError("a prompt is empty: give it a word")
-        if int(ids.max()) >= config.vocab_size:
-            raise UserError(
-                f"token id {int(ids.max())} is outside the model's vocabulary of {config.vocab_size}; "
-                "the tokenizer belongs to another model"
-            )
+        check_tokens(model, ids)
         room = tokens if context is None else min(tokens, context - len(ids))
         if room < 1:
             raise UserError(f"a prompt of {len(ids)} tokens fills the model's context of {context}: shorten it")

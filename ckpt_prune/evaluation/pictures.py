@@ -16,7 +16,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import class_names, classify, compare_classifiers, is_classifier
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision, reference_of_base
-from ckpt_prune.evaluation.loading import load_model, read_config
+from ckpt_prune.evaluation.loading import read_config
 from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult
 from ckpt_prune.evaluation.texts import Pair
 from ckpt_prune.options import EvaluationOptions
@@ -51,7 +51,7 @@ def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | F
 
 
 def _features(pair: Pair, base: Path, samples: ImageSamples) -> FeaturesResult:
-    models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]
+    models = [pair.load(path) for path in (pair.folder, base)]
     try:
         found = compare_features(models[0], models[1], samples)
     except ValueError as error:  # what transformers' vision models raise for images of another size
@@ -62,10 +62,10 @@ def _features(pair: Pair, base: Path, samples: ImageSamples) -> FeaturesResult:
 
 def _classification(pair: Pair, samples: ImageSamples) -> AccuracyResult:
     skipped = tuple(sorted(samples.skipped))
-    model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
+    model = pair.load(pair.folder)
     if pair.reference is None:
         return AccuracyResult(pair.folder, classify(model, samples), skipped)
-    other = load_model(pair.reference, device=pair.device, trust_remote_code=pair.trust)
+    other = pair.load(pair.reference)
     found = compare_classifiers(model, other, samples)
     return AccuracyResult(
         pair.folder, found.score, skipped, pair.reference, found.reference_score, found.kl, found.agreement

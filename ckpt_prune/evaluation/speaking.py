@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from ckpt_prune.calibration.text import Bos, load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.errors import UserError
@@ -12,7 +10,6 @@ from ckpt_prune.evaluation.choice_items import read_items
 from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from ckpt_prune.evaluation.generation import Continuation, continue_prompts
 from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision
-from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.results import ChoiceResult, GenerationResult
 from ckpt_prune.evaluation.texts import Pair
 
@@ -35,7 +32,7 @@ def measure_choices(pair: Pair, files: Sequence[Path], limit: int | None, bos: B
         raise UserError("--tasks: two files have the same name: figures could not be told apart")
 
     def scores(folder: Path) -> dict[str, ChoiceScore]:
-        model, tokenizer = _load(pair, folder), load_tokenizer(folder)
+        model, tokenizer = pair.load(folder), load_tokenizer(folder)
         return {name: answer(model, tokenizer, items, bos=bos, what=name) for name, items in tasks.items()}
 
     other = None if pair.reference is None else scores(pair.reference)
@@ -56,14 +53,10 @@ def measure_generation(pair: Pair, prompts: Sequence[str], tokens: int) -> Gener
     _check(pair)
 
     def said(folder: Path) -> tuple[Continuation, ...]:
-        return tuple(continue_prompts(_load(pair, folder), load_tokenizer(folder), prompts, tokens=tokens))
+        return tuple(continue_prompts(pair.load(folder), load_tokenizer(folder), prompts, tokens=tokens))
 
     other = None if pair.reference is None else said(pair.reference)
     return GenerationResult(pair.folder, tuple(prompts), said(pair.folder), pair.reference, other)
-
-
-def _load(pair: Pair, folder: Path) -> PreTrainedModel:
-    return load_model(folder, device=pair.device, trust_remote_code=pair.trust)
 
 
 def _check(pair: Pair) -> None:

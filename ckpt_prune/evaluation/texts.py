@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.calibration.samples import TokenWindows
 from ckpt_prune.calibration.text import (
@@ -51,6 +51,14 @@ class Pair:
     device: torch.device
     trust: bool
 
+    def load(self, folder: Path) -> PreTrainedModel:
+        """One of the two, WHOLE.
+
+        Raises:
+            UserError: it does not load.
+        """
+        return load_model(folder, device=self.device, trust_remote_code=self.trust)
+
 
 def measure_text(pair: Pair, options: EvaluationOptions) -> PerplexityResult | MaskedResult | FeaturesResult:
     """Measure a model of text.
@@ -76,10 +84,10 @@ def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     assert options.window is not None
     stream = token_stream(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
     windows = evaluation_windows(stream, window=options.window, limit=options.samples)
-    model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
+    model = pair.load(pair.folder)
     if pair.reference is None:
         return PerplexityResult(pair.folder, perplexity(model, windows))
-    other = load_model(pair.reference, device=pair.device, trust_remote_code=pair.trust)
+    other = pair.load(pair.reference)
     found = compare(model, other, windows)
     return PerplexityResult(
         pair.folder, found.score, pair.reference, found.reference_score, found.kl, found.top1_agreement
@@ -105,7 +113,7 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesR
     windows = framed(windows, tokenizer)
     if base is None:
         return _masked(pair, tokenizer, windows)
-    models = [load_model(path, device=pair.device, trust_remote_code=pair.trust) for path in (pair.folder, base)]
+    models = [pair.load(path) for path in (pair.folder, base)]
     for each in models:
         check_windows(each, windows)
     return FeaturesResult(pair.folder, base, compare_features(models[0], models[1], TokenWindows(windows)))
@@ -115,10 +123,10 @@ def _masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> 
     if tokenizer.mask_token_id is None:
         raise UserError(f"{pair.folder}: its tokenizer has no mask token, so nothing can be masked")
     masked = choose_masked(windows, set(tokenizer.all_special_ids))
-    model = load_model(pair.folder, device=pair.device, trust_remote_code=pair.trust)
+    model = pair.load(pair.folder)
     other = None
     if pair.reference is not None:
-        other = load_model(pair.reference, device=pair.device, trust_remote_code=pair.trust)
+        other = pair.load(pair.reference)
     found = fill_in(model, windows, masked, tokenizer.mask_token_id, other)
     if not isinstance(found, MaskedComparison):
         return MaskedResult(pair.folder, found)

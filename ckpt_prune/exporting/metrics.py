@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import load_tokenizer
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.evaluation.classification import compare_classifiers
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
@@ -117,11 +118,6 @@ def image_metric(
         tolerance=close,
         passed=apart <= close,
     )
-
-
-def counted(number: int, what: str) -> str:
-    """Such as "1 image", "2 images"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _models(graph: OnnxModel, reference: Reference) -> tuple[PreTrainedModel, PreTrainedModel]:

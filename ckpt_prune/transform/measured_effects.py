@@ -1,6 +1,5 @@
 """Effects measured: a site pruned alone, and all that follows run again."""
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 from ckpt_prune.transform.site_variants import (
     LIMITS,
@@ -26,7 +24,9 @@ from ckpt_prune.transform.site_variants import (
     First,
     Variants,
     batches_of,
+    check_finite,
     counts_of,
+    run_through,
 )
 
 
@@ -83,20 +83,17 @@ def measure_effects(
     few = First(samples, LIMITS[family.modality] if limit is None else limit)
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
-    rows = [own for _, own in stream.batches]
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     sites = Variants(model, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
     pruned = [allocate(shape, dtype) for _ in variants]
     dense = allocate(shape, dtype)
 
-    @torch.no_grad()
     def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
         """Run a block from the first states of each pair into the second, which may be the same."""
         module = factory.block(block, tensors)
         for given, out in moved:
-            for each in rows:
-                out[each] = stream.run(module, block, given[each]).cpu()
+            run_through(stream, module, block, given, out)
 
     found: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks
@@ -126,11 +123,7 @@ def measure_effects(
         if block == blocks - 1:
             for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
                 name = model.moments_name(site, space)
-                if not math.isfinite(value):
-                    raise UserError(
-                        f"the output with {count} units of {name} dropped is not finite: the model overflows in "
-                        f"{compute_dtype}"
-                    )
+                check_finite(value, count, name, compute_dtype)
                 found.setdefault(name, []).append((count, value))
             if journal is not None:
                 own = {model.moments_name(site, space) for space in counts}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
@@ -108,7 +108,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
             which = "the next size" if found.other > found.dropped else "the size before"
             beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
         yield (
-            f"{space}: {units} unit{'' if units == 1 else 's'} per block{in_steps}, so a ratio of {found.asked:g} "
+            f"{space}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
             f"drops {drops}; {beside}"
         )
 

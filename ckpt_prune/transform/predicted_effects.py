@@ -1,8 +1,6 @@
 """Effects predicted: a site pruned alone, its block run, and the gradient there asked what follows from it."""
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +8,11 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.readout import Drawn, Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 from ckpt_prune.transform.site_variants import (
     LIMITS,
@@ -24,7 +21,9 @@ from ckpt_prune.transform.site_variants import (
     First,
     Variants,
     batches_of,
+    check_finite,
     counts_of,
+    run_through,
 )
 
 _SEED = 0
@@ -89,7 +88,7 @@ def predict_effects(
     states = [stream.states]
     for block in track(range(blocks), "effects: states", total=blocks):
         states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
-        _run(stream, factory, block, model.read_block(block), states[block], states[block + 1])
+        run_through(stream, factory.block(block, model.read_block(block)), block, states[block], states[block + 1])
     gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), few, states[-1], allocate)
     found: dict[str, list[tuple[int, float]]] = {}
     for block in track(range(blocks - 1, -1, -1), "effects: sites", total=blocks):
@@ -98,11 +97,7 @@ def predict_effects(
         for (space, count), new in zip(variants, sites.of(block, tensors), strict=True):
             name = model.moments_name(block, space)
             value = _effect(stream, factory.block(block, new), block, given, dense, gradients)
-            if not math.isfinite(value):
-                raise UserError(
-                    f"the output with {count} units of {name} dropped is not finite: the model overflows in "
-                    f"{compute_dtype}"
-                )
+            check_finite(value, count, name, compute_dtype)
             found.setdefault(name, []).append((count, value))
         if block > 0:
             _backward(stream, factory.block(block, tensors), block, given, gradients)
@@ -113,40 +108,14 @@ def _names(model: Model, block: int, spaces: Iterable[SpaceName]) -> list[str]:
     return [model.moments_name(block, space) for space in spaces]
 
 
-@torch.no_grad()
-def _run(
-    stream: HiddenStream, factory: BlockFactory, block: int, tensors: Mapping[str, Tensor], given: Tensor, out: Tensor
-) -> None:
-    """Run a block from some states into others."""
-    module = factory.block(block, tensors)
-    for _, rows in stream.batches:
-        out[rows] = stream.run(module, block, given[rows]).cpu()
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """Gradients of one draw of labels for one output, at the states that leave a block.
-
-    Attributes:
-        values: (N, T, hidden) float32, on CPU.
-        whole: whether a sample has one prediction, which errors of all its tokens move together; else every token's
-            error is taken to move the predictions apart from the others'.
-        weight: of this draw among those of its output.
-    """
-
-    values: Tensor
-    whole: bool
-    weight: float
-
-
-def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[_Gradients]:
+def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
     """Gradients at the states that leave the last block."""
     generator = torch.Generator().manual_seed(_SEED)
-    found: list[_Gradients] = []
+    found: list[Drawn] = []
     for rows in batches_of(samples, READOUT_TOKENS):
         for index, own in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
             if index == len(found):
-                found.append(_Gradients(allocate(tuple(states.shape), torch.float32), own.whole, own.weight))
+                found.append(Drawn(allocate(tuple(states.shape), torch.float32), own.whole, own.weight))
             found[index].values[rows] = own.values.cpu()
     return found
 
@@ -158,7 +127,7 @@ def _effect(
     block: int,
     given: Tensor,
     dense: Tensor,
-    gradients: Sequence[_Gradients],
+    gradients: Sequence[Drawn],
 ) -> float:
     """½ E[(g·δ)²] of a pruned block, the mean over samples."""
     total = 0.0
@@ -171,9 +140,7 @@ def _effect(
     return total / 2 / len(given)
 
 
-def _backward(
-    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Sequence[_Gradients]
-) -> None:
+def _backward(stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Sequence[Drawn]) -> None:
     """Turn gradients at the states that leave a block into those at the states that enter it."""
     module.requires_grad_(False)
     for _, rows in stream.batches:

@@ -1,11 +1,12 @@
 """One site of the dense model pruned at a time, at several widths: what effects are measured or predicted of."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
@@ -16,6 +17,7 @@ from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.decisions import Decision, Decisions
@@ -62,6 +64,25 @@ def batches_of(samples: Samples, tokens: int) -> list[slice]:
     """Runs of samples of at most so many tokens, or of one sample."""
     size = max(1, tokens // samples.tokens)
     return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+
+
+@torch.no_grad()
+def run_through(stream: HiddenStream, module: nn.Module, block: int, given: Tensor, out: Tensor) -> None:
+    """Run a block from some states of a stream's samples into others, which may be the same."""
+    for _, rows in stream.batches:
+        out[rows] = stream.run(module, block, given[rows]).cpu()
+
+
+def check_finite(effect: float, count: int, name: str, compute_dtype: torch.dtype) -> None:
+    """Refuse an effect that is no number.
+
+    Raises:
+        UserError: with the site, and how many of its units are dropped.
+    """
+    if not math.isfinite(effect):
+        raise UserError(
+            f"the output with {count} units of {name} dropped is not finite: the model overflows in {compute_dtype}"
+        )
 
 
 @dataclass(frozen=True)

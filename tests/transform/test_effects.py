@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -36,7 +37,7 @@ Effects = dict[str, list[tuple[int, float]]]
 VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "vit", "bert-pretraining", "dinov2-swiglu"]
 
 
-def measured(sources: Sources, variant: str, **options) -> Effects:
+def measured(sources: Sources, variant: str, *, how: Callable[..., Effects] = measure_effects, **options) -> Effects:
     source = Model.open(sources.folder(variant))
     given = {
         "spaces": list(source.family.spaces),
@@ -44,7 +45,7 @@ def measured(sources: Sources, variant: str, **options) -> Effects:
         "limit": LIMIT,
         "statistics": sources.statistics(variant),
     }
-    return measure_effects(
+    return how(
         source,
         samples=data_of(variant),
         device=CPU,
@@ -135,13 +136,13 @@ class ByHand:
 
 
 @cache
-def expected(sources_folder, variant: str) -> Effects:
+def expected(sources_folder, variant: str, kind: type[ByHand] = ByHand) -> Effects:
     model = stock(sources_folder, variant).double()
     samples = data_of(variant)
     if variant in encoders.IMAGES:
         samples = encoders.Pixels(samples.values.double(), samples.tokens)
     source = Model.open(sources_folder)
-    by_hand = ByHand(model, source, samples)
+    by_hand = kind(model, source, samples)
     found: Effects = {}
     for block in range(BLOCKS):
         for space in source.family.spaces:

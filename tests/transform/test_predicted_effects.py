@@ -1,7 +1,7 @@
 """Predicted effects of single sites, against gradients of whole stock models; and which models get which effects."""
 
 import copy
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -19,36 +19,17 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform import effects
 from ckpt_prune.transform import predicted_effects as module
 from ckpt_prune.transform.predicted_effects import predict_effects
-from ckpt_prune.transform.site_variants import dropped_counts
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import effects as oracle
 
-from . import test_effects
+from .test_effects import CPU, LIMIT, VARIANTS, Effects, assert_close, expected, measured
 from .test_effects import ByHand as WholeModel
 from .whole import Sources, data_of, stock
 
-CPU = torch.device("cpu")
-LIMIT = 5
-POINTS = (0.25, 0.75)
-Effects = dict[str, list[tuple[int, float]]]
-VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "vit", "bert-pretraining", "dinov2-swiglu"]
 
-
-def measured(sources: Sources, variant: str, **options) -> Effects:
-    source = Model.open(sources.folder(variant))
-    given = {
-        "spaces": list(source.family.spaces),
-        "points": POINTS,
-        "limit": LIMIT,
-        "statistics": sources.statistics(variant),
-    }
-    return predict_effects(
-        source,
-        samples=data_of(variant),
-        device=CPU,
-        **{"compute_dtype": torch.float32, **given, **options},
-    )
+def predicted(sources: Sources, variant: str, **options) -> Effects:
+    return measured(sources, variant, how=predict_effects, **options)
 
 
 def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -111,37 +92,11 @@ class ByHand(WholeModel):
         return total / 2 / LIMIT
 
 
-@cache
-def expected(sources_folder, variant: str) -> Effects:
-    model = stock(sources_folder, variant).double()
-    samples = data_of(variant)
-    if variant in encoders.IMAGES:
-        samples = encoders.Pixels(samples.values.double(), samples.tokens)
-    source = Model.open(sources_folder)
-    by_hand = ByHand(model, source, samples)
-    found: Effects = {}
-    for block in range(BLOCKS):
-        for space in source.family.spaces:
-            counts = dropped_counts(source.units(space), POINTS)
-            name = source.moments_name(block, space)
-            found[name] = by_hand.dimensions(block, counts) if space == "qk" else by_hand.columns(block, space, counts)
-    return found
-
-
-def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, own in found.items():
-        assert [count for count, _ in own] == [count for count, _ in wanted[name]], name
-        values = [value for _, value in own]
-        assert min(values) > 1e-9, f"{name} says nothing"
-        assert values == pytest.approx([value for _, value in wanted[name]], rel=tolerance), name
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_effects_are_those_on_the_whole_model(dense, variant, monkeypatch):
     monkeypatch.setattr(readout, "draw_labels", unlikeliest)
-    found = measured(dense, variant)
-    assert_close(found, expected(dense.folder(variant), variant), 2e-4)
+    found = predicted(dense, variant)
+    assert_close(found, expected(dense.folder(variant), variant, ByHand), 2e-4)
 
 
 def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
@@ -162,24 +117,24 @@ def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "read", reading)
     monkeypatch.setattr(Statistics, "block", opening)
-    measured(dense, variant, statistics=statistics)
+    predicted(dense, variant, statistics=statistics)
     assert read == [*range(BLOCKS), *reversed(range(BLOCKS))]
     assert measured_blocks == list(reversed(range(BLOCKS)))
 
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
 def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
-    whole = measured(dense, variant)
+    whole = predicted(dense, variant)
     tokens = data_of(variant).tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, states on disk.
     monkeypatch.setattr("ckpt_prune.calibration.streams.TOKENS_PER_BATCH", 2 * tokens)
     monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
-    assert_close(measured(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
+    assert_close(predicted(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
 
 
 def refusal(*args, **options) -> str:
     with pytest.raises(UserError) as caught:
-        measured(*args, **options)
+        predicted(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -212,11 +167,11 @@ def test_the_prediction_is_that_of_the_divergence(dense, variant, monkeypatch):
         yield tensors | {name: tensors[name] + direction.to(tensors[name].dtype)}
 
     monkeypatch.setattr(module.Variants, "of", shifted)
-    predicted = []
+    told = []
     for seed in range(40):
         monkeypatch.setattr(module, "_SEED", seed)
-        found = measured(dense, variant, spaces=["mlp"], points=(0.25,), limit=LIMIT)
-        predicted.append(found[source.moments_name(BLOCKS - 1, "mlp")][0][1])
+        found = predicted(dense, variant, spaces=["mlp"], points=(0.25,), limit=LIMIT)
+        told.append(found[source.moments_name(BLOCKS - 1, "mlp")][0][1])
 
     def outputs(each: PreTrainedModel) -> list[np.ndarray]:
         with torch.no_grad():
@@ -227,14 +182,14 @@ def test_the_prediction_is_that_of_the_divergence(dense, variant, monkeypatch):
     headless = source.family.auto_class == "AutoModel"
     pairs = zip(outputs(model), outputs(moved), strict=True)
     true = sum((oracle.relative if headless else oracle.kl)(*pair) for pair in pairs) / LIMIT
-    assert np.mean(predicted) == pytest.approx(true, rel=0.2)
+    assert np.mean(told) == pytest.approx(true, rel=0.2)
 
 
 def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):
     statistics, folder = dense.statistics("opt"), dense.folder("opt")
     before = families.contents(folder) | families.contents(statistics.folder)
     once: list[Tensor] = []
-    measured(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
+    predicted(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
     assert families.contents(folder) | families.contents(statistics.folder) == before
     # States before the first block and after each, and gradients of one draw.
     assert len(once) == 1 + BLOCKS + 1
@@ -243,9 +198,9 @@ def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):
 
 def test_sites_are_named_as_where_they_are_measured(dense):
     for variant in ("llama-gqa-tied", "vit"):
-        predicted, by_running = measured(dense, variant), test_effects.measured(dense, variant)
-        assert list(predicted) == list(by_running)
-        for name, own in predicted.items():
+        found, by_running = predicted(dense, variant), measured(dense, variant)
+        assert list(found) == list(by_running)
+        for name, own in found.items():
             assert [count for count, _ in own] == [count for count, _ in by_running[name]]
 
 

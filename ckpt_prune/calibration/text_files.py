@@ -1,4 +1,4 @@
-"""What can be refused before torch is imported."""
+"""Text files before they are read; without torch, so that a wrong name is refused at once."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,5 +13,5 @@ def check_texts(files: Iterable[Path]) -> None:
         UserError: with the first of them.
     """
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             raise UserError(f"{file}: no such text file")
