@@ -179,12 +179,22 @@ class ProofOptions(Options):
     max_corrupt: float = Field(default=0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
 
 
-class SourceOptions(Options):
+class TrustOptions(Options):
+    """Whose code may be run."""
+
+    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
+
+
+class PlaceOptions(TrustOptions):
+    """Whose code may be run, and where to work."""
+
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
+
+
+class SourceOptions(PlaceOptions):
     """Which model to read, and where to work."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
-    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
 
 
 class RecipeOptions(SourceOptions):
@@ -235,14 +245,12 @@ class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions, HeldStatesOp
     dry_run: bool = Field(False, description="Check everything; write nothing.")
 
 
-class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions):
+class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOptions):
     """What to recover, against what, and into what."""
 
     pruned: Folder = Field(description="Folder of the pruned model, or a Hub id.")
     dense: Folder = Field(description="The dense model that it was made from.")
     output: Path = Field(description="Folder to write.")
-    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
@@ -277,7 +285,7 @@ class InspectOptions(Options):
     sparsity: bool = Field(False, description="Count the zeros of the linear weights.")
 
 
-class ExportOptions(Options):
+class ExportOptions(TrustOptions):
     """What to export, and into what."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
@@ -285,7 +293,6 @@ class ExportOptions(Options):
     proof: bool = Field(True, description="Compare the graph in onnxruntime with PyTorch.")
     provider: Literal["cpu", "cuda"] | None = Field(None, description="What onnxruntime runs on.")
     overwrite: bool = Field(False, description="Replace an existing output.")
-    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
 
 
 class ValidateOptions(ProofOptions):
@@ -299,7 +306,7 @@ class ValidateOptions(ProofOptions):
     )
 
 
-class BenchmarkOptions(Options):
+class BenchmarkOptions(PlaceOptions):
     """What to time, and how."""
 
     a: Folder = Field(description="The reference, usually dense.")
@@ -314,5 +321,3 @@ class BenchmarkOptions(Options):
     provider: Literal["cpu", "cuda"] | None = Field(None, description="Of onnxruntime.")
     optimize: Literal["none", "cpu", "cuda"] | None = Field(None, description="Fuse graphs made here for this.")
     dtype: Literal["fp32", "fp16"] | None = Field(None, description="Of PyTorch and of graphs made here.")
-    trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
