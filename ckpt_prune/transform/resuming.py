@@ -67,11 +67,11 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         return sum(unit.rpartition(" ")[0] == prefix for unit in units)
 
     parts = []
-    for stage, what in (("statistics", "statistics"), ("effects", "effects")):
+    for stage in ("statistics", "effects"):
         if stage in units:
-            parts.append(f"{what} measured")
+            parts.append(f"{stage} measured")
         elif counted(stage):
-            parts.append(f"{what} of {counted(stage)} of {blocks} blocks measured")
+            parts.append(f"{stage} of {counted(stage)} of {blocks} blocks measured")
     if "search" in units:
         parts.append("lambda chosen")
     if "rotations" in units or counted("rotation") == blocks:
