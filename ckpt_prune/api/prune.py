@@ -1,6 +1,6 @@
 """`ckpt_prune.prune`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +147,25 @@ def prune(
         GraphFailedError: the output is written, and the recipe's graph cannot be made of it.
         UserError: bad input; nothing is left behind.
     """
-    options = checked(PruneOptions, locals())
+    return prune_as(checked(PruneOptions, locals()), progress=progress)
+
+
+def _unheard(_pruned: Pruned) -> None:
+    """What is told of an output to nobody."""
+
+
+def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[[Pruned], None] = _unheard) -> Pruned:
+    """`prune`, for a caller who is to know of the output also where its graph is never finished.
+
+    Args:
+        options: as `prune` takes them.
+        progress: show bars and notices on stderr.
+        written: told the output as soon as it is complete, before its graph is begun.
+
+    Raises:
+        GraphFailedError: the output is written, and the recipe's graph cannot be made of it.
+        UserError: bad input; nothing is left behind.
+    """
     out = options.output
     # Before torch is imported, what can be told without it.
     if options.recipe is not None:
@@ -165,7 +183,7 @@ def prune(
         say = Notices()
         asked = read_asked(options)
         if options.resume and not options.overwrite and not options.dry_run:
-            finished = _missing_graph(asked, say)
+            finished = _missing_graph(asked, say, written)
             if finished is not None:
                 return finished
         settled = settle(prune_request(asked, say))
@@ -183,6 +201,7 @@ def prune(
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
         pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
+        written(pruned)
         made = done.finished and (out / GRAPH_FOLDER).exists()
         return pruned if step is None or made else _with_graph(pruned, step, say)
 
@@ -206,7 +225,7 @@ def _with_graph(pruned: Pruned, step: "GraphStep", say: Notices) -> Pruned:
     return replace(pruned, graph=graph, notices=tuple(say.lines))
 
 
-def _missing_graph(asked: "Asked", say: Notices) -> Pruned | None:
+def _missing_graph(asked: "Asked", say: Notices, written: Callable[[Pruned], None]) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
     from ckpt_prune.report.reading import report_of
 
@@ -222,7 +241,9 @@ def _missing_graph(asked: "Asked", say: Notices) -> Pruned | None:
     say(f"{out} is complete: only its graph is missing")
     step = _graph_step(asked)
     assert step is not None
-    return _with_graph(Pruned(out, None, report), step, say)
+    pruned = Pruned(out, None, report)
+    written(pruned)
+    return _with_graph(pruned, step, say)
 
 
 def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.prune import GraphFailedError, Pruned, prune
+from ckpt_prune.api.prune import Pruned, prune_as
 from ckpt_prune.cli.options import (
     after_option,
     container_option,
@@ -23,7 +23,8 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
-from ckpt_prune.options import CalibrationOptions, ImageOptions
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import CalibrationOptions, ImageOptions, PruneOptions, checked
 
 
 @click.command("prune")
@@ -81,25 +82,27 @@ def command(as_json: bool, **given: Any) -> None:
       ckpt-prune prune MODEL --recipe wanda-2-4 --text calib.txt -o OUT
       ckpt-prune prune MODEL --plan plan.json -o OUT
     """
+    complete: list[Pruned] = []
     try:
-        pruned = prune(**given)
-    except GraphFailedError as error:
-        if as_json:
-            echo_json(error.pruned.data() | {"onnx": {"written": False, "error": str(error)}})
-        else:
-            _print_done(error.pruned)
+        pruned = prune_as(checked(PruneOptions, given), written=complete.append if as_json else _print_done)
+    except (UserError, KeyboardInterrupt) as error:
+        if complete:
+            why = str(error) if isinstance(error, UserError) else "interrupted"
+            echo_json(complete[0].data() | {"onnx": {"written": False, "error": why}})
         raise
     if as_json:
         echo_json(pruned.data())
     elif pruned.report is None:
         _print_dry(pruned.settled)
-    else:
-        _print_done(pruned)
+    elif pruned.graph is not None:
+        from ckpt_prune.cli.proof import exported_lines
+
+        click.echo("\n".join(exported_lines(pruned.graph)))
     click.get_current_context().exit(0 if pruned.passed else 1)
 
 
 def _print_done(pruned: Pruned) -> None:
-    from ckpt_prune.cli.proof import exported_lines
+    """What was pruned: before its graph, which takes long and may end in the middle."""
     from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, report_lines
     from ckpt_prune.transform.messages import messages
 
@@ -113,8 +116,6 @@ def _print_done(pruned: Pruned) -> None:
         for line in report_lines(report):
             click.echo(line)
         click.echo(f"written to {pruned.path}")
-    if pruned.graph is not None:
-        click.echo("\n".join(exported_lines(pruned.graph)))
 
 
 def _print_dry(settled: Any) -> None:

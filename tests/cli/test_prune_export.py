@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -266,16 +267,40 @@ def test_an_export_that_ends_in_the_middle(again, monkeypatch, error, code, last
         "out is complete without its graph: `ckpt-prune export out -o out/onnx` writes it",
         last,
     ]
-    if code != 2:
-        assert result.stdout == ""
-    elif not as_json:
+    if not as_json:
+        assert result.stdout.startswith(COSTS)
         assert result.stdout.endswith("written to out\n")
     else:
         said = json.loads(result.stdout)
-        assert said.pop("onnx") == {"written": False, "error": "cannot be exported"}
+        assert said.pop("onnx") == {"written": False, "error": "cannot be exported" if code == 2 else "interrupted"}
         assert said.pop("messages") == []
         assert said == read_json("out/ckpt_prune.json")
     assert_complete("out")
+
+
+def test_the_pruning_is_told_before_the_export_begins(again, monkeypatch):
+    """Whatever becomes of the process then: it may be killed for its memory."""
+    told = []
+
+    def killed(*_, **__):
+        sys.stdout.flush()
+        told.append(sys.stdout.buffer.getvalue().decode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_folder, "build_graph", killed)
+    run(*PRUNE, *EXPORT, "-o", "out")
+    assert told[0].startswith(COSTS)
+    assert told[0].endswith("written to out\n")
+
+
+def test_an_export_that_is_resumed_and_interrupted_again(again, monkeypatch):
+    leave_without_graph(monkeypatch)
+    monkeypatch.setattr(export_folder, "build_graph", stop_with(KeyboardInterrupt()))
+    result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
+    assert (result.exit_code, result.stdout) == (130, "")
+    said = json.loads(run(*PRUNE, *EXPORT, "-o", "out", "--resume", "--json").stdout)
+    assert said.pop("onnx") == {"written": False, "error": "interrupted"}
+    assert said == read_json("out/ckpt_prune.json")
 
 
 def leave_without_graph(monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
