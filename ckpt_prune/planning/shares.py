@@ -63,6 +63,11 @@ class Gap:
     ratio: float | None
 
 
+def is_far(asked: float, dropped: float) -> bool:
+    """Whether the share that goes is another than the one asked for: by more than `FAR` of that."""
+    return abs(dropped - asked) > FAR * asked
+
+
 def gap(units: int, asked: float, rounding: Rounding, multiple_of: int = 1) -> Gap | None:
     """What is reached where that is far from a ratio, and what is beside it; None where it is near.
 
@@ -71,7 +76,7 @@ def gap(units: int, asked: float, rounding: Rounding, multiple_of: int = 1) -> G
     kept = units_kept(units, asked, rounding, multiple_of)
     dropped = units - kept
     off = dropped / units - asked
-    if abs(off) <= FAR * asked:
+    if not is_far(asked, dropped / units):
         return None
     allowed = allowed_widths(units, multiple_of)
     beside = allowed.index(kept) + (1 if off > 0 else -1)

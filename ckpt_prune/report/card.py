@@ -2,10 +2,11 @@
 
 from pydantic import ValidationError
 
-from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
@@ -44,7 +45,7 @@ def model_card(report: Report) -> str:
         show = human_bytes if cost.key == "bytes" else human_count
         name = f"FLOPs of a sample of {report.before.tokens} tokens" if cost.key == "flops" else cost.key
         lines.append(f"| {name} | {show(cost.before)} | {show(cost.after)} | {cost.share:.1%} |")
-    lines += ["", *_calibration(report), *_mask(report), *_rotation(report), *_recovery(report)]
+    lines += ["", *_calibration(report), *_coarse(report), *_mask(report), *_rotation(report), *_recovery(report)]
     if container.note:
         lines.append(f"Container: {container.note}.")
     if _turns(report):
@@ -118,10 +119,12 @@ def _beside_shipped(report: Report) -> str:
     if shipped.digest == report.recipe_digest:
         return ""
     told = " That is the shipped recipe of this name"
+    used = _used(report)
+    if used is None:
+        return told + _CHANGED
     try:
-        used = Recipe.model_validate(report.recipe.model_dump(mode="json"))
         size = used.size if report.asked is None else TargetSize.model_validate(report.asked.size)
-    except ValidationError:  # of another version
+    except ValidationError:
         return told + _CHANGED
     if used.without_amount != shipped.without_amount:
         return told + _CHANGED
@@ -131,6 +134,35 @@ def _beside_shipped(report: Report) -> str:
     if len(set(ratios.values())) > 1:
         return f"{told}, at ratios of {', '.join(f'{ratio:g} ({space})' for space, ratio in ratios.items())}."
     return f"{told}, at a ratio of {next(iter(ratios.values()), used.ratio):g}."
+
+
+def _used(report: Report) -> Recipe | None:
+    """The recipe as it was used; None where it is of another version, or another tool pruned."""
+    try:
+        return Recipe.model_validate(report.recipe.model_dump(mode="json"))
+    except ValidationError:
+        return None
+
+
+def _coarse(report: Report) -> list[str]:
+    """Where another share of the units went than the recipe asks for, which are too few to divide so."""
+    used = _used(report)
+    if used is None or used.allocation != "uniform" or used.size is not None or report.asked is not None:
+        return []
+    sentences = []
+    for space, own in used.spaces.items():
+        site = next((site for site in report.sites if site.space == space), None)
+        if site is None:
+            continue
+        asked, dropped = used.ratio_of(space), site.units - len(site.kept)
+        if is_far(asked, dropped / site.units):
+            steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+            gone = f"{dropped} ({dropped / site.units:.3g}) went" if dropped else "none went"
+            sentences.append(
+                f"Space `{space}` has {counted(site.units, 'unit')} per block{steps}, too coarse for a ratio of "
+                f"{asked:g}: {gone}."
+            )
+    return [" ".join(sentences)] if sentences else []
 
 
 def _turns(report: Report) -> bool:

@@ -25,6 +25,30 @@ def test_a_ratio_that_drops_no_group_says_so(place):
     assert heads(ok("inspect", "dense", "--ratio", "0.3,0.5,0.7")) == [NONE, FEWER]
 
 
+def coarse(out: str) -> list[str]:
+    return [line for line in (Path(out) / "README.md").read_text().splitlines() if "too coarse" in line]
+
+
+def test_the_model_card_says_so(place):
+    none = (
+        "Space `heads` has 2 units per block, too coarse for a ratio of 0.3: none went. Space `mlp` has 24 units per "
+        "block, too coarse for a ratio of 0.3: 8 (0.333) went."
+    )
+    ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "none")
+    assert coarse("none") == [none]
+    ok("plan", *MAGNITUDE, "--ratio", "0.3", "-o", "plan.json")
+    ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
+    assert coarse("planned") == [none]
+    ok("prune", *MAGNITUDE, "--ratio", "0.7", "--set", "spaces.mlp.multiple_of=16", "-o", "both")
+    assert coarse("both") == [
+        "Space `heads` has 2 units per block, too coarse for a ratio of 0.7: 1 (0.5) went. Space `mlp` has 24 units "
+        "per block in multiples of 16, too coarse for a ratio of 0.7: 8 (0.333) went."
+    ]
+    for out, size in (("half", ("--ratio", "0.5")), ("sized", ("--target-params", "80%"))):
+        ok("prune", *MAGNITUDE, *size, "-o", out)
+        assert coarse(out) == []
+
+
 def test_it_is_in_the_json(place):
     """Where the JSON is a plan, which has a format of its own, it is on stderr."""
     for command in (DRY, DRY[:-1]):
