@@ -52,13 +52,13 @@ def validate(
     """
     options = checked(ValidateOptions, locals())
 
-    from ckpt_prune.checkpoint.hub import resolve
+    from ckpt_prune.checkpoint.hub import output_folder, resolve
     from ckpt_prune.exporting import validation
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
     from ckpt_prune.exporting.session import provider_for
 
-    place = Path(path_of(folder))
+    place = output_folder(Path(path_of(folder)))
     with progress_shown(progress):
         manifest = read_manifest(place)
         model = resolve(path_of(against))

@@ -1,6 +1,8 @@
 """Where a MODEL argument lives: a folder as it is, or a Hub id brought into the local cache."""
 
+import difflib
 import re
+import stat
 from pathlib import Path
 
 from ckpt_prune.errors import UserError
@@ -9,6 +11,9 @@ from ckpt_prune.errors import UserError
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LONGEST_ID = 96
+_NEAR = 0.75
+"""How alike names are that are suggested (`difflib`): one letter more or less in four."""
 
 
 def resolve(model: str, *, revision: str | None = None) -> Path:
@@ -33,19 +38,67 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
 def local_folder(model: str) -> Path | None:
     """`model` where it is a folder; None where it may be a Hub id.
 
+    What is plainly a path is not asked of the Hub, which takes long to say that it has none: `org/name` is a path where
+    a folder `org` is there.
+
     Raises:
         UserError: it can be neither.
     """
     if not model:  # Path("") would be the current folder
         raise UserError("the model's name is empty; give an existing folder or a Hub id such as org/name")
     path = Path(model)
-    if path.is_dir():
+    if _is_folder(path):
         return path
-    if path.exists():
-        raise UserError(f"{model} is a file; give the folder that holds config.json")
-    if not _HUB_ID.fullmatch(model) or model.startswith("."):
-        raise UserError(f"{model} does not exist; give an existing folder or a Hub id such as org/name")
+    if not _HUB_ID.fullmatch(model) or len(model) > _LONGEST_ID or model.startswith("."):
+        raise UserError(
+            f"{model} does not exist{near_folders(model)}; give an existing folder or a Hub id such as org/name"
+        )
+    if "/" in model and _is_folder(path.parent):
+        raise UserError(
+            f"the folder {path.parent} has no {path.name}{near_folders(model)}; if you mean the Hub's {model}, give "
+            f"the folder that `hf download {model}` prints"
+        )
     return None
+
+
+def output_folder(given: Path) -> Path:
+    """A folder that this tool wrote, which no Hub id names.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not _is_folder(given):
+        raise UserError(f"{given} does not exist{near_folders(str(given))}; give a folder that this tool wrote")
+    return given
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name, or nothing.
+
+    Raises:
+        UserError: there is a file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # also of a name that no file can have
+        return False
+    if not stat.S_ISDIR(mode):
+        raise UserError(f"{path} is a file; give the folder that holds config.json")
+    return True
+
+
+def near_folders(missing: str) -> str:
+    """The folders beside a missing one whose names are near to its own, as a question; nothing where there are none."""
+    try:
+        if missing.startswith("~"):  # which a shell leaves in quotes as it is
+            home = Path(missing).expanduser()
+            return f" (did you mean {home}?)" if home.is_dir() else ""
+        path = Path(missing)
+        beside = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
+    except (OSError, RuntimeError, ValueError):  # unreadable, no such user, no name of a file
+        return ""
+    near = difflib.get_close_matches(path.name, beside, cutoff=_NEAR)
+    return f" (did you mean {' or '.join(str(path.with_name(name)) for name in near)}?)" if near else ""
 
 
 def _download(model: str, revision: str | None) -> Path:
@@ -65,7 +118,7 @@ def _download(model: str, revision: str | None) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"{model} is neither a folder nor a Hub repository you can read; "
+            f"{model} is neither a folder nor a Hub repository you can read{near_folders(model)}; "
             "check the name, or run `hf auth login` if it is private"
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -75,7 +128,7 @@ def _download(model: str, revision: str | None) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         cause = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         raise UserError(
-            f"{model} is neither a folder nor in the Hub cache, and {cause}; "
+            f"{model} is neither a folder nor in the Hub cache, and {cause}{near_folders(model)}; "
             f"give a folder, or run `hf download {model}` while connected"
         ) from error
     except (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.benchmark import benchmark
-from ckpt_prune.cli.options import device_option, echo_json, json_option, table, trust_option
+from ckpt_prune.cli.options import checked_model, device_option, echo_json, json_option, table, trust_option
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmarking.figures import Block, Result, Row, Run
@@ -15,8 +15,8 @@ NONE = "-"
 
 
 @click.command("benchmark")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", callback=checked_model)
+@click.argument("b", metavar="B", callback=checked_model)
 @click.option("--onnx", is_flag=True, help="Time both in onnxruntime as well.")
 @click.option("--batch", "batches", default="1", show_default=True, metavar="N[,N...]", help="Texts or images at once.")
 @click.option(

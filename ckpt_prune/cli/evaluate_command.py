@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.evaluate import evaluate
-from ckpt_prune.cli.options import device_option, echo_json, json_option, options_of, table, trust_option
+from ckpt_prune.cli.options import (
+    checked_model,
+    device_option,
+    echo_json,
+    json_option,
+    model_argument,
+    options_of,
+    table,
+    trust_option,
+)
 from ckpt_prune.options import EvaluationOptions
 
 if TYPE_CHECKING:
@@ -17,10 +26,13 @@ NAMED = 10
 
 
 @click.command("evaluate")
-@click.argument("model")
+@model_argument
 @options_of(EvaluationOptions)
 @click.option(
-    "--against", metavar="MODEL2", help="A reference (the dense model): both side by side, with KL divergence."
+    "--against",
+    metavar="MODEL2",
+    callback=checked_model,
+    help="A reference (the dense model): both side by side, with KL divergence.",
 )
 @click.option(
     "--tasks",

@@ -6,13 +6,21 @@ from typing import Any
 import click
 
 from ckpt_prune.api.export import export
-from ckpt_prune.cli.options import echo_json, json_option, options_of, overwrite_option, provider_option, trust_option
+from ckpt_prune.cli.options import (
+    echo_json,
+    json_option,
+    model_argument,
+    options_of,
+    overwrite_option,
+    provider_option,
+    trust_option,
+)
 from ckpt_prune.options import ProofOptions
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 
 @click.command("export")
-@click.argument("model")
+@model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @options_of(GraphSettings)
 @click.option(

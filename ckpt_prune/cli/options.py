@@ -113,9 +113,10 @@ provider_option = click.option(
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 
-def checked_model(_ctx: click.Context, _parameter: click.Parameter, value: str) -> str:
+def checked_model(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     """Refuse what can be neither a folder nor a Hub id, before anything is imported."""
-    local_folder(value)
+    if value is not None:
+        local_folder(value)
     return value
 
 

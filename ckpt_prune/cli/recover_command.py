@@ -24,7 +24,13 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 
 @click.command("recover")
 @click.argument("pruned", callback=checked_model)
-@click.option("--dense", required=True, metavar="MODEL", help="The dense model that PRUNED was made from.")
+@click.option(
+    "--dense",
+    required=True,
+    metavar="MODEL",
+    callback=checked_model,
+    help="The dense model that PRUNED was made from.",
+)
 @options_of(TrainingOptions)
 @options_of(ImageOptions)
 @options_of(RecoverySettings)

@@ -6,13 +6,26 @@ from typing import Any
 import click
 
 from ckpt_prune.api.validate import validate
-from ckpt_prune.cli.options import echo_json, json_option, options_of, provider_option, trust_option
+from ckpt_prune.cli.options import (
+    checked_model,
+    echo_json,
+    json_option,
+    options_of,
+    provider_option,
+    trust_option,
+)
 from ckpt_prune.options import ValidateOptions
 
 
 @click.command("validate")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--against", metavar="MODEL", required=True, help="The checkpoint that DIR was exported from.")
+@click.option(
+    "--against",
+    metavar="MODEL",
+    required=True,
+    callback=checked_model,
+    help="The checkpoint that DIR was exported from.",
+)
 @options_of(ValidateOptions)
 @provider_option
 @trust_option

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ckpt_prune.api.verify import verify
-from ckpt_prune.cli.options import echo_json, json_option, table
+from ckpt_prune.cli.options import checked_model, echo_json, json_option, table
 
 
 @click.command("verify")
@@ -14,6 +14,7 @@ from ckpt_prune.cli.options import echo_json, json_option, table
 @click.option(
     "--against",
     metavar="MODEL",
+    callback=checked_model,
     help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit. Of an "
     "exported folder the model that it was exported from.",
 )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ckpt_prune.checkpoint.hub import near_folders
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
@@ -56,7 +57,8 @@ def _bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): {_WANTED}") from error
+        meant = near_folders(str(file))
+        raise UserError(f"{file} cannot be read ({error.strerror}){meant}: {_WANTED}") from error
 
 
 def _file(path: Path) -> Path:

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.errors import UserError
 
 
@@ -47,6 +47,67 @@ def test_what_looks_like_a_path_is_not_asked_of_the_hub(
     with pytest.raises(UserError) as error:
         resolve(model)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("out/pruned-modell", "the folder out has no pruned-modell (did you mean out/pruned-model?); {}"),
+        ("out/llama", "the folder out has no llama; {}"),
+        ("./outt", "./outt does not exist (did you mean out?); give an existing folder or a Hub id such as org/name"),
+        ("out/pruned-model/", None),
+        ("outs/", "outs/ does not exist (did you mean out?); give an existing folder or a Hub id such as org/name"),
+        ("~/modles", "~/modles does not exist; give an existing folder or a Hub id such as org/name"),
+        ("~/models", "~/models does not exist (did you mean {here}/models?); give an existing folder or a Hub id such"),
+        ("~nobody-here/m", "~nobody-here/m does not exist; give an existing folder or a Hub id such as org/name"),
+        ("b" * 300, "b" * 300 + " does not exist; give an existing folder or a Hub id such as org/name"),
+        ("calib.txt/dense", "calib.txt is a file; give the folder that holds config.json"),
+    ],
+)
+def test_what_is_mistyped_is_not_asked_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, message: str | None
+) -> None:
+    """Nor does it need the Hub's client; where a folder `out` is there, `out/name` is no Hub id."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    refuse(monkeypatch, AssertionError("asked the Hub"))
+    (tmp_path / "out" / "pruned-model").mkdir(parents=True)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "calib.txt").touch()
+    if message is None:
+        assert resolve(model) == Path(model)
+        return
+    hub = f"if you mean the Hub's {model}, give the folder that `hf download {model}` prints"
+    with pytest.raises(UserError) as error:
+        resolve(model)
+    assert str(error.value).startswith(message.format(hub, here=tmp_path))
+
+
+def test_a_name_that_the_hub_does_not_know_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`outt` may be a Hub id, as gpt2 is: the folder beside it is named once the Hub has answered."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    refuse(monkeypatch, http(errors.RepositoryNotFoundError))
+    with pytest.raises(UserError) as error:
+        resolve("outt")
+    assert str(error.value) == (
+        "outt is neither a folder nor a Hub repository you can read (did you mean out?); "
+        "check the name, or run `hf auth login` if it is private"
+    )
+
+
+@pytest.mark.parametrize("given", ["org/name", "outs", "out/modell"])
+def test_what_only_this_tool_writes_is_never_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    meant = {"outs": " (did you mean out?)", "out/modell": " (did you mean out/model?)"}.get(given, "")
+    with pytest.raises(UserError) as error:
+        output_folder(Path(given))
+    assert str(error.value) == f"{given} does not exist{meant}; give a folder that this tool wrote"
+    assert output_folder(Path("out/model")) == Path("out/model")
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:

@@ -244,6 +244,45 @@ def test_what_can_be_refused_without_torch_is(place, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "here/modell"],
+        ["calibrate", "here/modell", *TEXT, "-o", "out"],
+        ["plan", "here/modell", "--statistics", "stats"],
+        ["prune", "here/modell", *TEXT, "-o", "out"],
+        ["recover", "here/modell", "--dense", "dense", *TEXT, "-o", "out"],
+        ["recover", "pruned", "--dense", "here/modell", *TEXT, "-o", "out"],
+        ["evaluate", "here/modell", "--text", "calib.txt", "--window", "16"],
+        ["evaluate", "pruned", "--against", "here/modell", "--text", "calib.txt", "--window", "16"],
+        ["export", "here/modell", "-o", "out"],
+        ["verify", "pruned", "--against", "here/modell"],
+        ["validate", "pruned", "--against", "here/modell"],
+        ["benchmark", "here/modell", "pruned"],
+        ["benchmark", "dense", "here/modell"],
+    ],
+)
+def test_a_mistyped_folder_is_no_hub_id(place, arguments):
+    Path("here/model").mkdir(parents=True)
+    assert refused(*arguments) == (
+        "the folder here has no modell (did you mean here/model?); if you mean the Hub's here/modell, give the folder "
+        "that `hf download here/modell` prints"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "prunedd"], "prunedd does not exist (did you mean pruned?); give a folder that this tool wrote"),
+        (["verify", "org/name"], "org/name does not exist; give a folder that this tool wrote"),
+        (["validate", "prunedd", "--against", "dense"], "prunedd does not exist (did you mean pruned?); give a folder"),
+        (["report", "prunedd"], "prunedd cannot be read (No such file or directory) (did you mean pruned?): give a"),
+    ],
+)
+def test_an_output_that_is_mistyped(place, arguments, message):
+    assert refused(*arguments).startswith(message)
+
+
 @every_command
 def test_a_hub_id_offline(place, command, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
