@@ -177,7 +177,7 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
     from ckpt_prune.transform.run import run
-    from ckpt_prune.transform.settle import settle
+    from ckpt_prune.transform.settle import foresee, settle
 
     with progress_shown(progress):
         say = Notices()
@@ -186,13 +186,9 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
             finished = _missing_graph(asked, say, written)
             if finished is not None:
                 return finished
-        settled = settle(prune_request(asked, say))
+        request = prune_request(asked, say)
+        settled = foresee(request) if options.dry_run else settle(request)
         check_trained(settled.request)
-        if options.dry_run and settled.known is None:
-            raise UserError(
-                f"allocation {asked.recipe.allocation} has no widths before the model is measured: "
-                f"for a dry run, run `{asked.recipe.calibration}` and give --statistics STATS instead"
-            )
         step = _graph_step(asked)
         if options.dry_run or settled.request.measures_first:
             _check_before_measuring(settled, step, out)
@@ -257,7 +253,7 @@ def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: P
 
 
 def _dry_data(settled: "Settled | None") -> dict[str, Any]:
-    from ckpt_prune.transform.messages import messages
+    from ckpt_prune.transform.messages import messages, unmeasured_lines
 
     assert settled is not None
     return {
@@ -267,7 +263,8 @@ def _dry_data(settled: "Settled | None") -> dict[str, Any]:
             "remote_code": settled.output.container.remote_class is not None,
         },
         "widths": [dict(width) for width in settled.widths],
+        "widths_are_known": not settled.foreseen,
         "before": settled.before.model_dump(),
         "after": settled.output.cost.model_dump(),
-        "messages": messages(settled),
+        "messages": [*messages(settled), *unmeasured_lines(settled)],
     }

@@ -39,7 +39,11 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions, PruneOptions, c
 @set_option
 @container_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--dry-run", is_flag=True, help="Check everything and print sizes; write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything and print sizes; measure and write nothing. Data to measure on may be left out.",
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
 @click.option(
     "--diagnostics/--no-diagnostics",
@@ -119,10 +123,10 @@ def _print_done(pruned: Pruned) -> None:
 
 
 def _print_dry(settled: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line
+    from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line
     from ckpt_prune.filenames import GRAPH_FOLDER
     from ckpt_prune.sparsity.patterns import mask_words
-    from ckpt_prune.transform.messages import messages
+    from ckpt_prune.transform.messages import messages, unmeasured_lines
 
     for message in messages(settled):
         click.echo(message)
@@ -148,4 +152,9 @@ def _print_dry(settled: Any) -> None:
         )
     if settled.recipe.export is not None:
         click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {settled.recipe.export.dtype}")
-    click.echo("everything checked, nothing written")
+    if settled.foreseen:
+        click.echo(container_line(settled))
+    unmeasured = list(unmeasured_lines(settled))
+    for line in unmeasured:
+        click.echo(line)
+    click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")

@@ -37,6 +37,8 @@ def kept_line(settled: Settled) -> str:
     """Units kept per block, with the share that goes or the size that this is for."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
+    if settled.foreseen:
+        return _foreseen_line(settled)
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
         return f"nothing is dropped: the model is within {asked.words} as it is"
     kept = []
@@ -52,6 +54,24 @@ def kept_line(settled: Settled) -> str:
     else:
         why = f" (the size of ratio {recipe.ratio:g})" if recipe.allocation == "least-error" else ""
     return f"kept per block: {', '.join(kept)}{why}"
+
+
+def _foreseen_line(settled: Settled) -> str:
+    """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
+    asked, recipe = settled.recipe.size, settled.recipe
+    kept = ", ".join(f"{space} {units}/{settled.model.units(space)}" for space, units in settled.widths[0].items())
+    size = f"ratio {recipe.ratio:g}" if asked is None else asked.words
+    return (
+        f"kept per block at one ratio everywhere: {kept} ({size}); measuring finds widths of that size that lose less"
+    )
+
+
+def container_line(settled: Settled) -> str:
+    """What an output that does not exist yet will be stored as."""
+    container = settled.output.container
+    stored = "code of its own" if container.remote_class is not None else container.model_type
+    uneven = ", or with code of its own where blocks differ in width"
+    return f"to be stored as {stored}{uneven if settled.recipe.widths == 'per_layer' else ''}"
 
 
 def report_lines(report: Report) -> Iterable[str]:

@@ -308,6 +308,12 @@ class Recipe(Strict):
             space["ratio"] = None
         return Recipe.model_validate(values)
 
+    @property
+    def at_one_ratio(self) -> "Recipe":
+        """A copy that takes as much from every block: how large the output gets, where widths are still to be found."""
+        values = self.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None}
+        return Recipe.model_validate(values)
+
     def with_own_ratio(self, space: SpaceName, ratio: float) -> "Recipe":
         """A copy with this ratio in one space."""
         values = self.model_dump(by_alias=True)

@@ -204,7 +204,8 @@ def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveS
     folds = options.folds or (min(4, len(samples)) if asked.recipe.needs_folds else 1)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
-    return LiveSamples(samples, folds, getattr(torch, options.compute_dtype), allocate, options.seed)
+    source = ", ".join(map(str, options.text)) or str(options.images)
+    return LiveSamples(samples, folds, getattr(torch, options.compute_dtype), allocate, options.seed, source)
 
 
 def _training(

@@ -29,12 +29,19 @@ def check_request(request: Request) -> None:
     Raises:
         UserError: with the first thing that does not fit.
     """
+    check_fit(request)
+    check_data(request)
+
+
+def check_fit(request: Request) -> None:
+    """Check whatever of a request does not ask for something to measure on.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
     _mask(request)
-    if request.recipe.needs_moments and request.statistics is None and request.live is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
-        raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     if request.statistics is not None:
         request.statistics.check_model(request.model)
         if request.recipe.mask is not None:
@@ -53,6 +60,25 @@ def check_request(request: Request) -> None:
                 f"recipe {request.recipe.name} prunes q and k, and {request.statistics.folder} has no moments of them: "
                 f"calibrate with --collect {','.join(request.recipe.collect)}"
             )
+    check_reachable(request)
+    if request.recipe.perplexity_grid and not request.model.family.causal:
+        raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
+    if request.plan is not None:
+        check_planned(request.model, request.plan)
+        _plan(request, request.plan)
+    check_enough_samples(request)
+    _recovery(request)
+
+
+def check_data(request: Request) -> None:
+    """Refuse a request with too little to measure on for its recipe.
+
+    Raises:
+        UserError: with what it needs.
+    """
+    if request.lacks_moments:
+        data = "--images" if request.model.family.modality == "image" else "--text"
+        raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     folds = request.live.folds if request.live else request.statistics.index.folds if request.statistics else 0
     if request.recipe.needs_folds and folds < 2 and request.plan is None:
         chosen = {own.compensation.method for own in request.recipe.spaces.values() if own.compensation.by_folds}
@@ -61,7 +87,6 @@ def check_request(request: Request) -> None:
         if request.live is not None:
             remedy = "say --folds 4" if len(request.live.samples) > 1 else "give at least two samples"
         raise UserError(f"{what} needs at least two folds: {remedy}")
-    check_reachable(request)
     if (
         request.recipe.weighed_by_effect
         and request.statistics is not None
@@ -69,15 +94,8 @@ def check_request(request: Request) -> None:
         and request.scores is None
     ):
         check_effects(request.statistics)
-    if request.recipe.perplexity_grid and not request.model.family.causal:
-        raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")
     if request.recipe.perplexity_grid and request.live is None and request.plan is None:
         raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
-    if request.plan is not None:
-        check_planned(request.model, request.plan)
-        _plan(request, request.plan)
-    check_enough_samples(request)
-    _recovery(request)
 
 
 def _mask(request: Request) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shares import gap
@@ -49,6 +50,8 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         errors: where they stand: above or below.
     """
     request, model, recipe = settled.request, settled.model, settled.recipe
+    if request.lacks_moments:
+        return None
     tokens = request.statistics.index.tokens if request.statistics else 0
     if request.live is not None and not tokens:
         tokens = len(request.live.samples) * request.live.samples.tokens
@@ -110,6 +113,31 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         yield (
             f"{space}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
             f"drops {drops}; {beside}"
+        )
+
+
+def unmeasured_lines(settled: Settled) -> Iterable[str]:
+    """What a dry run cannot tell, because it is to be measured: what, on what, and which command tells it before."""
+    request, model, recipe = settled.request, settled.model, settled.recipe
+    if not settled.foreseen and not request.lacks_moments:
+        return
+    images = model.family.modality == "image"
+    what = "the inputs of every block's layers"
+    if recipe.weighed_by_effect:
+        what += ", and what pruning each does to the model's output"
+    if request.live is None:
+        most = f"up to {MOST_IMAGES} images" if images else f"{DEFAULT_WINDOWS} windows of {model.tokens} tokens"
+        option = "--images DIR" if images else "--text FILE"
+        yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples), or --statistics STATS"
+    else:
+        samples = request.live.samples
+        windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
+        count = counted(len(samples), "image") if images else windows
+        yield f"to be measured first: {what}, on {count} of {request.live.source}"
+    if settled.foreseen:
+        yield (
+            f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
+            "error of every layer before anything is pruned"
         )
 
 

@@ -25,6 +25,7 @@ class LiveSamples:
         compute_dtype: in which blocks run.
         allocate: makes the tensor that holds hidden states.
         seed: of the choice of samples, for the record.
+        source: the files or the folder that they are from, in words.
     """
 
     samples: Samples
@@ -32,6 +33,7 @@ class LiveSamples:
     compute_dtype: torch.dtype
     allocate: Allocate = in_memory
     seed: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Request:
         mask = self.recipe.mask
         needed = mask is None or mask.method != "magnitude"
         return self.live is not None and self.recipe.target != "dense" and needed
+
+    @property
+    def lacks_moments(self) -> bool:
+        """Whether the recipe needs moments, and there is nothing to have them from."""
+        return self.recipe.needs_moments and self.statistics is None and self.live is None
 
     @property
     def measures_first(self) -> bool:

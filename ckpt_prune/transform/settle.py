@@ -21,7 +21,7 @@ from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
 from ckpt_prune.transform.budgets import decide, ranking_of
-from ckpt_prune.transform.checks import check_enough_samples, check_request
+from ckpt_prune.transform.checks import check_data, check_enough_samples, check_fit, check_request
 from ckpt_prune.transform.decisions import Decisions, planned
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.engine import Pruner
@@ -42,11 +42,13 @@ class Settled:
         request: as it was given; where one ratio reaches its recipe's size, with that ratio.
         known: decisions and output; None where widths are found once the model is measured.
         rotations: of a block, once they are learned.
+        foreseen: whether the widths are only those of one ratio everywhere, in place of those that measuring finds.
     """
 
     request: Request
     known: tuple[Decisions, Output] | None
     rotations: Rotations = not_learned
+    foreseen: bool = False
 
     @property
     def model(self) -> Model:
@@ -239,6 +241,27 @@ def settle(request: Request) -> Settled:
         UserError: with the first thing that does not fit together.
     """
     check_request(request)
+    return _decided(request)
+
+
+def foresee(request: Request) -> Settled:
+    """Check a request, and tell of it what can be told without measuring, for a dry run.
+
+    There need not be anything to measure on. Widths that are found by measuring are about as large together as those of
+    one ratio everywhere, which stand for them.
+
+    Raises:
+        UserError: with the first thing that does not fit together.
+    """
+    check_fit(request)
+    if not request.lacks_moments:
+        check_data(request)
+    if request.widths_known:
+        return _decided(request)
+    return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)
+
+
+def _decided(request: Request) -> Settled:
     ranking = ranking_of(request)
     sized = at_size(request, ranking)
     if sized is not request:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from tests import families
-from tests.cli.running import TEXT, ok, read_json, run
+from tests.cli.running import TEXT, listing, ok, read_json, refused, run
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -86,6 +86,59 @@ def whole(site, effects) -> float:
     dropped = site["units"] - len(site["kept"])
     curve = [0.0, *sorted(site["scores"])]
     return float(whole_best.as_effects(curve, [tuple(each) for each in effects])[dropped])
+
+
+DRY = """\
+widths per block (--recipe best) would lose less, and need remote code
+                     before     after  share
+parameters            5.20K     3.28K  63.1%
+bytes              20.3 KiB  12.8 KiB  63.1%
+FLOPs / 32 tokens      418K      229K  54.9%
+kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds \
+widths of that size that lose less
+to be stored as llama
+to be measured{}
+`ckpt-prune calibrate --folds 4 --effects` and then `ckpt-prune plan --statistics STATS` tell the widths and the \
+predicted error of every layer before anything is pruned
+everything that needs no measuring is checked, nothing written
+"""
+MEASURED = ": the inputs of every block's layers, and what pruning each does to the model's output"
+
+
+def test_a_dry_run_tells_what_it_can_without_measuring(place):
+    dry = ("prune", "dense", "-o", "out", "--dry-run")
+    before = listing()
+    assert ok(*dry, "--ratio", "0.5") == DRY.format(
+        f"{MEASURED}; give --text FILE for it (128 windows of 32 tokens, unless you say --samples), or --statistics "
+        "STATS"
+    )
+    on_text = f" first{MEASURED}, on 8 windows of 16 tokens of calib.txt"
+    assert ok(*dry, "--ratio", "0.5", *TEXT) == DRY.format(on_text)
+    said = json.loads(ok(*dry, "--ratio", "0.5", *TEXT, "--json"))
+    assert (said["widths"], said["widths_are_known"]) == ([{"heads": 1, "mlp": 12}] * 2, False)
+    assert said["container"] == {"model_type": "llama", "remote_code": False}
+    assert f"to be measured{on_text}" in said["messages"]
+    sized = ok(*dry, *SIZE).splitlines()
+    assert sized[5].startswith("kept per block at one ratio everywhere: heads 1/2, mlp 15/24 (70% of the parameters); ")
+    assert listing() == before
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--target-params", "2%"), "2% of the parameters: out of reach of recipe best-uniform, whose spaces leave "),
+        (("--ratio", "0.99"), "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
+        (("--text", "none.txt"), "none.txt: no such text file"),
+        ((*TEXT, "--samples", "1"), "method auto needs at least two folds: give at least two samples"),
+        (("--set", "spaces.qk.ratio=0.5"), "--set: spaces.qk.score is missing"),
+        (("--images", "images"), "dense reads text: give --text FILE"),
+        (("--statistics", "stats"), "stats holds no statistics.json: "),
+    ],
+)
+def test_a_dry_run_still_refuses_what_is_wrong(place, option, message):
+    shutil.rmtree("stats")
+    Path("stats").mkdir()
+    assert refused("prune", "dense", "-o", "out", "--dry-run", *option).startswith(message)
 
 
 def test_help_names_it():

@@ -153,14 +153,36 @@ def test_dry_run_json(place):
     assert listing() == before
 
 
-def test_dry_run_of_a_ranking_needs_statistics(place):
-    args = ["prune", "dense", "--recipe", "flap-global", "-o", "out", "--dry-run"]
-    assert refused(*args, *TEXT) == (
-        "allocation across-layers-and-spaces has no widths before the model is measured: "
-        "for a dry run, run `ckpt-prune calibrate` and give --statistics STATS instead"
-    )
+def test_dry_run_of_a_ranking(place):
+    args = ["prune", "dense", "--recipe", "flap-global", *HALF, "-o", "out", "--dry-run"]
+    said = ok(*args, *TEXT).splitlines()
+    assert said[4:] == [
+        "kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds widths of that size "
+        "that lose less",
+        "to be stored as llama, or with code of its own where blocks differ in width",
+        "to be measured first: the inputs of every block's layers, on 8 windows of 16 tokens of calib.txt",
+        "`ckpt-prune calibrate` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted error "
+        "of every layer before anything is pruned",
+        "everything that needs no measuring is checked, nothing written",
+    ]
     said = ok(*args, "--statistics", "stats")
-    assert "with remote code (blocks differ in width)" in said or "kept per block" in said
+    assert said.endswith("everything checked, nothing written\n")
+    assert "to be measured" not in said
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["rcpu", "ridge-folds", "wanda-sp", "ridge", "sparsegpt-50"],
+)
+def test_a_dry_run_needs_nothing_to_measure_on(place, recipe):
+    before = listing()
+    said = ok("prune", "dense", "--recipe", recipe, "-o", "out", "--dry-run").splitlines()
+    assert said[-2:] == [
+        "to be measured: the inputs of every block's layers; give --text FILE for it (128 windows of 32 tokens, unless "
+        "you say --samples), or --statistics STATS",
+        "everything that needs no measuring is checked, nothing written",
+    ]
+    assert listing() == before
 
 
 @pytest.mark.parametrize("recipe", ["rcpu", "flap", "flap-global", "magnitude", "ridge-folds", "vbp"])
@@ -501,7 +523,7 @@ def test_a_plan_names_blocks_that_are_there(place):
 @pytest.mark.parametrize("recipe", ["magnitude", "rcpu", "magnitude-50"])
 def test_recovery_needs_data(place, recipe, option):
     said = refused("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
-    if recipe == "rcpu" and "stats" not in option:
+    if recipe == "rcpu" and not option:
         assert said == "recipe rcpu needs statistics: give --statistics, or --text to measure them"
     else:
         assert said == f"recipe {recipe} recovers every block on samples, beside any statistics: give --text"
