@@ -321,3 +321,16 @@ class BenchmarkOptions(PlaceOptions):
     provider: Literal["cpu", "cuda"] | None = Field(None, description="Of onnxruntime.")
     optimize: Literal["none", "cpu", "cuda"] | None = Field(None, description="Fuse graphs made here for this.")
     dtype: Literal["fp32", "fp16"] | None = Field(None, description="Of PyTorch and of graphs made here.")
+
+
+def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
+    """Whether there is something to calibrate on.
+
+    Raises:
+        UserError: both text and images.
+    """
+    if calibration.text and images.images is not None:
+        raise UserError("give --text or --images, not both")
+    if images.images is None and images.labels is not None:
+        raise UserError("--labels goes with --images")
+    return bool(calibration.text) or images.images is not None

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
-from ckpt_prune.options import CalibrateOptions, checked
+from ckpt_prune.options import CalibrateOptions, checked, has_data
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -68,11 +69,15 @@ def calibrate(
         UserError: bad input; nothing is left behind.
     """
     options = checked(CalibrateOptions, locals())
+    # Before torch is imported, what can be told without it.
+    if not has_data(options, options):
+        raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
+    check_supported(options.model)
     check_texts(options.text)
 
     import torch
 
-    from ckpt_prune.calibration.choosing import chosen_samples, has_data
+    from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.measure import everything, measure
     from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
@@ -83,8 +88,6 @@ def calibrate(
     from ckpt_prune.transform.effects import effects_of
 
     out, trust = options.output, options.trust_remote_code
-    if not has_data(options, options):
-        raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
     with progress_shown(progress):
         say = Notices()
         target = resolve_device(options.device)

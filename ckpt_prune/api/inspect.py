@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel
+from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
 from ckpt_prune.planning.shipped import find_recipe
@@ -39,6 +40,7 @@ def inspect(
     options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
     find_recipe(options.recipe)
+    check_supported(options.model)
 
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
     from ckpt_prune.containers.opening import open_checkpoint

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.options import PlanOptions, checked
+from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
@@ -137,6 +139,9 @@ def plan(
         UserError: options that do not go together, what cannot be read, or what no plan can say.
     """
     options = checked(PlanOptions, locals())
+    # Before torch is imported, what can be told without it.
+    asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    check_supported(options.model)
 
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.transform.asked import check_plan_place, plan_request

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
-from ckpt_prune.options import PruneOptions, checked
+from ckpt_prune.options import PruneOptions, checked, has_data
 from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -168,10 +170,12 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
     """
     out = options.output
     # Before torch is imported, what can be told without it.
+    _check_together(options)
     if options.recipe is not None:
         find_recipe(options.recipe)
     if Path(options.model).is_dir():
         check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
+    check_supported(options.model)
     check_texts(options.text)
 
     from ckpt_prune.transform.asked import prune_request, read_asked
@@ -200,6 +204,18 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
         written(pruned)
         made = done.finished and (out / GRAPH_FOLDER).exists()
         return pruned if step is None or made else _with_graph(pruned, step, say)
+
+
+def _check_together(options: PruneOptions) -> None:
+    """Refuse options that contradict each other, whatever the files say that they name."""
+    has_data(options, options)
+    if options.recipe is not None and options.plan is not None:
+        raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
+    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    if options.plan is not None and (options.ratio is not None or size or options.overrides or options.container):
+        raise UserError(
+            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
+        )
 
 
 def _graph_step(asked: "Asked") -> "GraphStep | None":

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError
-from ckpt_prune.options import RecoverOptions, checked
+from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.planning.recovery_recipe import Part, RecoverySettings
 from ckpt_prune.progress import Notices, progress_shown
 
@@ -116,9 +117,13 @@ def recover(
         refuse_overlap(Path(options.dense), out)
     if Path(options.pruned).is_dir():
         check_output(Path(options.pruned), out, resume=options.resume, overwrite=options.overwrite)
+    if not has_data(options, options):
+        raise UserError("recover needs --text FILE, or --images DIR for a vision model")
+    for each in (options.pruned, options.dense):
+        check_supported(each)
     check_texts(options.text)
 
-    from ckpt_prune.calibration.choosing import chosen_samples, has_data
+    from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.containers.opening import open_model
@@ -127,8 +132,6 @@ def recover(
     from ckpt_prune.transform.asked import asked_after, training_dtype
     from ckpt_prune.transform.publish import wanted_names
 
-    if not has_data(options, options):
-        raise UserError("recover needs --text FILE, or --images DIR for a vision model")
     with progress_shown(progress):
         say = Notices()
         target, dtype = resolve_device(options.device), training_dtype(options)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.options import ValidateOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
@@ -52,13 +53,13 @@ def validate(
     """
     options = checked(ValidateOptions, locals())
 
-    from ckpt_prune.checkpoint.hub import output_folder, resolve
+    place = output_folder(Path(path_of(folder)))
+
     from ckpt_prune.exporting import validation
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
     from ckpt_prune.exporting.session import provider_for
 
-    place = output_folder(Path(path_of(folder)))
     with progress_shown(progress):
         manifest = read_manifest(place)
         model = resolve(path_of(against))

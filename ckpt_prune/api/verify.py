@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel
+from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options import path_of
 from ckpt_prune.progress import progress_shown
@@ -44,12 +45,12 @@ def verify(folder: AnyModel, *, against: AnyModel | None = None, progress: bool 
     Raises:
         UserError: there is no such folder.
     """
-    from ckpt_prune.checkpoint.hub import output_folder, resolve
+    place = output_folder(Path(path_of(folder)))
+
     from ckpt_prune.evaluation import verify as checking
     from ckpt_prune.exporting.session import GRAPH
     from ckpt_prune.exporting.verify import verify_graph
 
-    place = output_folder(Path(path_of(folder)))
     with progress_shown(progress):
         dense = None if against is None else resolve(path_of(against))
         holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))

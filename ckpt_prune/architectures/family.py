@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Residual
 from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName
+from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
 Modality = Literal["text", "image"]
@@ -307,6 +309,31 @@ def family_of(config: dict[str, Any]) -> Family:
     Raises:
         UserError: no `model_type`, a mixture of experts, or an unknown family.
     """
+    family = _supported(config)
+    declared = next(iter(config.get("architectures") or []), "")
+    declared = declared.removeprefix(REMOTE_PREFIX)
+    return family.of(declared if declared in family.architectures else family.architecture)
+
+
+def check_supported(model: str) -> None:
+    """Refuse a folder of no known family by its config.json alone, before anything large is imported.
+
+    What else may be wrong is found where the folder is read. A Hub id passes, as does a config that asks for code of
+    its own.
+
+    Raises:
+        UserError: as `family_of`.
+    """
+    try:
+        config = read_object(Path(model) / "config.json")
+    except (OSError, UserError):
+        return
+    if "auto_map" not in config:
+        _supported(config)
+
+
+def _supported(config: dict[str, Any]) -> Family:
+    """The description of a config's family, whichever class is declared."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
@@ -317,7 +344,4 @@ def family_of(config: dict[str, Any]) -> Family:
             f"this checkpoint is a mixture of experts ({experts} in config.json), which is not supported; "
             f"known families: {known}; a description goes in ckpt_prune/architectures/families/"
         )
-    family = described(config)
-    declared = next(iter(config.get("architectures") or []), "")
-    declared = declared.removeprefix(REMOTE_PREFIX)
-    return family.of(declared if declared in family.architectures else family.architecture)
+    return described(config)

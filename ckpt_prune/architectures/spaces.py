@@ -7,11 +7,12 @@ has and in what order. `cuts` derives shapes, cutting and padding from that.
 from abc import abstractmethod
 from collections.abc import Callable
 from math import prod
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SpaceName = Literal["qk", "heads", "mlp"]
 """Spaces that recipes, plans and statistics speak of."""
@@ -58,7 +59,7 @@ class Incidence(Description):
     after: list[list[str | int]] = []
     transposed: bool = False
 
-    def lines(self, units: Tensor, count: int, dimension: Dimension) -> Tensor:
+    def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Rows or columns of some units, int64, one run after the other.
 
         Args:
@@ -66,6 +67,8 @@ class Incidence(Description):
             count: units in all.
             dimension: of the model.
         """
+        import torch  # here: what a family is, is known without it
+
         each = _product(self.each, dimension)
         start = sum(_product(segment, dimension) for segment in self.after)
         run = (units[:, None] * each + torch.arange(each, device=units.device)).flatten()
@@ -144,8 +147,10 @@ class Space(Description):
         """Units of a site."""
         return self.count(dimension) * self.copies(dimension)
 
-    def first(self, count: int, dimension: Dimension) -> Tensor:
+    def first(self, count: int, dimension: Dimension) -> "Tensor":
         """The first `count` units of every copy: any others give the same shapes."""
+        import torch
+
         starts = torch.arange(self.copies(dimension)) * self.count(dimension)
         return (starts[:, None] + torch.arange(count)).flatten()
 

@@ -22,19 +22,6 @@ DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
 """Samples where none are asked for: windows, and at most so many of the images there are (CORP's number)."""
 
 
-def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
-    """Whether there is something to calibrate on.
-
-    Raises:
-        UserError: both text and images.
-    """
-    if calibration.text and images.images is not None:
-        raise UserError("give --text or --images, not both")
-    if images.images is None and images.labels is not None:
-        raise UserError("--labels goes with --images")
-    return bool(calibration.text) or images.images is not None
-
-
 def chosen_samples(
     model: Model,
     calibration: SampleOptions,

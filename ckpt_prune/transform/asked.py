@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.choosing import chosen_samples, has_data
+from ckpt_prune.calibration.choosing import chosen_samples
 from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
@@ -15,7 +15,7 @@ from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import open_model
 from ckpt_prune.devices import resolve_device
 from ckpt_prune.errors import UserError
-from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions
+from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions, has_data
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -28,7 +28,7 @@ from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 
 @dataclass(frozen=True)
 class Asked:
-    """Options whose files are read and that do not contradict each other.
+    """Options whose files are read and that go with them.
 
     Attributes:
         options: as they were given.
@@ -48,18 +48,14 @@ class Asked:
 def read_asked(options: PruneOptions) -> Asked:
     """Read recipe, plan and model.
 
+    Args:
+        options: that do not contradict each other by themselves.
+
     Raises:
         UserError: options that do not go together, or what cannot be read.
     """
     data = has_data(options, options)
-    if options.recipe is not None and options.plan is not None:
-        raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
     size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
-    changed = options.ratio is not None or size or options.overrides or options.container
-    if options.plan is not None and changed:
-        raise UserError(
-            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
-        )
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
     recipe = plan.recipe if plan is not None else _recipe(options, size)

@@ -229,9 +229,42 @@ def test_configs_that_transformers_cannot_build(place, changes):
         (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it"),
         (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),
         (["prune", "dense", "-o", "dense/out"], "output dense/out overlaps the source dense"),
+        (
+            ["prune", "dense", "--recipe", "rcpu", "--plan", "p.json", "-o", "out"],
+            "a plan has settled its recipe: give --recipe or --plan, not both",
+        ),
+        (
+            ["prune", "dense", "--plan", "p.json", "--set", "ratio=0.2", "-o", "out"],
+            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it",
+        ),
+        (
+            ["prune", "dense", "--ratio", "0.2", "--target-params", "70%", "-o", "out"],
+            "--target-params and --ratio both say how much goes: give one",
+        ),
+        (["prune", "dense", "--text", "calib.txt", "--images", "i", "-o", "out"], "give --text or --images, not both"),
+        (["prune", "dense", "--labels", "calib.txt", "-o", "out"], "--labels goes with --images"),
+        (["plan", "dense", "--target-bytes", "lots"], "--target-bytes lots: "),
+        (["calibrate", "dense", "-o", "out"], "calibrate needs --text FILE, or --images DIR for a vision model"),
+        (["recover", "pruned", "--dense", "dense", "-o", "out"], "recover needs --text FILE, or --images DIR for a "),
+        (["evaluate", "./absent", "--text", "calib.txt", "--window", "16"], "./absent does not exist; give an "),
+        (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
+        (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
+        (["validate", "absent", "--against", "dense"], "absent does not exist; give a folder that this tool wrote"),
+        (["inspect", "neox"], "model_type 'gpt_neox' is not a family this version knows"),
+        (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'gpt_neox' is not a family this"),
+        (["plan", "neox", "--statistics", "stats"], "model_type 'gpt_neox' is not a family this version knows"),
+        (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'gpt_neox' is not a family this version"),
+        (
+            ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
+            "model_type 'gpt_neox' is not a family this version knows",
+        ),
+        (["inspect", "experts"], "this checkpoint is a mixture of experts (num_experts in config.json), which is not"),
     ],
 )
 def test_what_can_be_refused_without_torch_is(place, arguments, message):
+    for folder, config in (("neox", {"model_type": "gpt_neox"}), ("experts", {"model_type": "x", "num_experts": 8})):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text(json.dumps(config))
     program = (
         "import sys\n"
         "from ckpt_prune.cli.main import main\n"
