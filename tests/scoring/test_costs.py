@@ -1,0 +1,68 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import obs as oracle
+from torch import Tensor
+
+from ckpt_prune.scoring.costs import costs_in_order
+from ckpt_prune.scoring.obs import removal
+from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
+
+from .test_obs import layer
+
+
+def by_hand(weight: Tensor, gram: Tensor, order: list[int], per_unit: int, damp: float) -> Tensor:
+    strength = damp * float(gram.diagonal().mean())
+    costs = [oracle.cost(weight, gram, strength, order[:k], per_unit) for k in range(len(order) + 1)]
+    return torch.tensor(costs, dtype=torch.float64)
+
+
+def square_root(metric: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(metric)
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.05])
+@pytest.mark.parametrize(("d_out", "d", "per_unit"), [(5, 18, 1), (1, 18, 3), (40, 20, 5), (7, 6, 6)])
+def test_every_prefix_costs_what_a_refit_of_the_rest_leaves(d_out, d, per_unit, damp):
+    weight, gram = layer(d_out, d, seed=d + d_out)
+    order = torch.randperm(d // per_unit, generator=torch.Generator().manual_seed(3))
+    found = costs_in_order(weight, gram, order, per_unit, damp=damp)
+    torch.testing.assert_close(found, by_hand(weight, gram, order.tolist(), per_unit, damp), rtol=1e-9, atol=1e-9)
+
+
+@given(seed=st.integers(0, 10_000), rank=st.integers(1, 6), damp=st.sampled_from([0.01, 1.0]))
+@settings(max_examples=20, deadline=None)
+def test_a_metric_is_that_of_a_turned_weight(seed, rank, damp):
+    """F^{1/2} W in place of W, whatever the rank of F."""
+    weight, gram = layer(6, 8, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    half = torch.randn(6, rank, generator=g, dtype=torch.float64)
+    metric = half @ half.T
+    order = torch.randperm(8, generator=g)
+    found = costs_in_order(weight, gram, order, metric=metric, damp=damp)
+    expected = by_hand(square_root(metric) @ weight, gram, order.tolist(), 1, damp)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * float(expected[-1]))
+
+
+@given(seed=st.integers(0, 10_000), per_unit=st.sampled_from([1, 2]))
+@settings(max_examples=20, deadline=None)
+def test_in_the_order_of_greedy_removal_they_are_its_own(seed, per_unit):
+    weight, gram = layer(4, 12, seed=seed)
+    greedy = removal(weight, gram, per_unit, damp=0.01)
+    found = costs_in_order(weight, gram, greedy.order, per_unit, damp=0.01)
+    torch.testing.assert_close(found, greedy.curve, rtol=1e-9, atol=1e-9)
+    assert bool((found.diff() >= 0).all())
+
+
+def test_a_singular_gram_is_damped_and_no_gram_is_refused():
+    weight, gram = layer(3, 6)
+    gram[2] = gram[:, 2] = 0  # an input that is always zero
+    order = torch.arange(6)
+    found = costs_in_order(weight, gram, order, damp=0.0)
+    torch.testing.assert_close(found, by_hand(weight, gram, order.tolist(), 1, LEAST_DAMP), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(costs_in_order(weight, torch.zeros(6, 6), order), torch.zeros(7).double()
+                               + torch.cat([torch.zeros(1), weight.square().sum(0).cumsum(0) * 0.01]), rtol=1e-9, atol=1e-9)
+    with pytest.raises(SingularHessianError):
+        costs_in_order(weight, -torch.eye(6), order)
