@@ -259,8 +259,7 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
     """What to measure statistics of."""
 
     output: Path = Field(description="Statistics folder to write.")
-    collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which moments.")
-    effects: bool = Field(False, description="Also measure what pruning each site alone does to the model's output.")
+    collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 

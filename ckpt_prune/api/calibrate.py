@@ -1,7 +1,7 @@
 """`ckpt_prune.calibrate`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.family import check_supported
@@ -11,10 +11,10 @@ from ckpt_prune.options import CalibrateOptions, checked, has_data
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
-    from ckpt_prune.architectures.model import Model
-    from ckpt_prune.calibration.kinds import Collect
-    from ckpt_prune.calibration.samples import Samples
     from ckpt_prune.calibration.statistics import Statistics
+
+EFFECTS = "effects"
+"""What `collect` calls the effects of single sites."""
 
 
 def calibrate(
@@ -33,7 +33,6 @@ def calibrate(
     compute_dtype: ComputeDtype = "float32",
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
-    effects: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     device: str = "auto",
@@ -55,8 +54,8 @@ def calibrate(
         bos: begin-of-sequence token before the text.
         compute_dtype: in which blocks run.
         folds: runs of samples whose moments are kept apart.
-        collect: kinds of moments; None for all that the model's family can use.
-        effects: also measure what pruning each site alone does to the model's own output.
+        collect: kinds of statistics; None for all that the model's family can use, `effects` only of up to
+            `measured_effects.SHALLOW` blocks.
         overwrite: replace an existing statistics folder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
@@ -85,7 +84,7 @@ def calibrate(
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
-    from ckpt_prune.transform.effects import effects_of
+    from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
 
     out, trust = options.output, options.trust_remote_code
     with progress_shown(progress):
@@ -93,60 +92,44 @@ def calibrate(
         target = resolve_device(options.device)
         source = open_model(options.model, trust=trust)
         checkpoint, family = source.checkpoint, source.family
-        kinds = _kinds(options.collect, everything(source), family.model_type)
-        if effects and "gram" not in kinds:
-            raise UserError(f"--effects needs Grams: give --collect {options.collect},gram")
+        known = everything(source)
+        asked = _kinds(options.collect, (*known, EFFECTS), family.model_type)
+        if options.collect is None and source.blocks > SHALLOW:
+            asked.remove(EFFECTS)
+        if EFFECTS in asked and "gram" not in asked:
+            raise UserError(f"--collect {options.collect}: effects need Grams, add gram")
+        kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
         refuse_overlap(checkpoint.path, out)
         refuse_inside(out, [options.images, options.labels, *options.text])
         chosen = chosen_samples(source, options, options, trust=trust, say=say)
         checkpoint.check_finite()
         dtype = getattr(torch, options.compute_dtype)
-        statistics = None
-        if options.effects and not options.overwrite:
-            statistics = _lacking_effects(options, source, chosen, kinds if options.collect else None)
-        if statistics is None:
-            statistics = measure(
-                source,
-                chosen,
-                out,
-                seed=options.seed,
-                folds=options.folds or 1,
-                collect=kinds,
-                device=target,
-                compute_dtype=dtype,
-                overwrite=options.overwrite,
-                announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
-            )
-        if not options.effects:
+        statistics = measure(
+            source,
+            chosen,
+            out,
+            seed=options.seed,
+            folds=options.folds or 1,
+            collect=kinds,
+            device=target,
+            compute_dtype=dtype,
+            overwrite=options.overwrite,
+            announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
+        )
+        if EFFECTS not in asked:
             return statistics
-        held = statistics.index.collect
-        spaces = [space for space in family.spaces if space in family.columns or "logits" in held]
-        measured = effects_of(source, statistics, chosen, spaces=spaces, device=target, compute_dtype=dtype)
+        spaces = [space for space in family.spaces if space in family.columns or "logits" in kinds]
+        measured = measure_effects(source, statistics, chosen, spaces=spaces, device=target, compute_dtype=dtype)
         return with_effects(statistics, measured)
 
 
-def _lacking_effects(
-    options: CalibrateOptions, model: "Model", samples: "Samples", collect: "Sequence[Collect] | None"
-) -> "Statistics | None":
-    """The statistics in the output where they are what is asked for and lack nothing but effects, or None."""
-    from ckpt_prune.calibration.statistics import INDEX, Statistics
-
-    if not (options.output / INDEX).is_file():
-        return None
-    found = Statistics(options.output)
-    index = found.index
-    same = index.model == model.checkpoint.fingerprint and index.data == [samples.fingerprint]
-    asked = options.folds in (None, index.folds) and (not collect or list(collect) == index.collect)
-    return found if same and asked and "gram" in index.collect and not index.effects else None
-
-
-def _kinds(text: str | None, known: tuple[Any, ...], family: str) -> tuple[Any, ...]:
+def _kinds(text: str | None, known: Sequence[str], family: str) -> list[str]:
     """What `collect` asks for, in a fixed order; vectors always."""
     if text is None:
-        return known
+        return list(known)
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:
         raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
-    return tuple(kind for kind in known if kind in asked or kind == "moments")
+    return [kind for kind in known if kind in asked or kind == "moments"]

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.fisher import fisher_limit, measure_fisher
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import packed_width, smaller_form
 from ckpt_prune.calibration.samples import Samples
@@ -16,10 +18,14 @@ from ckpt_prune.calibration.statistics import (
     Statistics,
     StatisticsIndex,
     add_block,
+    add_fisher,
     add_index,
     block_file,
     check_addable,
+    files_of,
+    fisher_file,
     write_block,
+    write_fisher,
 )
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices
 from ckpt_prune.checkpoint.disk import sync
@@ -33,17 +39,17 @@ from ckpt_prune.progress import track
 STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
 """What `calibrate` writes."""
 _UNIT = "statistics"
+_FISHER = "gradients"
 
 
-def _staging(out: Path, blocks: int, *, overwrite: bool) -> Staging:
-    names = [INDEX, *(block_file(block) for block in range(blocks))]
+def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool) -> Staging:
+    names = [INDEX, *files_of(blocks, collect)]
     return Staging(out, job=_UNIT, overwrite=overwrite, kind=STATISTICS, wants=dict.fromkeys(names))
 
 
 def everything(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
-    kinds: tuple[Collect, ...] = ("moments", "gram", "logits", "linears")
-    return tuple(kind for kind in kinds if kind != "logits" or model.family.logits)
+    return tuple(kind for kind in get_args(Collect) if kind != "logits" or model.family.logits)
 
 
 def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
@@ -61,6 +67,11 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
                 count = run.stop - run.start
                 per_sample = smaller_form(count, head_dim) == "per-sample"
                 per_block += 4 * heads * (2 * count * packed if per_sample else packed**2)
+    if "fisher" in collect:
+        for space in model.family.columns.values():
+            outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
+            per_block += 2 * outputs * (outputs + 1)
+        per_block += sum(4 * heads for heads, _ in model.query_heads.values())
     return per_block * model.blocks
 
 
@@ -100,7 +111,7 @@ def measure(
     """
     check_folds(samples, folds)
     needed = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    with _staging(out, model.blocks, overwrite=overwrite) as staging:
+    with _staging(out, model.blocks, collect, overwrite=overwrite) as staging:
         check_room(out.absolute().parent, needed)
         if announce is not None:
             announce(needed)
@@ -186,6 +197,11 @@ def measure_into(
             with disk_failures(folder):
                 sync(folder / file)
                 journal.record(unit, note=files[file])
+    fisher = 0
+    if "fisher" in collect:
+        del stream
+        fisher, more = _measure_fisher(model, samples, folder, device, compute_dtype, allocate, journal)
+        files |= more
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
         tokenizer=model.reader_fingerprint,
@@ -204,9 +220,40 @@ def measure_into(
         queries=model.query_heads,
         linears=model.linear_widths if "linears" in collect else {},
         files=files,
+        fisher=fisher,
     )
     write_whole(folder / INDEX, index.model_dump_json(indent=2) + "\n")
     return Statistics(folder)
+
+
+def _measure_fisher(
+    model: Model,
+    samples: Samples,
+    folder: Path,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    allocate: Allocate,
+    journal: Journal | None,
+) -> tuple[int, dict[str, str]]:
+    """Measure the Fisher metric into a folder: on how many samples, and its files with their digests.
+
+    An interrupted pass back has to start at the last block again: only the whole is entered into the journal.
+    """
+    count = fisher_limit(samples, model.family.modality)
+    known = None if journal is None else journal.notes.get(_FISHER)
+    if known is not None:
+        return count, dict(known)
+    files: dict[str, str] = {}
+    measured = measure_fisher(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    for block, found in measured:
+        files[fisher_file(block)] = write_fisher(folder, block, found)
+        if journal is not None:
+            with disk_failures(folder):
+                sync(folder / fisher_file(block))
+    if journal is not None:
+        with disk_failures(folder):
+            journal.record(_FISHER, note=files)
+    return count, files
 
 
 def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> Statistics:
@@ -217,10 +264,12 @@ def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> 
     """
     check_addable(a, b)
     refuse_inside(out, [a.folder, b.folder])
-    with _staging(out, a.index.blocks, overwrite=overwrite) as staging:
+    with _staging(out, a.index.blocks, a.index.collect, overwrite=overwrite) as staging:
         files = {}
         for block in track(range(a.index.blocks), "adding", total=a.index.blocks):
             files[block_file(block)] = write_block(staging.path, block, add_block(a, b, block))
+            if a.index.fisher:
+                files[fisher_file(block)] = write_fisher(staging.path, block, add_fisher(a, b, block))
         index = add_index(a.index, b.index, files)
         write_whole(staging.path / INDEX, index.model_dump_json(indent=2) + "\n")
         staging.publish()

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,13 @@ class Readout:
         entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
         with torch.enable_grad():
             outputs = self._outputs(batch, entering)
-            losses = [
-                (whole, loss)
-                for output in outputs
-                for whole in [self.logits and output[0].numel() == output.shape[-1]]
-                for loss in (_of_labels(output, whole, generator) if self.logits else [_of_features(output, generator)])
-            ]
         found = []
-        for index, (whole, loss) in enumerate(losses):
-            (values,) = torch.autograd.grad(loss, entering, retain_graph=index < len(losses) - 1)
-            found.append(Drawn(values.detach().float(), whole, 1 / DRAWS if whole else 1.0))
+        for output in outputs:
+            seen, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
+            draws = _of_labels(seen, whole, generator) if self.logits else iter([_of_features(seen, generator)])
+            for own in draws:
+                (values,) = torch.autograd.grad(output, entering, own, retain_graph=True)
+                found.append(Drawn(values.float(), whole, 1 / DRAWS if whole else 1.0))
         return found
 
     @torch.no_grad()
@@ -175,20 +172,36 @@ def draw_labels(log_p: Tensor, count: int, generator: torch.Generator) -> Tensor
     return torch.multinomial(log_p.exp().cpu(), count, replacement=True, generator=generator).to(log_p.device)
 
 
-def _of_labels(logits: Tensor, whole: bool, generator: torch.Generator) -> list[Tensor]:
-    """For each draw Σ log p(ŷ) / √S over all predictions, S of each sample, of logits (B, ..., classes)."""
-    log_p = functional.log_softmax(logits.float(), -1).reshape(-1, logits.shape[-1])
+def _of_labels(logits: Tensor, whole: bool, generator: torch.Generator) -> Iterator[Tensor]:
+    """For each draw the gradient at logits (B, ..., classes) of Σ log p(ŷ) / √S, S predictions of each sample.
+
+    One more tensor of that size is held, and pieces of `CHUNK` elements.
+    """
+    classes = logits.shape[-1]
+    flat = logits.reshape(-1, classes)
+    rows = max(1, CHUNK // classes)
     # Row by row, so that it does not matter which samples are asked for together.
-    drawn = draw_labels(log_p.detach(), DRAWS if whole else 1, generator)
-    return [each.sum() / math.sqrt(len(log_p) / len(logits)) for each in log_p.gather(1, drawn).unbind(1)]
+    parts = [
+        draw_labels(functional.log_softmax(part.float(), -1), DRAWS if whole else 1, generator)
+        for part in torch.split(flat, rows)
+    ]
+    share = math.sqrt(len(logits) / len(flat))
+    for drawn in torch.cat(parts).unbind(1):
+        gradient = torch.empty_like(flat)
+        for start in range(0, len(flat), rows):
+            part = flat[start : start + rows]
+            own = functional.softmax(part.float(), -1).neg_()
+            own[torch.arange(len(own), device=own.device), drawn[start : start + rows]] += 1
+            gradient[start : start + rows] = own.mul_(share)
+        yield gradient.view_as(logits)
 
 
 def _of_features(states: Tensor, generator: torch.Generator) -> Tensor:
-    """√2 Σ vᵀh / ‖h‖ over samples, of states (B, T, hidden)."""
+    """The gradient of √2 Σ vᵀh / ‖h‖ over samples, ‖h‖ held fixed, at states (B, T, hidden)."""
     wide = states.float().flatten(1)
     drawn = torch.randn(wide.shape, generator=generator).to(wide.device)
-    loss: Tensor = ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum() * math.sqrt(2)
-    return loss
+    gradient: Tensor = drawn / wide.norm(dim=1, keepdim=True) * math.sqrt(2)
+    return gradient.view(states.shape).to(states.dtype)
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> float:

@@ -57,3 +57,34 @@ class TokenWindows:
     def batch(self, rows: slice) -> dict[str, Tensor]:
         """`input_ids` of these windows."""
         return {"input_ids": self.windows[rows]}
+
+
+@dataclass(frozen=True)
+class First:
+    """The first of some samples."""
+
+    samples: Samples
+    limit: int
+
+    @property
+    def tokens(self) -> int:
+        """Of each."""
+        return self.samples.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all of them."""
+        return self.samples.fingerprint
+
+    def __len__(self) -> int:
+        return min(self.limit, len(self.samples))
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """What the model is called with."""
+        return self.samples.batch(rows)
+
+
+def batches_of(samples: Samples, tokens: int) -> list[slice]:
+    """Runs of samples of at most so many tokens, or of one sample."""
+    size = max(1, tokens // samples.tokens)
+    return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]

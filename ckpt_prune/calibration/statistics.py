@@ -1,15 +1,18 @@
-"""Statistics on disk: a folder with an index and one safetensors file per block, keyed by on-disk tensor names.
+"""Statistics on disk: a folder with an index and safetensors files for every block, keyed by on-disk tensor names.
 
 `statistics.json` says of which model, tokenizer and data they are; `block-00000.safetensors` holds, for every consumer
 and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys as
-`<query weight>/<fold>/<moment>`. Grams are symmetric and stored as their packed upper triangle, row by row. Additive:
-two folders of the same model can be summed.
+`<query weight>/<fold>/<moment>`; `fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, under
+their names. Grams and metrics are symmetric and stored as their packed upper triangle, row by row. Additive: two
+folders of the same model can be summed.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
@@ -61,7 +65,8 @@ class StatisticsIndex(BaseModel):
             totals.
         folds: moments are kept apart for this many contiguous runs of samples.
         collect: moments (vectors), gram (Grams), both of consumers' inputs; logits (moments of queries and keys);
-            linears (vectors, and Grams where asked for, also of the inputs of all other linears).
+            linears (vectors, and Grams where asked for, also of the inputs of all other linears); fisher (the Fisher
+            metric at the outputs of consumers and of queries).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
         consumers: consumer's on-disk weight → width, for every block.
@@ -69,7 +74,8 @@ class StatisticsIndex(BaseModel):
             pruned.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
-        files: block file → sha256.
+        files: file → sha256.
+        fisher: samples that the Fisher metric was measured on; 0, and left out of what is written, where it was not.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
             model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.
@@ -95,6 +101,7 @@ class StatisticsIndex(BaseModel):
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
+    fisher: int = Field(0, ge=0)
     effects: dict[str, list[Effect]] = Field(default_factory=dict)
 
     @field_validator("effects")
@@ -109,8 +116,9 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        if not self.effects:
-            values.pop("effects", None)
+        for key in ("fisher", "effects"):
+            if not values.get(key):
+                values.pop(key, None)
         return values
 
     @property
@@ -122,6 +130,17 @@ class StatisticsIndex(BaseModel):
 def block_file(block: int) -> str:
     """Name of a block's file."""
     return f"block-{block:05d}.safetensors"
+
+
+def fisher_file(block: int) -> str:
+    """Name of the file with the Fisher metric of a block's sites."""
+    return f"fisher-{block:05d}.safetensors"
+
+
+def files_of(blocks: int, collect: Container[str]) -> list[str]:
+    """Names of all files of a folder but the index."""
+    kinds = [block_file, fisher_file] if "fisher" in collect else [block_file]
+    return [name(block) for name in kinds for block in range(blocks)]
 
 
 def pack_symmetric(gram: Tensor) -> Tensor:
@@ -174,7 +193,25 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
         parts: Sequence[Moments | LogitMoments] = folds
         for fold, each in enumerate(parts):
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
-    name = block_file(block)
+    return _write(folder, block_file(block), tensors)
+
+
+def write_fisher(folder: Path, block: int, found: Mapping[str, Fisher]) -> str:
+    """Write the Fisher metric of one block's sites; returns the file's sha256.
+
+    Args:
+        folder: where to.
+        block: its index.
+        found: by on-disk weight, all of the same number of samples.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written.
+    """
+    sums = {name: own.sums for name, own in found.items()}
+    return _write(folder, fisher_file(block), {n: pack_symmetric(s) if s.ndim == 2 else s for n, s in sums.items()})
+
+
+def _write(folder: Path, name: str, tensors: dict[str, Tensor]) -> str:
     with disk_failures(folder / name):
         try:
             save_file(tensors, folder / name)
@@ -204,8 +241,8 @@ class Statistics:
             self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged or of another version: measure again") from error
-        if set(self.index.files) != {block_file(block) for block in range(self.index.blocks)}:
-            raise UserError(f"{path} does not list one file for each of its {self.index.blocks} blocks: measure again")
+        if set(self.index.files) != set(files_of(self.index.blocks, self.index.collect)):
+            raise UserError(f"{path} does not list the files of each of its {self.index.blocks} blocks: measure again")
         for name in self.index.files:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
@@ -220,11 +257,64 @@ class Statistics:
         Raises:
             UserError: the file changed since it was written, or a tensor holds NaN or Inf; the message names it.
         """
-        path = self.folder / block_file(block)
         found: BlockMoments = {}
+        with self._open(block_file(block)) as (names, get):
+
+            def inputs(prefix: str, width: int) -> Moments:
+                gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
+                vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
+                return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None)
+
+            def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
+                samples, tokens = get(f"{prefix}counts").tolist()
+                parts = {name: get(f"{prefix}{name}") for name in _LOGITS if f"{prefix}{name}" in names}
+                return LogitMoments(samples, tokens, heads, head_dim, **parts)
+
+            folds = range(self.index.folds)
+            linears = self.index.linears if "linears" in self.index.collect else {}
+            for weight, width in (self.index.consumers | linears).items():
+                name = weight.format(block=block)
+                if weights is not None and name not in weights:
+                    continue
+                found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
+            if "logits" in self.index.collect:
+                for query, (heads, head_dim) in self.index.queries.items():
+                    name = query.format(block=block)
+                    if weights is not None and name not in weights:
+                        continue
+                    found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
+        return found
+
+    def fisher(self, block: int) -> dict[str, Fisher]:
+        """The Fisher metric at the sites of one block: on-disk weight of the consumer, or of the query → sums.
+
+        Args:
+            block: its index.
+
+        Raises:
+            UserError: it was not measured, the file changed since it was written, or a tensor holds NaN or Inf.
+        """
+        if not self.index.fisher:
+            raise UserError(f"{self.folder} holds no Fisher metric: calibrate with --collect moments,gram,fisher")
+        with self._open(fisher_file(block)) as (names, get):
+            packed = {name: get(name) for name in names}
+        queries = {name.format(block=block) for name in self.index.queries}
+        found = {}
+        for name, sums in packed.items():
+            width = (isqrt(8 * len(sums) + 1) - 1) // 2
+            found[name] = Fisher(self.index.fisher, sums if name in queries else unpack_symmetric(sums, width))
+        return found
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[tuple[set[str], Callable[[str], Tensor]]]:
+        """The names of a file's tensors, and what reads one.
+
+        Raises:
+            UserError: the file changed since it was written, or a tensor that was read holds NaN or Inf.
+        """
+        path = self.folder / name
         try:
             with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
 
                 def get(name: str) -> Tensor:
                     tensor: Tensor = file.get_tensor(name)
@@ -232,35 +322,12 @@ class Statistics:
                         raise UserError(f"{path}: {name} holds NaN or Inf: measure again")
                     return tensor
 
-                def inputs(prefix: str, width: int) -> Moments:
-                    gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
-                    vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
-                    return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None)
-
-                def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
-                    samples, tokens = get(f"{prefix}counts").tolist()
-                    parts = {name: get(f"{prefix}{name}") for name in _LOGITS if f"{prefix}{name}" in names}
-                    return LogitMoments(samples, tokens, heads, head_dim, **parts)
-
-                folds = range(self.index.folds)
-                linears = self.index.linears if "linears" in self.index.collect else {}
-                for weight, width in (self.index.consumers | linears).items():
-                    name = weight.format(block=block)
-                    if weights is not None and name not in weights:
-                        continue
-                    found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
-                if "logits" in self.index.collect:
-                    for query, (heads, head_dim) in self.index.queries.items():
-                        name = query.format(block=block)
-                        if weights is not None and name not in weights:
-                            continue
-                        found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
+                yield set(file.keys()), get
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): measure again") from error
         # Last, so that damage that can be named is named.
         if sha256_files(self.folder, [path.name])[path.name] != self.index.files.get(path.name):
             raise UserError(f"{path} is not the file that was measured (its digest differs): measure again")
-        return found
 
     def check_model(self, model: Model) -> None:
         """Refuse to be used with another model.
@@ -351,6 +418,7 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
             "samples": a.samples + b.samples,
             "tokens": a.tokens + b.tokens,
             "files": files,
+            "fisher": a.fisher + b.fisher,
             "effects": _mean_effects(a, b),
         }
     )
@@ -372,3 +440,9 @@ def add_block(a: Statistics, b: Statistics, block: int) -> BlockMoments:
     left, right = a.block(block), b.block(block)
     sums = {name: [x + y for x, y in zip(left[name], right[name], strict=True)] for name in left}  # type: ignore[operator]
     return {name: tuple(folds) for name, folds in sums.items()}
+
+
+def add_fisher(a: Statistics, b: Statistics, block: int) -> dict[str, Fisher]:
+    """The Fisher metric of one block's sites over the samples of both."""
+    left, right = a.fisher(block), b.fisher(block)
+    return {name: own + right[name] for name, own in left.items()}

@@ -67,10 +67,6 @@ class Kind(ABC):
     def scores_columns(self, score: str) -> bool:
         """Whether a score is a sum over columns, which FLAP's rankings compare."""
 
-    @abstractmethod
-    def predicts_errors(self, score: str) -> bool:
-        """Whether the predicted error of every width is known with this score."""
-
 
 class ColumnKind(Kind):
     """Spaces that end in the columns of a projection."""
@@ -79,11 +75,13 @@ class ColumnKind(Kind):
     methods = COLUMN_METHODS
 
     def gram_for(self, wish: Wish) -> str | None:
-        """The compensation, the score or the target, the first that needs a Gram."""
+        """The compensation, the score, the allocation or the target, the first that needs a Gram."""
         if self.methods[wish.method].needs_gram:
             return f"compensation {wish.method}"
         if self.scores[wish.score].needs_gram:
             return f"score {wish.score}"
+        if wish.by_error:
+            return "allocation least-error"
         return f"target {wish.target}" if wish.target == "drift" else None
 
     def collects(self, wish: Wish) -> set[Collect]:
@@ -93,10 +91,6 @@ class ColumnKind(Kind):
     def scores_columns(self, score: str) -> bool:
         """Every score but those of whole units."""
         return score not in UNIT_SCORES
-
-    def predicts_errors(self, score: str) -> bool:
-        """The scores of whole units do: each is the error of dropping the unit and all that are cheaper."""
-        return score in UNIT_SCORES
 
 
 class LogitKind(Kind):
@@ -119,10 +113,6 @@ class LogitKind(Kind):
     def scores_columns(self, score: str) -> bool:
         """None: dimensions are scored as they are."""
         return False
-
-    def predicts_errors(self, score: str) -> bool:
-        """Always: the moments give the logit error of every width."""
-        return True
 
 
 KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind()}

@@ -59,8 +59,8 @@ class Recipe(Strict):
     )
     weigh_by: Literal["effect", "energy"] | None = Field(
         None,
-        description="How allocation least-error compares the errors of sites. effect: by what pruning each alone does "
-        "to the model's own output, measured; energy: as shares of each output's energy. Default: effect.",
+        description="How allocation least-error compares the errors of sites. effect: by what they do to the model's "
+        "own output (Fisher metric); energy: as shares of each output's energy. Default: effect.",
     )
     widths: Literal["uniform", "per_layer"] = Field(
         "uniform", description="per_layer: blocks may differ in width; the output then carries remote code."
@@ -161,11 +161,6 @@ class Recipe(Strict):
         for space, own in self.spaces.items():
             if self.ranks_blocks and not kind_of(space).scores_columns(own.score):
                 raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
-            if self.allocation == "least-error" and not kind_of(space).predicts_errors(own.score):
-                raise ValueError(
-                    f"spaces.{space}: allocation least-error needs the errors of every width, which score obs gives, "
-                    f"not {own.score}"
-                )
             if own.compensation.shares is not None and self.target != "drift":
                 raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
         for coupled in COUPLED if self.allocation == "least-error" else ():
@@ -194,7 +189,7 @@ class Recipe(Strict):
 
     @property
     def weighed_by_effect(self) -> bool:
-        """Whether widths are found from measured effects on the model's output."""
+        """Whether widths are found from effects on the model's output."""
         return self.allocation == "least-error" and self.weigh_by != "energy"
 
     def ratio_of(self, space: SpaceName) -> float:
@@ -233,6 +228,7 @@ class Recipe(Strict):
         masked = self.mask is not None and self.mask.method != "magnitude"
         return (
             masked
+            or self.allocation == "least-error"
             or self.rotation_needs_moments
             or any(kind_of(space).needs_moments(self.wish(space)) for space in self.spaces)
         )
@@ -268,6 +264,8 @@ class Recipe(Strict):
         found: set[Collect] = {"moments"}
         for space in self.spaces:
             found |= kind_of(space).collects(self.wish(space))
+        if self.weighed_by_effect:
+            found.add("fisher")
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}
         return tuple(each for each in get_args(Collect) if each in found)
@@ -276,7 +274,7 @@ class Recipe(Strict):
     def calibration(self) -> str:
         """The command that measures statistics for this recipe."""
         folds = " --folds 4" if self.needs_folds else ""
-        return f"ckpt-prune calibrate{folds}{' --effects' if self.weighed_by_effect else ''}"
+        return f"ckpt-prune calibrate{folds}"
 
     @property
     def needs_linear_grams(self) -> bool:

@@ -29,8 +29,13 @@ def obs(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Te
         raise ValueError("score obs needs second moments: collect statistics with a Gram")
     gram = moments.gram
     if centred:
-        gram = torch.addr(gram.double(), moments.mean, moments.mean, alpha=-moments.count)
+        gram = without_mean(gram, moments)
     return removal(weight, gram, per_unit).scores / moments.count
+
+
+def without_mean(gram: Tensor, moments: Moments) -> Tensor:
+    """Σ (x − μ)(x − μ)ᵀ of a Gram Σ x xᵀ, (d, d) float64: what is left where a bias makes up for every mean."""
+    return torch.addr(gram.double(), moments.mean, moments.mean, alpha=-moments.count)
 
 
 @dataclass(frozen=True)

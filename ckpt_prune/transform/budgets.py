@@ -18,7 +18,7 @@ from ckpt_prune.progress import track
 from ckpt_prune.transform.decisions import Decision, Decisions, Losses, keep_count, kept_units
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
-from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.request import Ranked, Request
 from ckpt_prune.transform.sizing import ROUNDS, Ranking, cost_at, taken_up, unit_costs
 from ckpt_prune.transform.solvers import solver_of
 
@@ -49,8 +49,11 @@ def decide(request: Request, ranking: Ranking | None = None) -> Decisions:
     if recipe.size is not None:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if recipe.allocation == "uniform":
-        known = request.scores or {}
-        sites = {site: Decision(keep_count(request.model, recipe, site.space), None, s) for site, s in known.items()}
+        known = request.ranked or {}
+        sites = {
+            site: Decision(keep_count(request.model, recipe, site.space), None, own.scores)
+            for site, own in known.items()
+        }
         return Decisions(recipe, sites)
     assert ranking is not None
     return kept_units(request.model, recipe, ranked(request.model, recipe, ranking))
@@ -63,30 +66,24 @@ def _dense_cache(request: Request) -> MomentSource:
     return CachedMoments(request.statistics, request.model)
 
 
-def dense_scores(request: Request) -> dict[Site, Tensor]:
-    """Scores of every site's units in the dense model, from its statistics; of q and k, (heads, dimensions)."""
+def dense_ranking(request: Request) -> dict[Site, Ranked]:
+    """Scores of every site's units in the dense model, and the errors of its widths where these are found by them."""
     assert request.statistics is not None
-    model, recipe = request.model, request.recipe
+    model, recipe, statistics = request.model, request.recipe, request.statistics
     solvers = {space: solver_of(model, recipe, space, request.device) for space in recipe.spaces}
-    source = CachedMoments(request.statistics, model)
-    found: dict[Site, Tensor] = {}
+    source = CachedMoments(statistics, model)
+    found: dict[Site, Ranked] = {}
     for block in track(range(model.blocks), "ranking", total=model.blocks):
         moments = source.moments(block, {}, list(solvers))
+        metric = statistics.fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
-            found[Site(block, space)] = solver.scores(block, solver.read(block), moments.get(space, ())).cpu()
+            tensors, own = solver.read(block), moments.get(space, ())
+            scores = solver.scores(block, tensors, own)
+            errors = None
+            if recipe.allocation == "least-error":
+                errors = solver.errors(block, tensors, own, scores, metric.get(model.moments_name(block, space)))
+            found[Site(block, space)] = Ranked(scores.cpu(), errors)
     return found
-
-
-def error_curve(scores: Tensor) -> Tensor:
-    """Error of dropping the k units of least score, for every k, (units + 1,) float64.
-
-    Args:
-        scores: (units,) of score obs, which are such errors; or (heads, dimensions) of q and k, whose energies add up
-            over the k dimensions that every head loses.
-    """
-    ranked = scores.double().sort(-1).values
-    dropped = ranked if scores.ndim == 1 else ranked.cumsum(-1).sum(0)
-    return torch.cat([dropped.new_zeros(1), dropped])
 
 
 def weighed_by_energy(curve: Tensor) -> Tensor:
@@ -94,17 +91,17 @@ def weighed_by_energy(curve: Tensor) -> Tensor:
     return curve / curve[-1] if curve[-1] > 0 else curve
 
 
-def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor:
-    """An error curve in units of the measured effect: through the measured points, in the curve's shape between them.
+def scaled(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor:
+    """A curve of predicted divergences, through measured ones where there are any, in its own shape between them.
 
     Args:
         curve: (units + 1,).
-        effects: (units dropped, divergence of the model's output), ascending; none for a site of one unit.
+        effects: (units dropped, divergence of the model's output), ascending.
     """
     known = [(k, effect / float(curve[k])) for k, effect in effects if curve[k] > 0]
     if not known:
-        return weighed_by_energy(curve)
-    # The divergence per unit of error changes slowly with k: linear between the measured points, constant outside.
+        return curve
+    # Measured over predicted changes slowly with k: linear between the measured points, constant outside.
     factor = torch.full_like(curve, known[-1][1])
     factor[: known[0][0]] = known[0][1]
     weighed = curve * factor
@@ -118,9 +115,9 @@ def weighed_by_effect(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor
 def _least_error(request: Request) -> Decisions:
     recipe, model = request.recipe, request.model
     assert request.statistics is not None
-    scores = dense_scores(request) if request.scores is None else request.scores
+    ranking = dense_ranking(request) if request.ranked is None else request.ranked
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
-    curves = _curves(request, scores, request.statistics.index.effects, kind)
+    curves = _curves(request, ranking, request.statistics.index.effects, kind)
     dense = sum(curve.units * curve.unit_cost for curve in curves.values())
     whole = cost_in(kind, cost_of(model))
     limit = _limit(request)
@@ -133,10 +130,8 @@ def _least_error(request: Request) -> Decisions:
                 raise
             raise UserError(taken_up(request)) from error
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
-        decisions = Decisions(
-            recipe,
-            {site: Decision(n, scores=None if request.sequential else scores[site]) for site, n in counts.items()},
-        )
+        scores = {} if request.sequential else {site: own.scores for site, own in ranking.items()}
+        decisions = Decisions(recipe, {site: Decision(n, scores=scores.get(site)) for site, n in counts.items()})
         widths = decisions.widths(model)
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
@@ -148,17 +143,17 @@ def _least_error(request: Request) -> Decisions:
 
 
 def _curves(
-    request: Request, scores: Mapping[Site, Tensor], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
+    request: Request, ranking: Mapping[Site, Ranked], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
 ) -> dict[Site, Curve]:
     """What every site loses with its units, weighed as the recipe says, and what a unit costs."""
     costs = unit_costs(request, kind)
     curves: dict[Site, Curve] = {}
-    for site, own in scores.items():
-        curve = error_curve(own)
+    for site, own in ranking.items():
+        assert own.errors is not None
         if request.recipe.weighed_by_effect:
-            curve = weighed_by_effect(curve, effects.get(request.model.moments_name(site.block, site.space), []))
+            curve = scaled(own.errors, effects.get(request.model.moments_name(site.block, site.space), []))
         else:
-            curve = weighed_by_energy(curve)
+            curve = weighed_by_energy(own.errors)
         curves[site] = Curve(curve, costs[site.space], request.recipe.spaces[site.space].multiple_of)
     return curves
 
@@ -191,13 +186,13 @@ def _limit(request: Request) -> int:
 
 
 def check_effects(statistics: Statistics) -> None:
-    """Refuse to weigh by effects that were not measured.
+    """Refuse to weigh by effects on the model's output where there is no metric of them.
 
     Raises:
-        UserError: there are none.
+        UserError: there is none.
     """
-    if not statistics.index.effects:
+    if not statistics.index.fisher:
         raise UserError(
-            f"{statistics.folder} holds no effects, by which allocation least-error weighs errors: calibrate with "
-            "--folds 4 --effects, or say --set weigh_by=energy"
+            f"{statistics.folder} holds no Fisher metric, by which allocation least-error weighs errors: calibrate "
+            "with --folds 4, or say --set weigh_by=energy"
         )

@@ -83,7 +83,7 @@ def check_data(request: Request) -> None:
     if request.recipe.needs_folds and folds < 2 and request.plan is None:
         chosen = {own.compensation.method for own in request.recipe.spaces.values() if own.compensation.by_folds}
         what = "method auto" if AUTO in chosen else "lambda_by: folds"
-        remedy = "calibrate with --folds 4" + (" --effects" if request.recipe.weighed_by_effect else "")
+        remedy = "calibrate with --folds 4"
         if request.live is not None:
             remedy = "say --folds 4" if len(request.live.samples) > 1 else "give at least two samples"
         raise UserError(f"{what} needs at least two folds: {remedy}")
@@ -91,7 +91,7 @@ def check_data(request: Request) -> None:
         request.recipe.weighed_by_effect
         and request.statistics is not None
         and request.plan is None
-        and request.scores is None
+        and request.ranked is None
     ):
         check_effects(request.statistics)
     if request.recipe.perplexity_grid and request.live is None and request.plan is None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.fisher import LIMITS, READOUT_TOKENS
 from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.samples import First, Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
@@ -18,16 +19,19 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.progress import track
 from ckpt_prune.transform.site_variants import (
-    LIMITS,
     POINTS,
-    READOUT_TOKENS,
-    First,
     Variants,
-    batches_of,
     check_finite,
     counts_of,
     run_through,
 )
+
+SHALLOW = 12
+"""Blocks up to which effects are measured by default: that takes L²/2 runs of blocks for a point of each space.
+
+Predictions of the Fisher metric are of second order. They come near where a model is redundant, as deep ones are, and
+fall short of what tiny ones lose (calibration/README.md, section 5).
+"""
 
 
 def measure_effects(

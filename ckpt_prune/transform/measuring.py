@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.transform.effects import effects_of
+from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 
@@ -65,9 +65,9 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             journal=journal,
         )
         _done(journal, STATISTICS)
-    if not recipe.weighed_by_effect or EFFECTS in journal.units:
+    if not recipe.weighed_by_effect or request.model.blocks > SHALLOW or EFFECTS in journal.units:
         return statistics
-    effects = effects_of(
+    effects = measure_effects(
         request.model,
         statistics,
         live.samples,

@@ -54,6 +54,20 @@ class RecoverySamples:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """What the dense model's statistics say about a site.
+
+    Attributes:
+        scores: of its units, (units,), or of q and k (heads, dimensions).
+        errors: of dropping the k units of least score, k = 0 … n, (n + 1,) (`Solver.errors`); None where widths are not
+            found by them.
+    """
+
+    scores: Tensor
+    errors: Tensor | None
+
+
+@dataclass(frozen=True)
 class Request:
     """One model, one recipe, one source of moments.
 
@@ -66,7 +80,7 @@ class Request:
         plan: decisions made earlier, or None.
         diagnostics: also compute errors and spectra that no result depends on.
         training: samples for a recipe with recovery, or None.
-        scores: site → scores of its units in the dense model, where they were worked out before.
+        ranked: site → its units in the dense model, where they were ranked before.
         asked: the recipe as it was given, where its size was turned into ratios (`sizing.at_size`).
         larger: the next larger size that these ratios could give instead, in the kind of the size asked for.
         by_default: whether nobody named the recipe.
@@ -80,7 +94,7 @@ class Request:
     plan: Plan | None = None
     diagnostics: bool = False
     training: RecoverySamples | None = None
-    scores: Mapping[Site, Tensor] | None = None
+    ranked: Mapping[Site, Ranked] | None = None
     asked: Recipe | None = None
     larger: int | None = None
     by_default: bool = False

@@ -8,13 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
@@ -26,10 +24,6 @@ from ckpt_prune.transform.solvers import SOLVERS, solver_of
 
 POINTS = (0.25, 0.5, 0.75)
 """Shares of a site's units that are dropped while the others are whole."""
-LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
-"""Samples: effects of sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
-READOUT_TOKENS = 2048
-"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
 
 
 def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
@@ -60,12 +54,6 @@ def _check_moments(statistics: Statistics, kinds: set[str]) -> None:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
 
 
-def batches_of(samples: Samples, tokens: int) -> list[slice]:
-    """Runs of samples of at most so many tokens, or of one sample."""
-    size = max(1, tokens // samples.tokens)
-    return [slice(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
-
-
 @torch.no_grad()
 def run_through(stream: HiddenStream, module: nn.Module, block: int, given: Tensor, out: Tensor) -> None:
     """Run a block from some states of a stream's samples into others, which may be the same."""
@@ -83,31 +71,6 @@ def check_finite(effect: float, count: int, name: str, compute_dtype: torch.dtyp
         raise UserError(
             f"the output with {count} units of {name} dropped is not finite: the model overflows in {compute_dtype}"
         )
-
-
-@dataclass(frozen=True)
-class First:
-    """The first of some samples."""
-
-    samples: Samples
-    limit: int
-
-    @property
-    def tokens(self) -> int:
-        """Of each."""
-        return self.samples.tokens
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all of them."""
-        return self.samples.fingerprint
-
-    def __len__(self) -> int:
-        return min(self.limit, len(self.samples))
-
-    def batch(self, rows: slice) -> dict[str, Tensor]:
-        """What the model is called with."""
-        return self.samples.batch(rows)
 
 
 class _Known(NoMoments):

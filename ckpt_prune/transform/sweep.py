@@ -7,7 +7,7 @@ from statistics import fmean
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import Cost
-from ckpt_prune.transform.budgets import dense_scores
+from ckpt_prune.transform.budgets import dense_ranking
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
@@ -44,7 +44,7 @@ def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
     """
     model, recipe = request.model, request.recipe
     if recipe.needs_moments and request.statistics is not None and not recipe.ranks_blocks:
-        request = replace(request, scores=dense_scores(request))
+        request = replace(request, ranked=dense_ranking(request))
     found: list[Point] = []
     for ratio in ratios:
         plan = make_plan(settle(replace(request, recipe=recipe.with_ratio(ratio))))

@@ -37,7 +37,7 @@ def weighed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(made / "calib.txt", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        ok("calibrate", "llama", *TEXT, "--folds", "4", "--effects", "-o", "weighed")
+        ok("calibrate", "llama", *TEXT, "--folds", "4", "-o", "weighed")
     return folder
 
 
@@ -64,39 +64,33 @@ def test_effects_are_in_the_statistics(here):
     for name, own in effects.items():
         assert [count for count, _ in own] == ([1] if "o_proj" in name else [6, 12, 18])
         assert all(value > 0 for _, value in own)
-    assert "effects" not in read_json("stats/statistics.json")
-    same = ("calibrate", "llama", *TEXT, "--folds", "4", "-o")
-    ok(*same, "bare")
-    ok(*same, "again", "--effects")
-    assert same_files("again", "weighed")
-    blocks = list(Path("bare").glob("*.safetensors"))
-    assert len(blocks) == 2
-    assert all(path.read_bytes() == Path("weighed", path.name).read_bytes() for path in blocks)
+    ok("calibrate", "llama", *TEXT, "--folds", "4", "--collect", "gram", "-o", "bare")
+    assert not {"effects", "fisher"} & read_json("bare/statistics.json").keys()
+    assert read_json("weighed/statistics.json")["fisher"] == 8
+    assert sorted(path.name for path in Path("bare").iterdir()) == [
+        "block-00000.safetensors",
+        "block-00001.safetensors",
+        "statistics.json",
+    ]
+    metrics = {f"fisher-{block:05d}.safetensors" for block in (0, 1)}
+    assert {path.name for path in Path("weighed").iterdir()} - {path.name for path in Path("bare").iterdir()} == metrics
 
 
-def test_effects_are_added_to_finished_statistics(here):
-    same = ("calibrate", "llama", *TEXT, "--folds", "4", "-o", "later")
-    ok(*same)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_prune.calibration.measure.measure", lambda *_a, **_k: pytest.fail("measured again"))
-        ok(*same, "--effects")
-    assert same_files("later", "weighed")
-    exists = f"{Path('later').absolute()} exists; --overwrite replaces it"
-    assert refused(*same, "--effects") == exists
-    assert refused(*same, "--effects", "--seed", "1") == exists
-    ok("calibrate", "llama", *TEXT, "--seed", "1", "-o", "other")
-    assert refused("calibrate", "llama", *TEXT, "--effects", "-o", "other") == exists.replace("later", "other")
-
-
-@pytest.mark.parametrize("other", [("--folds", "4"), ("--collect", "gram")])
-def test_effects_are_not_added_to_other_statistics_than_asked_for(here, other):
-    ok("calibrate", "llama", *TEXT, "-o", "later")
-    assert run("calibrate", "llama", *TEXT, *other, "--effects", "-o", "later").exit_code == 2
+def test_effects_of_deep_models_are_measured_where_that_is_asked_for(here, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.transform.measured_effects.SHALLOW", 1)
+    ok("calibrate", "llama", *TEXT, "-o", "predicted")
+    found = read_json("predicted/statistics.json")
+    assert "effects" not in found
+    assert found["fisher"] == 8
+    ok("calibrate", "llama", *TEXT, "--collect", "gram,effects", "-o", "measured")
+    found = read_json("measured/statistics.json")
+    assert "fisher" not in found
+    assert len(found["effects"]) == 4
 
 
 def test_effects_of_a_vision_model_are_of_its_logits_too(here):
-    ok("calibrate", "vit", *IMAGES, "--effects", "-o", "all")
-    ok("calibrate", "vit", *IMAGES, "--effects", "--collect", "gram", "-o", "columns")
+    ok("calibrate", "vit", *IMAGES, "-o", "all")
+    ok("calibrate", "vit", *IMAGES, "--collect", "gram,effects", "-o", "columns")
     every, columns = (read_json(f"{folder}/statistics.json")["effects"] for folder in ("all", "columns"))
     assert len(every) == 6
     assert len(columns) == 4
@@ -104,29 +98,29 @@ def test_effects_of_a_vision_model_are_of_its_logits_too(here):
 
 
 def test_effects_need_grams(here):
-    assert refused("calibrate", "llama", *TEXT, "--effects", "--collect", "moments", "-o", "out") == (
-        "--effects needs Grams: give --collect moments,gram"
+    assert refused("calibrate", "llama", *TEXT, "--collect", "effects", "-o", "out") == (
+        "--collect effects: effects need Grams, add gram"
     )
 
 
-def test_best_needs_effects_and_folds(here):
+def test_best_needs_the_metric_and_folds(here):
     lacks = (
-        f"{Path('folded')} holds no effects, by which allocation least-error weighs errors: calibrate with "
-        "--folds 4 --effects, or say --set weigh_by=energy"
+        f"{Path('folded')} holds no Fisher metric, by which allocation least-error weighs errors: calibrate with "
+        "--folds 4, or say --set weigh_by=energy"
     )
-    ok("calibrate", "llama", *TEXT, "--folds", "4", "-o", "folded")
+    ok("calibrate", "llama", *TEXT, "--folds", "4", "--collect", "gram", "-o", "folded")
     folded = ("--recipe", "best", "--statistics", "folded")
     assert refused("plan", "llama", *folded) == lacks
     assert refused("prune", "llama", *folded, "-o", "out") == lacks
     assert refused("prune", "llama", *folded, "--target-params", "70%", "-o", "out", "--dry-run") == lacks
     ok("plan", "llama", *folded, "--set", "weigh_by=energy", "-o", "plan.json")
     assert refused("plan", "llama", "--recipe", "best", "--statistics", "stats") == (
-        "method auto needs at least two folds: calibrate with --folds 4 --effects"
+        "method auto needs at least two folds: calibrate with --folds 4"
     )
     one = ("prune", "llama", "--recipe", "best", "--text", "calib.txt", "--window", "16", "-o", "out")
     assert refused(*one, "--samples", "1") == "method auto needs at least two folds: give at least two samples"
     assert refused("plan", "llama", "--recipe", "best") == (
-        "recipe best needs statistics: run `ckpt-prune calibrate --folds 4 --effects` and give --statistics STATS"
+        "recipe best needs statistics: run `ckpt-prune calibrate --folds 4` and give --statistics STATS"
     )
 
 
@@ -452,7 +446,7 @@ def test_a_curve_of_masks_or_broken_weights_is_refused(here):
 
 def test_effects_that_are_not_measured_twice(here, monkeypatch):
     """Statistics that hold them are used as they are."""
-    monkeypatch.setattr("ckpt_prune.transform.measuring.effects_of", lambda *_a, **_k: pytest.fail("measured"))
+    monkeypatch.setattr("ckpt_prune.transform.measuring.measure_effects", lambda *_a, **_k: pytest.fail("measured"))
     monkeypatch.setattr("ckpt_prune.transform.measuring.measure_into", lambda *_a, **_k: pytest.fail("again"))
     ok("prune", "llama", *BEST, "--ratio", "0.4", "-o", "out")
     ok("prune", "llama", "--recipe", "best", "--set=weigh_by=energy", "--statistics", "weighed", *QUICK, "-o", "other")

@@ -27,7 +27,7 @@ def weighed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(made / "calib.txt", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        ok("calibrate", "llama", *TEXT, "--folds", "4", "--effects", "-o", "weighed")
+        ok("calibrate", "llama", *TEXT, "--folds", "4", "-o", "weighed")
     return folder
 
 
@@ -98,7 +98,7 @@ kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measur
 widths of that size that lose less
 to be stored as llama
 to be measured{}
-`ckpt-prune calibrate --folds 4 --effects` and then `ckpt-prune plan --statistics STATS` tell the widths and the \
+`ckpt-prune calibrate --folds 4` and then `ckpt-prune plan --statistics STATS` tell the widths and the \
 predicted error of every layer before anything is pruned
 everything that needs no measuring is checked, nothing written
 """

@@ -55,7 +55,7 @@ def test_errors_that_prune_prints_are_no_perplexity(place):
 
 
 def test_what_drift_is_is_said_with_the_word(place):
-    ok("calibrate", "dense", *TEXT, "--folds", "4", "--effects", "-o", "weighed")
+    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "weighed")
     said = ok("prune", "dense", "--recipe", "best-uniform", "--statistics", "weighed", "-o", "out", "--dry-run")
     assert said.splitlines()[0] == (
         "recipe best-uniform is drift-correcting (drift: how far pruning has moved the residual stream); with "

@@ -184,7 +184,7 @@ def test_missing_parent(place):
 
 def test_what_plan_needs(place):
     assert refused("plan", "dense") == (
-        "recipe best-uniform needs statistics: run `ckpt-prune calibrate --folds 4 --effects` and give --statistics "
+        "recipe best-uniform needs statistics: run `ckpt-prune calibrate --folds 4` and give --statistics "
         "STATS"
     )
     assert refused("plan", "dense", "--recipe", "rcpu") == (

@@ -60,7 +60,7 @@ def test_list_json_is_the_same():
     assert [name for name, entry in found.items() if entry["default"]] == ["best-uniform"]
     best = found["best"]
     assert (best["goal"], best["data"], best["target"]) == ("loss", ["text", "images", "statistics"], "drift")
-    assert best["calibration"] == "ckpt-prune calibrate --folds 4 --effects"
+    assert best["calibration"] == "ckpt-prune calibrate --folds 4"
     assert found["laco-flap"]["calibration"] is None
 
 

@@ -62,7 +62,11 @@ def test_a_singular_gram_is_damped_and_no_gram_is_refused():
     order = torch.arange(6)
     found = costs_in_order(weight, gram, order, damp=0.0)
     torch.testing.assert_close(found, by_hand(weight, gram, order.tolist(), 1, LEAST_DAMP), rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(costs_in_order(weight, torch.zeros(6, 6), order), torch.zeros(7).double()
-                               + torch.cat([torch.zeros(1), weight.square().sum(0).cumsum(0) * 0.01]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        costs_in_order(weight, torch.zeros(6, 6), order),
+        torch.zeros(7).double() + torch.cat([torch.zeros(1), weight.square().sum(0).cumsum(0) * 0.01]),
+        rtol=1e-9,
+        atol=1e-9,
+    )
     with pytest.raises(SingularHessianError):
         costs_in_order(weight, -torch.eye(6), order)

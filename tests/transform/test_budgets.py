@@ -20,9 +20,8 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.budgets import (
     decide,
-    dense_scores,
-    error_curve,
-    weighed_by_effect,
+    dense_ranking,
+    scaled,
     weighed_by_energy,
 )
 from ckpt_prune.transform.planned import make_plan
@@ -70,26 +69,22 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
 
 
 def curves_of(job: Settled) -> dict[Site, np.ndarray]:
-    """Σ of what goes, the cheapest first."""
-    found = {}
-    for site, scores in dense_scores(job.request).items():
-        if site.space == "qk":
-            ranked = scores.sort(1).values.numpy()
-            found[site] = np.array([ranked[:, :k].sum() for k in range(ranked.shape[1] + 1)])
-        else:
-            found[site] = np.array([0.0, *sorted(scores.tolist())])
-    return found
+    """What every width costs: `tests/transform/test_curves.py` holds these against their definitions."""
+    return {site: own.errors.numpy() for site, own in dense_ranking(job.request).items()}
 
 
 @pytest.fixture(scope="module")
 def weighed(dense: Sources) -> Callable[[str], Statistics]:
-    """Statistics of a variant with made-up effects: those of the last block are a hundred times the first's."""
+    """Statistics of a variant with made-up effects: those of the last block are a hundred times the first's.
+
+    What is made up is told in shares of what the metric predicts, so that all depends on both.
+    """
     made: dict[str, Statistics] = {}
 
     def of(variant: str) -> Statistics:
         if variant not in made:
             statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
-            job = job_on(folder, wanted(variant, weigh_by="energy"), statistics)
+            job = job_on(folder, wanted(variant), statistics)
             effects = {}
             for (block, space, _), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
@@ -316,7 +311,7 @@ def test_a_size_out_of_reach_is_refused_before_anything_is_measured(dense):
             job_on(dense.folder("llama"), recipe, None, data_of("llama"), folds=2)
 
 
-def test_least_error_needs_statistics_and_effects(dense, tmp_path):
+def test_least_error_needs_statistics_and_the_metric(dense, tmp_path):
     folder = dense.folder("llama")
     with pytest.raises(UserError) as caught:
         _ = job_on(folder, wanted("llama", weigh_by="energy"), None, data_of("llama")).widths
@@ -328,8 +323,8 @@ def test_least_error_needs_statistics_and_effects(dense, tmp_path):
     with pytest.raises(UserError) as caught:
         job_on(folder, wanted("llama"), bare)
     assert str(caught.value) == (
-        f"{bare.folder} holds no effects, by which allocation least-error weighs errors: calibrate with "
-        "--folds 4 --effects, or say --set weigh_by=energy"
+        f"{bare.folder} holds no Fisher metric, by which allocation least-error weighs errors: calibrate with "
+        "--folds 4, or say --set weigh_by=energy"
     )
     job_on(folder, wanted("llama", weigh_by="energy"), bare)
 
@@ -449,22 +444,8 @@ SCORES = st.lists(st.floats(0, 100), min_size=1, max_size=9)
 
 
 @given(SCORES)
-def test_an_error_curve_of_columns_is_their_scores_in_order(scores):
-    assert error_curve(torch.tensor(scores, dtype=torch.float64)).tolist() == [0.0, *sorted(scores)]
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
-def test_an_error_curve_of_dimensions_adds_up_what_every_head_loses(heads, width, seed):
-    scores = torch.rand(heads, width, generator=torch.Generator().manual_seed(seed))
-    curve = error_curve(scores)
-    assert curve.dtype == torch.float64
-    expected = [sum(x for head in scores.tolist() for x in sorted(head)[:k]) for k in range(width + 1)]
-    assert curve.tolist() == pytest.approx(expected)
-
-
-@given(SCORES)
 def test_shares_of_the_energy_end_at_one(scores):
-    curve = error_curve(torch.tensor(scores, dtype=torch.float64))
+    curve = torch.tensor([0.0, *sorted(scores)], dtype=torch.float64)
     shares = weighed_by_energy(curve)
     if curve[-1] == 0:
         assert torch.equal(shares, curve)
@@ -488,7 +469,7 @@ def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
     """Worth rising with the units dropped, nothing bends down between two points."""
     curve, points, worths = drawn
     effects = [(k, float(curve[k]) * worth) for k, worth in zip(points, itertools.accumulate(worths), strict=True)]
-    found = weighed_by_effect(curve, effects)
+    found = scaled(curve, effects)
     assert found.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
     assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
 
@@ -497,12 +478,12 @@ def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
 def test_effects_never_fall_and_have_no_scale_of_the_errors(drawn):
     curve, points, worths = drawn
     effects = list(zip(points, itertools.accumulate(worths), strict=True))
-    found = weighed_by_effect(curve, effects)
+    found = scaled(curve, effects)
     assert found[0] == 0
     assert (found.diff() >= 0).all()
     assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
-    torch.testing.assert_close(weighed_by_effect(7 * curve, effects), found)
-    doubled = weighed_by_effect(curve, [(k, 2 * effect) for k, effect in effects])
+    torch.testing.assert_close(scaled(7 * curve, effects), found)
+    doubled = scaled(curve, [(k, 2 * effect) for k, effect in effects])
     torch.testing.assert_close(doubled, 2 * found)
 
 
@@ -514,17 +495,17 @@ def test_effects_never_fall_and_have_no_scale_of_the_errors(drawn):
     ],
 )
 def test_effects_are_met_at_every_measured_point(curve, effects):
-    found = weighed_by_effect(torch.tensor(curve, dtype=torch.float64), effects)
+    found = scaled(torch.tensor(curve, dtype=torch.float64), effects)
     assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
 
 
 def test_effects_of_nothing():
     """A site of one unit has none; one whose outputs are all zero has no shape to scale."""
     curve = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
-    assert weighed_by_effect(curve, []).tolist() == [0, 0.5, 1]
-    assert weighed_by_effect(torch.zeros(3, dtype=torch.float64), [(1, 0.5)]).tolist() == [0, 0, 0]
+    assert scaled(curve, []).tolist() == [0, 2, 4]
+    assert scaled(torch.zeros(3, dtype=torch.float64), [(1, 0.5)]).tolist() == [0, 0, 0]
     late = torch.tensor([0.0, 0.0, 4.0, 8.0], dtype=torch.float64)
-    assert weighed_by_effect(late, [(1, 0.5), (2, 1.0)]).tolist() == [0, 0, 1, 2]
+    assert scaled(late, [(1, 0.5), (2, 1.0)]).tolist() == [0, 0, 1, 2]
 
 
 def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
@@ -532,12 +513,12 @@ def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
     for variant in ("opt", "vit"):
         recipe = wanted(variant, weigh_by="energy", ratio=0.4, compensation={"method": "auto"})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
-        scores = dense_scores(job.request)
-        assert list(scores) == [Site(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
-        known = settle(replace(job.request, scores=scores))
+        ranking = dense_ranking(job.request)
+        assert list(ranking) == [Site(block, space) for block in range(BLOCKS) for space in SPACES[variant]]
+        known = settle(replace(job.request, ranked=ranking))
         assert make_plan(known).sites == make_plan(job).sites
         for site in make_plan(settle(replace(job.request, recipe=uniform_of(recipe)))).sites:
-            own = scores[site.site].flatten().tolist()
+            own = ranking[site.site].scores.flatten().tolist()
             assert site.scores == [float(f"{s:.6g}") for s in own]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
@@ -72,6 +73,30 @@ class Solver(ABC):
             block: index of the block.
             tensors: at least those that `tensors` names and the block has.
             folds: moments, one for each fold.
+        """
+
+    @abstractmethod
+    def errors(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        scores: Tensor,
+        fisher: Fisher | None = None,
+    ) -> Tensor:
+        """What dropping the units of least score costs once the others make up for them as well as they can.
+
+        Args:
+            block: index of the block.
+            tensors: at least those that `tensors` names and the block has.
+            folds: moments, one for each fold, with what `collects` names.
+            scores: as `scores` gives them.
+            fisher: the metric at the site; None counts errors of its own output instead.
+
+        Returns:
+            For k = 0 … n units dropped (of q and k, of every head), float64, never decreasing: with the metric the
+            divergence of the model's output from its own (`calibration.fisher`), the mean over samples; without, the
+            error on a scale of its own.
         """
 
     @abstractmethod

@@ -6,8 +6,10 @@ from functools import reduce
 from operator import add
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
+from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.choice import choose
@@ -19,8 +21,9 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.selection import select, select_in_heads, unit_scores
 from ckpt_prune.planning.space_recipe import Compensation
+from ckpt_prune.scoring.costs import costs_in_order
 from ckpt_prune.scoring.scores import SCORES
-from ckpt_prune.scoring.unit_scores import UNIT_SCORES
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES, without_mean
 from ckpt_prune.transform.decisions import Decision
 from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
 
@@ -57,6 +60,31 @@ class ColumnSolver(Solver):
         weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
         found = tuple(each.to(self.device) for each in _inputs(folds))
         return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors))
+
+    def errors(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        scores: Tensor,
+        fisher: Fisher | None = None,
+    ) -> Tensor:
+        """By one factorisation for all widths (scoring/README.md, section 5)."""
+        weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
+        moments = total(tuple(each.to(self.device) for each in _inputs(folds)))
+        if moments.gram is None:
+            raise UserError("errors of every width need Grams: calibrate with --collect moments,gram")
+        gram = moments.gram
+        if any(METHODS[method].adds_bias for method in self._methods(block, tensors)):
+            gram = without_mean(gram, moments)
+        copies = self.model.copies(self.space)
+        # As many go in every copy of a space that stands side by side.
+        order = scores.to(self.device).view(copies, -1).argsort(dim=-1, stable=True)
+        order += torch.arange(copies, device=order.device)[:, None] * order.shape[1]
+        metric = None if fisher is None else fisher.mean.to(self.device)
+        per_unit = self.model.unit_columns(self.space)
+        costs = costs_in_order(weight, gram, order.T.flatten(), per_unit, metric=metric)[::copies] / moments.count
+        return (costs if metric is None else costs / 2).cpu()
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """The units of highest score, as many in every copy of a space that stands side by side."""

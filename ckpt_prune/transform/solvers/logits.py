@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import total
@@ -42,6 +43,23 @@ class LogitSolver(Solver):
         known = tuple(each.to(self.device) for each in _logits(folds))
         heads = query.shape[0] // self.model.units(self.space)
         return LOGIT_SCORES[self.own.score].function(query, key, total(known) if known else None, heads)
+
+    def errors(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        scores: Tensor,
+        fisher: Fisher | None = None,
+    ) -> Tensor:
+        """The squared errors of the logits that dropped dimensions carry, as if nothing made up for them."""
+        energies = total(tuple(each.to(self.device) for each in _logits(folds))).logit_energy().double()
+        order = scores.to(energies.device).argsort(dim=-1, stable=True)
+        lost = energies.gather(-1, order).cumsum(-1)  # (heads, dimensions)
+        lost = torch.cat([lost.new_zeros(len(lost), 1), lost], 1)
+        if fisher is None:
+            return lost.sum(0).cpu()
+        return (fisher.mean.to(lost.device) @ lost).cpu() / 2
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """As many dimensions of highest score in every head."""

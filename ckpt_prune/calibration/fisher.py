@@ -1,0 +1,194 @@
+"""What errors at a site do to the model's own output: the Fisher metric there (calibration/README.md, section 5).
+
+Let ŷ be labels that are drawn from the model's own predictions, ℓ = Σ_s log p(ŷ_s) / √S over the S predictions of a
+sample, and g = ∂ℓ/∂y at an output y of the site. To second order an error δ of y moves the model's output by
+
+    KL ≈ ½ E[Σ_t (g_t·δ_t)²] ≈ ½ tr(F E[δδᵀ]),    F = E[Σ_t g_t g_tᵀ],
+
+expectations over samples, of δ over tokens, with g and δ taken as independent. One pass forward keeps the states at the
+ends of all blocks. One pass backward takes every block again, with its gradient. Both are linear in depth.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.architectures.family import Modality
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.readout import Drawn, Readout
+from ckpt_prune.calibration.samples import First, Samples, batches_of
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.errors import UserError
+from ckpt_prune.progress import track
+
+LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
+"""Samples: sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
+READOUT_TOKENS = 2048
+"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
+_SEED = 0
+"""Of the labels that are drawn from the model's own predictions."""
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """Sums over samples of the Fisher metric at one site.
+
+    Attributes:
+        samples: how many.
+        sums: of a site with a consumer Σ g gᵀ over all tokens, (d_out, d_out) float32: half its trace with E[δδᵀ], over
+            `samples`, is the divergence of a sample. Of a site of q and k (heads,) float32: half its product with the
+            squared errors of a head's logits q·k, summed over all pairs of tokens of a sample, is.
+    """
+
+    samples: int
+    sums: Tensor
+
+    def __add__(self, other: "Fisher") -> "Fisher":
+        """Sums over the samples of both."""
+        return Fisher(self.samples + other.samples, self.sums + other.sums)
+
+    @property
+    def mean(self) -> Tensor:
+        """Per sample, float64."""
+        return self.sums.double() / self.samples
+
+
+def fisher_limit(samples: Samples, modality: Modality) -> int:
+    """How many of some samples are run."""
+    return min(LIMITS[modality], len(samples))
+
+
+def measure_fisher(
+    model: Model,
+    samples: Samples,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    limit: int | None = None,
+    allocate: Allocate = in_memory,
+) -> Iterator[tuple[int, dict[str, Fisher]]]:
+    """The Fisher metric at every site of the dense model, block by block from the last to the first.
+
+    A model of L blocks has 4 L of them run, the gradient counted twice. Memory: a block with its activations of
+    `streams.TOKENS_PER_BATCH` tokens, everything outside the blocks, the hidden states of `limit` samples at the end of
+    every block and once more for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample)
+    twice.
+
+    Args:
+        model: the dense model.
+        samples: the first `limit` are run.
+        device: where blocks run.
+        compute_dtype: in which they run.
+        limit: of samples; by default `LIMITS`.
+        allocate: makes the tensors that hold hidden states.
+
+    Yields:
+        Index of a block, and its sites by `Model.moments_name` (on-disk weight of the consumer, or of the query).
+
+    Raises:
+        UserError: a gradient is not finite.
+    """
+    family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
+    few = First(samples, LIMITS[family.modality] if limit is None else limit)
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
+    states = [stream.states]
+    for block in track(range(blocks), "gradients: states", total=blocks):
+        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
+        module = factory.block(block, model.read_block(block))
+        with torch.no_grad():
+            for _, rows in stream.batches:
+                states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
+    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), few, states.pop(), allocate)
+    for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
+        module = factory.block(block, model.read_block(block)).requires_grad_(False)
+        found = _backward(stream, module, block, states.pop(), gradients)
+        named = {model.moments_name(block, space): Fisher(len(few), sums) for space, sums in found.items()}
+        for name, own in named.items():
+            if not bool(torch.isfinite(own.sums).all()):
+                raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
+        yield block, named
+
+
+def _at_the_end(readout: Readout, samples: First, states: Tensor, allocate: Allocate) -> list[Drawn]:
+    """Gradients at the states that leave the last block."""
+    generator = torch.Generator().manual_seed(_SEED)
+    found: list[Drawn] = []
+    for rows in batches_of(samples, READOUT_TOKENS):
+        for index, own in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
+            if index == len(found):
+                found.append(Drawn(allocate(tuple(states.shape), torch.float32), own.whole, own.weight))
+            found[index].values[rows] = own.values.cpu()
+    return found
+
+
+def _backward(
+    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Sequence[Drawn]
+) -> dict[SpaceName, Tensor]:
+    """Turn gradients at the states that leave a block into those at the states that enter it.
+
+    Returns:
+        `Fisher.sums` of the block's sites, on CPU.
+    """
+    family, factory = stream.factory.family, stream.factory
+    watched: dict[str, Tensor] = {}
+
+    def watch(name: str) -> None:
+        def see(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            watched[name] = output
+
+        module.get_submodule(factory.module_path(block, name)).register_forward_hook(see)
+
+    consumers = {space: own.consumer for space, own in family.columns.items()}
+    readers = {space: own.readers for space, own in family.logits.items()}
+    for name in {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}:
+        watch(name)
+    found: dict[SpaceName, Tensor] = {}
+    head_dim = factory.model.dimension("head_dim")
+    for _, rows in stream.batches:
+        with torch.enable_grad():
+            entering = given[rows].to(factory.device).requires_grad_(True)
+            leaving = stream.run(module, block, entering)
+        names = list(watched)
+        for index, gradient in enumerate(gradients):
+            own = gradient.values[rows].to(leaving)
+            entered, *others = torch.autograd.grad(
+                leaving, [entering, *watched.values()], own, retain_graph=index < len(gradients) - 1
+            )
+            at = dict(zip(names, others, strict=True))
+            for space, consumer in consumers.items():
+                g = at[consumer].flatten(0, -2).float()
+                if space not in found:
+                    found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
+                found[space].addmm_(g.T, g, alpha=gradient.weight)
+            for space, (query, key, *_) in readers.items():
+                sums = _of_logits(at[query], watched[key].detach(), head_dim) * gradient.weight
+                found[space] = found[space] + sums if space in found else sums
+            # Last: the gradient at an output that is added to the stream is this very tensor.
+            gradient.values[rows] = entered.float().cpu()
+    return {space: found[space].cpu() for space in family.spaces if space in found}
+
+
+def _of_logits(query: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+    """Mean squared gradient of a logit of every head, from gradients of the queries, summed over samples, (heads,).
+
+    The gradient of a token's query is Σ_s γ_s k_s, with γ_s the gradients of its logits, which add up to zero. Taken as
+    independent of the keys, they have Σ_s γ_s² = ‖∂ℓ/∂q‖² / E‖k − k̄‖². This is divided by the pairs of tokens.
+
+    Args:
+        query: ∂ℓ/∂q, (B, T, heads head_dim).
+        keys: (B, T, KV heads head_dim).
+        head_dim: width of a head.
+    """
+    g, k = (each.float().view(*each.shape[:2], -1, head_dim) for each in (query, keys))
+    spread = (k - k.mean(1, keepdim=True)).square().sum(-1).mean(1)  # (B, KV heads)
+    spread = spread.repeat_interleave(g.shape[2] // k.shape[2], 1)
+    squares = g.square().sum((1, 3))  # (B, heads)
+    pairs = g.shape[1] ** 2
+    return torch.where(spread > 0, squares / spread / pairs, 0.0).sum(0)

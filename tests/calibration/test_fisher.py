@@ -1,0 +1,213 @@
+"""The Fisher metric at sites, against gradients of whole stock models; and what it is for: divergences."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import Names
+from ckpt_prune.calibration import fisher as module
+from ckpt_prune.calibration import readout
+from ckpt_prune.calibration.fisher import Fisher, measure_fisher
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import StateMemory
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+from tests import encoders, families
+from tests.families import BLOCKS
+from tests.oracles import effects as oracle
+from tests.transform.whole import Sources, data_of, sources_of_all, stock
+
+LIMIT = 5
+VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "vit", "bert-pretraining", "dinov2-swiglu"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return sources_of_all(tmp_path_factory.mktemp("fisher"))
+
+
+def found(sources: Sources, variant: str, **options) -> dict[str, Fisher]:
+    source = Model.open(sources.folder(variant))
+    given = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "limit": LIMIT} | options
+    blocks = list(measure_fisher(source, data_of(variant), **given))
+    assert [block for block, _ in blocks] == list(reversed(range(BLOCKS)))
+    return {name: own for _, sites in blocks for name, own in sites.items()}
+
+
+def unlikeliest(log_p: Tensor, count: int = 1, _generator: torch.Generator | None = None) -> Tensor:
+    """Labels that do not hang on rounding, as a draw would where precision differs."""
+    return log_p.argmin(-1, keepdim=True).expand(-1, count)
+
+
+# ---- by hand, on a whole model -----------------------------------------------------------------------------------
+
+
+def losses_of(outputs: list[tuple[str, Tensor]]) -> list[Tensor]:
+    """ℓ of every output, summed over samples; all draws are the same one."""
+    found = []
+    for name, output in outputs:
+        if name.endswith("logits"):
+            log_p = output.log_softmax(-1).flatten(0, -2)
+            found.append(log_p.gather(1, unlikeliest(log_p)).sum() / (len(log_p) / LIMIT) ** 0.5)
+        else:
+            wide = output.flatten(1)
+            drawn = torch.randn(wide.shape, generator=torch.Generator().manual_seed(0)).double()
+            found.append(2**0.5 * ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum())
+    return found
+
+
+def by_hand(model: PreTrainedModel, source: Model, data: Samples) -> dict[str, Tensor]:
+    """Sums of every site, token by token and pair by pair."""
+    family = source.family
+
+    def path(block: int, disk: str) -> str:
+        (name, *_) = Names(model).parameters(family.tensor(block, disk))
+        return name.removesuffix(".weight")
+
+    seen: dict[str, Tensor] = {}
+    sites: dict[str, list[str]] = {}
+    for block in range(BLOCKS):
+        for space, own in family.spaces.items():
+            modules = [own.consumer] if space in family.columns else own.readers
+            sites[source.moments_name(block, space)] = [path(block, module) for module in modules]
+    for name in {each for own in sites.values() for each in own}:
+        model.get_submodule(name).register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    said = model(**data.batch(slice(0, LIMIT)))
+    names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
+    sums: dict[str, Tensor] = {}
+    for loss in losses_of([(name, said[name]) for name in names]):
+        for site, modules in sites.items():
+            (gradient,) = torch.autograd.grad(loss, seen[modules[0]], retain_graph=True)
+            if len(modules) == 1:
+                value = sum(torch.outer(g, g) for g in gradient.reshape(-1, gradient.shape[-1]))
+            else:
+                value = of_logits(gradient, seen[modules[1]].detach(), source.dimension("head_dim"))
+            sums[site] = sums.get(site, 0) + value
+    return sums
+
+
+def of_logits(gradient: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+    found = []
+    for head in range(gradient.shape[-1] // head_dim):
+        own, total = slice(head * head_dim, (head + 1) * head_dim), 0.0
+        for g, k in zip(gradient[..., own], keys[..., own], strict=True):
+            spread = sum(float((each - k.mean(0)).square().sum()) for each in k) / len(k)
+            total += float(g.square().sum()) / spread / len(k) ** 2
+        found.append(total)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
+    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    source, samples = Model.open(dense.folder(variant)), data_of(variant)
+    if variant in encoders.IMAGES:
+        samples = encoders.Pixels(samples.values.double(), samples.tokens)
+    expected = by_hand(stock(dense.folder(variant), variant).double(), source, samples)
+    ours = found(dense, variant)
+    assert set(ours) == set(expected)
+    for name, own in ours.items():
+        assert own.samples == LIMIT
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(own.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
+def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
+    whole = found(dense, variant)
+    tokens = data_of(variant).tokens
+    # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
+    monkeypatch.setattr("ckpt_prune.calibration.streams.TOKENS_PER_BATCH", 2 * tokens)
+    monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
+    monkeypatch.setattr(readout, "CHUNK", 100)
+    cut = found(dense, variant, allocate=StateMemory(0, tmp_path))
+    for name, own in whole.items():
+        torch.testing.assert_close(cut[name].sums, own.sums, rtol=1e-3, atol=1e-5 * float(own.sums.abs().max()))
+
+
+def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
+    source = Model.open(dense.folder("opt"))
+    block_of = {name: block for block in range(BLOCKS) for name in source.block_names(block)}
+    read, original = [], Checkpoint.read
+
+    def reading(self, names):
+        read.extend({block_of[name] for name in names if name in block_of})
+        return original(self, names)
+
+    monkeypatch.setattr(Checkpoint, "read", reading)
+    found(dense, "opt")
+    assert read == [*range(BLOCKS), *reversed(range(BLOCKS))]
+
+
+def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
+    nothing = {"heads": torch.full((2, 2), torch.inf)}
+    monkeypatch.setattr(module, "_backward", lambda *_: nothing)
+    with pytest.raises(UserError) as caught:
+        found(dense, "llama-gqa-tied")
+    assert str(caught.value) == (
+        f"the gradient at model.layers.{BLOCKS - 1}.self_attn.o_proj.weight is not finite: "
+        "the model overflows in torch.float32"
+    )
+
+
+def test_keys_that_are_all_equal_have_no_logits_to_move():
+    flat = module._of_logits(torch.ones(1, 3, 4), torch.ones(1, 3, 4), 2)
+    assert flat.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit", "bert-pretraining", "dinov2-swiglu"])
+def test_half_its_product_with_a_small_error_is_the_divergence(dense, variant, monkeypatch):
+    """An error of the last mlp's output that is the same size everywhere and independent of all else; drawn often."""
+    monkeypatch.setattr(readout, "DRAWS", 64)
+    source, samples = Model.open(dense.folder(variant)), data_of(variant)
+    model = stock(dense.folder(variant), variant).double()
+    if variant in encoders.IMAGES:
+        samples = encoders.Pixels(samples.values.double(), samples.tokens)
+    (disk, *_) = Names(model).parameters(
+        source.family.tensor(BLOCKS - 1, source.family.columns["mlp"].consumer)
+    )
+    size, told = 0.02, []
+    for seed in range(40):
+        monkeypatch.setattr(module, "_SEED", seed)
+        own = found(dense, variant)[source.moments_name(BLOCKS - 1, "mlp")]
+        told.append(float(own.mean.trace()) / 2 * size**2)
+    noise = torch.Generator().manual_seed(0)
+    moved = copy.deepcopy(model)
+    moved.get_submodule(disk.removesuffix(".weight")).register_forward_hook(
+        lambda _m, _a, out: out + size * torch.randn(out.shape, generator=noise, dtype=out.dtype)
+    )
+
+    def outputs(each: PreTrainedModel) -> list[np.ndarray]:
+        with torch.no_grad():
+            said = each(**samples.batch(slice(0, LIMIT)))
+        names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
+        return [said[name].double().numpy() for name in names]
+
+    headless = source.family.auto_class == "AutoModel"
+    compare, dense_outputs = oracle.relative if headless else oracle.kl, outputs(model)
+    true = [sum(compare(*pair) for pair in zip(dense_outputs, outputs(moved), strict=True)) for _ in range(40)]
+    assert np.mean(told) == pytest.approx(np.mean(true) / LIMIT, rel=0.25)
+
+
+def test_nothing_of_the_checkpoint_is_changed(dense):
+    folder = dense.folder("opt")
+    before = families.contents(folder)
+    once: list[Tensor] = []
+    found(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
+    assert families.contents(folder) == before
+    # States before the first block and after each, and gradients of one draw.
+    assert len(once) == 1 + BLOCKS + 1
+    assert all(tensor.shape[0] == LIMIT for tensor in once)
+
+
+def test_sums_of_two_runs_add():
+    a, b = (Fisher(n, torch.full((2, 2), float(n))) for n in (1, 3))
+    assert (a + b).samples == 4
+    assert (a + b).mean.tolist() == [[1.0, 1.0], [1.0, 1.0]]
