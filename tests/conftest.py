@@ -37,6 +37,21 @@ QUICK = (
 )
 """What `--quick` runs: formulas, formats and messages, and every language model pruned once; it traces no graph."""
 
+FIRST = (
+    "exporting/test_card.py",  # makes most graphs, so that nobody waits for one later
+    "transform/test_recovery.py",
+    "contract/test_graphs.py",
+    "transform/test_qk.py",
+    "cli/test_prune_export.py",
+    "transform/test_recovery_runs.py",
+    "transform/test_encoders.py",
+    "cli/test_recover.py",
+    "exporting/test_families.py",
+    "cli/test_masks.py",
+    "transform/test_families.py",
+)
+"""The dearest files: what is begun last should be short, as one worker may wait for the other then."""
+
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -51,6 +66,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     name = collection_path.relative_to(ROOT / "tests").as_posix()
     return None if any(fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in QUICK) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which workers are handed files."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

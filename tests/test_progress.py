@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from ckpt_prune.progress import Clock, meter, track
+from ckpt_prune.progress import Clock, Meter, meter, track
 
 
 class Terminal(io.StringIO):
@@ -78,3 +78,11 @@ def test_a_log_that_cannot_be_written_stops_nothing(monkeypatch):
     closed.close()
     monkeypatch.setattr("sys.stderr", closed)
     assert list(track("ab", "counting", clock=ticking(60))) == ["a", "b"]
+
+
+def test_a_meter_without_a_bar_says_nothing(capsys):
+    bar = Meter(None)
+    bar.say("block 4")
+    bar.to(2)
+    bar.step(3, 0.25)
+    assert capsys.readouterr() == ("", "")

@@ -1,5 +1,5 @@
 """The same folders as for the commands."""
 
-from tests.cli.conftest import made, place
+from tests.cli.conftest import finished, made, place
 
-__all__ = ["made", "place"]
+__all__ = ["finished", "made", "place"]

@@ -10,12 +10,14 @@ from ckpt_prune.api.prune import GraphFailedError
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.progress import Notices
 from tests.cli.running import TEXT, ok, read_json, same_files
+from tests.graphs import traced_for_others
 
 DATA = {"text": "calib.txt", "samples": 8, "window": 16}
 QUIET = {"progress": False}
 
 
-def test_each_result_is_what_the_next_function_takes(place, capfd):
+def test_each_result_is_what_the_next_function_takes(place, finished, monkeypatch, capfd):
+    traced_for_others(monkeypatch, finished / "out/onnx")
     statistics = ckpt_prune.calibrate("dense", **DATA, output="measured", **QUIET)
     assert isinstance(statistics, Statistics)
     planned = ckpt_prune.plan("dense", recipe="rcpu", statistics=statistics, ratio="50%", **QUIET)

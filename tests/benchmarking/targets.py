@@ -5,6 +5,7 @@ import signal
 import time
 
 from ckpt_prune.benchmarking.messages import Failure, Memory, Ready
+from ckpt_prune.benchmarking.worker import serve
 
 
 def obliging(connection, seat):
@@ -45,6 +46,14 @@ def endless(connection, seat):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.send(Ready("cpu", None))
     time.sleep(3600)
+
+
+def serving_one(connection, seat):
+    """Of two models the first is really loaded, and the other's process need not import what loads it."""
+    if seat.label == "A":
+        serve(connection, seat)
+    else:
+        waiting(connection, seat)
 
 
 def waiting(connection, seat):

@@ -548,3 +548,10 @@ class TestCorrupt:
         (tmp_path / "link.png").symlink_to("nowhere")
         paths = [good, empty, folder, bomb, unusual, tmp_path / "link.png"]
         assert samples_of(paths, processor, max_corrupt=1).skipped == tuple(str(path) for path in paths[1:])
+
+
+def test_no_images_at_all(tmp_path):
+    write_processor(tmp_path)
+    assert refusal(ImageSamples, ImageFiles(()), load_processor(tmp_path), tokens=lambda _size: 1) == (
+        "no images given: name at least one"
+    )

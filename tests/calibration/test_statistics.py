@@ -263,6 +263,16 @@ def test_a_missing_folder_and_a_missing_file(model, measured, tmp_path):
     )
 
 
+def test_an_index_that_lists_other_files(measured, tmp_path):
+    folder = copy_of(measured, tmp_path / "copy")
+    index = json.loads((folder / "statistics.json").read_text())
+    index["files"].pop(max(index["files"]))
+    (folder / "statistics.json").write_text(json.dumps(index))
+    assert refusal(Statistics, folder) == (
+        f"{folder / 'statistics.json'} does not list one file for each of its {index['blocks']} blocks: measure again"
+    )
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2}', b"\xff\xfe"])
 def test_a_damaged_index(measured, tmp_path, text):
     folder = copy_of(measured, tmp_path / "copy")

@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, refuse_inside
+from ckpt_prune.checkpoint.swap import swap
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, SHADOWS, Kind
 from ckpt_prune.errors import UserError
 
@@ -270,3 +271,18 @@ def test_a_full_disk_at_the_first_journal_leaves_nothing(out, monkeypatch):
 
 def no_space(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_new_folder_that_cannot_be_moved_leaves_nothing_in_its_place(out: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        swap(out.with_name("nowhere"), out, OUTPUT)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_what_an_earlier_kill_left_to_delete_goes_with_the_next_swap(out: Path) -> None:
+    old_output(out)
+    fresh = old_output(out.with_name("fresh"), "new")
+    fill(out.with_name(".out.ckpt_prune-deleted"), {"config.json": "older"})
+    assert swap(fresh, out, OUTPUT) == []
+    assert (out / "config.json").read_text() == "new"
+    assert list(out.parent.iterdir()) == [out]

@@ -4,64 +4,66 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
+from tests.forked import forked, posix
 
 from .folders import as_bytes, writing
 from .test_writing import contents, layout_of, leave_unfinished, old_output, refusal, two_files, write_all
 
-# Writes four blocks into two shards. Argument 2: where to die by SIGKILL, "BLOCK before|inside|after", or "never".
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter
-
-out, stop, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "resume"
-
-def die(where):
-    if where == stop:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-blocks = range(4)
-shape = (64, 33)
-layout = {f"model-{n}.safetensors": {} for n in range(2)}
-for block in blocks:
-    for part in "ab":
-        layout[f"model-{block // 2}.safetensors"][f"{block}.{part}"] = (torch.bfloat16, shape)
-with Staging(out, job="job", resume=resume) as staging:
-    writer = CheckpointWriter(staging, layout, sharded=True)
-    writer.write_text(f"note-{resume}.txt" if stop != "never" else "note.txt", "side file")
-    for block in blocks:
-        if str(block) in writer.done:
-            print("skipped", block)
-            continue
-        previous = writer.read([f"{block - 1}.b"])[f"{block - 1}.b"] if block else torch.ones(shape).bfloat16()
-        generator = torch.Generator().manual_seed(block)
-        writer.write(f"{block}.a", previous + torch.randn(shape, generator=generator).bfloat16())
-        die(f"{block} inside")
-        writer.write(f"{block}.b", torch.randn(shape, generator=generator).bfloat16())
-        die(f"{block} before")
-        writer.commit(str(block))
-        die(f"{block} after")
-    writer.write_json("config.json", {"model_type": "llama"})
-    die("end before")
-    writer.finish()
-"""
+BLOCKS, SHAPE = range(4), (64, 33)
 
 
-def run(out: Path, stop: str, resume: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, str(out), stop, "resume" if resume else "start"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def work(out: Path, stop: str, resume: bool) -> None:
+    """Write four blocks into two shards.
+
+    Args:
+        out: folder.
+        stop: where to die by SIGKILL, "BLOCK before|inside|after", or "never".
+        resume: whether to go on with what is there.
+    """
+
+    def die(where: str) -> None:
+        if where == stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    layout: dict[str, Any] = {f"model-{number}.safetensors": {} for number in range(2)}
+    for block in BLOCKS:
+        for part in "ab":
+            layout[f"model-{block // 2}.safetensors"][f"{block}.{part}"] = (torch.bfloat16, SHAPE)
+    with Staging(out, job="job", resume=resume) as staging:
+        writer = CheckpointWriter(staging, layout, sharded=True)
+        writer.write_text(f"note-{resume}.txt" if stop != "never" else "note.txt", "side file")
+        for block in BLOCKS:
+            if str(block) in writer.done:
+                print("skipped", block)
+                continue
+            previous = writer.read([f"{block - 1}.b"])[f"{block - 1}.b"] if block else torch.ones(SHAPE).bfloat16()
+            generator = torch.Generator().manual_seed(block)
+            writer.write(f"{block}.a", previous + torch.randn(SHAPE, generator=generator).bfloat16())
+            die(f"{block} inside")
+            writer.write(f"{block}.b", torch.randn(SHAPE, generator=generator).bfloat16())
+            die(f"{block} before")
+            writer.commit(str(block))
+            die(f"{block} after")
+        writer.write_json("config.json", {"model_type": "llama"})
+        die("end before")
+        writer.finish()
 
 
+def run(out: Path, stop: str, resume: bool = False) -> "subprocess.CompletedProcess[str]":
+    return forked(lambda: work(out, stop, resume), Path.cwd())
+
+
+@posix
 def test_killed_runs_resume_to_identical_bytes(tmp_path: Path) -> None:
     assert run(tmp_path / "whole", "never").returncode == 0
     expected = contents(tmp_path / "whole")

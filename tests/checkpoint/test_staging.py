@@ -1,11 +1,13 @@
 """What another kind of output than a checkpoint asks of its staging folder; the rest is tested through the writers."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt_prune.checkpoint import staging as module
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
 from ckpt_prune.errors import UserError
@@ -113,3 +115,17 @@ def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
         found.__enter__()
     assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it"
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
+    """On a system without them, and on a file system without them."""
+
+    def refused(*_args: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    for name, patched, value in (("system", "fcntl", None), ("files", "fcntl.flock", refused)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{module.__name__}.{patched}", value)
+            with staging(tmp_path / name) as first:
+                assert first.path.is_dir()
+                staging(tmp_path / name, resume=True).release()

@@ -1,6 +1,8 @@
 """What the writer puts on disk, and what it refuses before the first byte."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +19,7 @@ from torch import Tensor
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.writing import CheckpointWriter, claim
 from ckpt_prune.errors import UserError
 
 from .folders import CONFIG, example_tensors, layout_of, same, writing
@@ -480,3 +482,23 @@ class TestEnding:
         leave_unfinished(out, one_file())
         assert not out.exists()
         assert JOURNAL in contents(out.with_name("out.partial"))
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_reserves_nothing_still_makes_the_file_as_long(tmp_path, monkeypatch, code) -> None:
+    def refused(*_args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused, raising=False)
+    with (tmp_path / "file").open("wb") as file:
+        claim(file.fileno(), 12)
+    assert (tmp_path / "file").stat().st_size == 12
+
+
+def test_a_full_disk_is_told_when_a_file_is_claimed(tmp_path, monkeypatch) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="No space left"):
+        claim(file.fileno(), 12)

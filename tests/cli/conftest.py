@@ -9,7 +9,10 @@ import pytest
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import TEXT, ok
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.once import once, run_folder
 
+PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)
+EXPORT = ("--set", "export.format=onnx")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dog", "ran", "far", "away"]
 
 
@@ -29,6 +32,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ok("calibrate", "dense", *TEXT, "-o", "stats")
         ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", "--statistics", "stats", "-o", "pruned")
     return folder
+
+
+@pytest.fixture(scope="session")
+def finished(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `out`, pruned and exported by one command, and what that printed in `said`; for all workers."""
+
+    from tests.graphs import undisturbed  # imports what exports, which few commands do
+
+    def make(here: Path) -> Path:
+        shutil.copytree(made / "dense", here / "dense")
+        shutil.copy(made / "calib.txt", here)
+        with pytest.MonkeyPatch.context() as patch, undisturbed():
+            patch.chdir(here)
+            (here / "said").write_text(ok(*PRUNE, *EXPORT, "-o", "out"))
+        return here
+
+    return once(run_folder(tmp_path_factory) / "pruned-and-exported", make)
 
 
 @pytest.fixture

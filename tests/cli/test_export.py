@@ -13,7 +13,7 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.exporting import folder as export_folder
 from tests.cli.running import edit_weights, listing, misused, ok, poison, read_json, refused, run, set_config
 from tests.exporting.exports import made
-from tests.graphs import traced_before
+from tests.graphs import traced_before, undisturbed
 from tests.images import write_image
 
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"
@@ -83,7 +83,8 @@ def test_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     """Once with nothing left out: every other test takes the graph that is there."""
     shutil.copytree(graphs[VISION][0], tmp_path / "vision")
     monkeypatch.chdir(tmp_path)
-    said = ok("export", "vision", "-o", "out")
+    with undisturbed():
+        said = ok("export", "vision", "-o", "out")
     end = f"image-classification, fp32, opset 20, {size('out')}: written to out"
     assert without_figures(said) == [*TABLE, *NOISE, AGREES, end]
     assert files("out") == sorted([*VISION_FILES, "validation.json"])

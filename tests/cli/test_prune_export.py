@@ -15,12 +15,11 @@ from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.cli.main import main
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting import folder as export_folder
+from tests.cli.conftest import EXPORT, PRUNE
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
 from tests.cli.test_prune import COSTS
-from tests.graphs import traced_before, undisturbed
+from tests.graphs import traced_before
 
-PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)
-EXPORT = ("--set", "export.format=onnx")
 GRAPH = ["README.md", "ckpt_prune_onnx.json", "config.json", "generation_config.json", "model.onnx", "tokenizer.json"]
 GRAPH += ["tokenizer_config.json"]
 INSIDE = """\
@@ -31,18 +30,6 @@ onnx: load            ok
 onnx: validation      ok
 onnx: source          ok
 """
-
-
-@pytest.fixture(scope="module")
-def finished(made, tmp_path_factory) -> Path:
-    """A folder with `out`, pruned and exported by one command, and what that printed in `said`."""
-    here = tmp_path_factory.mktemp("finished")
-    shutil.copytree(made / "dense", here / "dense")
-    shutil.copy(made / "calib.txt", here)
-    with pytest.MonkeyPatch.context() as patch, undisturbed():
-        patch.chdir(here)
-        (here / "said").write_text(ok(*PRUNE, *EXPORT, "-o", "out"))
-    return here
 
 
 @pytest.fixture

@@ -2,41 +2,32 @@
 
 import os
 import signal
-import subprocess
-import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
-from tests.cli.running import TEXT, resumed, run
-
-PROGRAM = """
-import os, signal, sys
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli.main import main
-
-commit, calls = CheckpointWriter.commit, 0
-
-def counted(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == 2:
-        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    return commit(*args, **kwargs)
-
-CheckpointWriter.commit = counted
-main(sys.argv[2:])
-"""
-posix = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signals")
+from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
+from tests.cli.running import TEXT, resumed, run
+from tests.forked import forked, posix
 
 
 @posix
-def test_what_is_done_is_kept_and_can_be_resumed(place):
+def test_what_is_done_is_kept_and_can_be_resumed(place, monkeypatch, tmp_path):
+    commit, calls = CheckpointWriter.commit, count(1)
+
+    def counted(*args, **kwargs):
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return commit(*args, **kwargs)
+
     job = ["prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT]
     assert run(*job, "-o", "whole").exit_code == 0
-    command = [sys.executable, "-c", PROGRAM, "SIGTERM", *job, "-o", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "commit", counted)
+        done = forked(lambda: main([*job, "-o", "out"]), tmp_path)
     assert (done.returncode, done.stdout) == (143, "")
     assert done.stderr.splitlines()[-2:] == [
         "out.partial keeps what is done: the same command with --resume continues",

@@ -184,3 +184,25 @@ def test_a_dead_projection_is_left_alone():
     dead = type(site)(site.weight, torch.zeros_like(site.tokens), site.kept)
     for form in (rotation, scaled_rotation, centred_rotation):
         torch.testing.assert_close(form(site.weight_kept, dead.fit).weight, site.weight_kept)
+
+
+def test_what_is_far_from_orthonormal_is_not_polished():
+    """Newton-Schulz would go elsewhere: the decomposition answers then."""
+    for matrix in (torch.zeros(5, 3, dtype=torch.float64), torch.full((5, 3), torch.nan, dtype=torch.float64)):
+        assert module._polish(matrix) is None
+    turned = torch.linalg.qr(torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    polished = module._polish(turned * 1.01)
+    assert polished is not None
+    assert orthonormality(polished) < 1e-12
+
+
+def test_a_polish_that_does_not_get_there_is_none(monkeypatch):
+    monkeypatch.setattr(module, "ORTHOGONAL", -1.0)
+    assert module._polish(torch.eye(4, dtype=torch.float64)) is None
+
+
+def test_a_step_that_cannot_be_factored_falls_back_to_the_decomposition(monkeypatch):
+    failed = torch.tensor(1, dtype=torch.int32)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda gram: (gram, failed))
+    matrix, expected = with_singular_values(torch.tensor([1.0, 0.5, 0.01], dtype=torch.float64), 5)
+    torch.testing.assert_close(polar(matrix), expected)

@@ -24,6 +24,10 @@ for folder, auto in json.loads(sys.argv[1]):
     model, info = loader.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), (folder, info)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
+    text = None
+    if auto == "AutoModelForCausalLM":
+        text = model.eval().generate(batch["input_ids"][:1, :6], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    torch.save(text, folder + ".text")
     options = {"use_cache": False} if hasattr(model, "generate") else {}
     with torch.inference_mode():
         out = model.eval().double()(**batch, **options)
@@ -61,7 +65,13 @@ def methods(case: Case) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Path, case: Case) -> None:
     folder = remote / str(case)
-    here = outputs(ckpt_prune.load(folder), case.samples(3, seed=9))
+    model, samples = ckpt_prune.load(folder), case.samples(3, seed=9)
+    text = torch.load(f"{folder}.text")
+    assert (text is None) is (case.family.auto_class != "AutoModelForCausalLM")
+    if text is not None:
+        prompt = samples.batch(slice(1))["input_ids"][:, :6]
+        assert torch.equal(text, model.generate(prompt, max_new_tokens=4, do_sample=False, eos_token_id=None))
+    here = outputs(model, samples)
     assert_same_outputs(torch.load(f"{folder}.out"), here, 1e-9)
     for check in verify(folder, dense.folder(case)):
         assert check.passed or check.name == "sparsity", check

@@ -16,6 +16,7 @@ from tests.evaluation.tiny import tiny_llama
 from tests.reporting import examples
 
 UP = "model.layers.0.mlp.up_proj.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 FILE = "model.safetensors"
 
@@ -363,3 +364,41 @@ def test_a_zero_is_no_excuse_where_there_is_no_mask(output):
     gate = UP.replace("up_proj", "gate_proj")
     made.tensors[gate] = load_file(made.dense / FILE)[gate]
     assert made.check("kept units").detail == f"{UP} does not hold the dense model's rows of the kept units"
+
+
+# ---- units that the report keeps -----------------------------------------------------------------------------------
+
+
+def unpruned(dense: Path, folder: Path, **site: Any) -> Path:
+    """The dense model under another name, and a report that says something of units of its first block."""
+    folder.mkdir()
+    for name in ("config.json", FILE):
+        (folder / name).write_bytes((dense / name).read_bytes())
+    told = examples.site(0, **({"units": 24, "kept": list(range(24)), "method": "none"} | site))
+    source = {"name": "dense", "fingerprint": Checkpoint.open(dense).fingerprint}
+    container = {"model_type": "llama", "padded": []}
+    report = examples.report([told], source=source, container=container, files={})
+    (folder / "ckpt_prune.json").write_text(json.dumps(report))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("site", "detail"),
+    [
+        ({}, None),
+        ({"kept": [0, 24]}, "ckpt_prune.json keeps units of mlp in block 0 that the dense model has not"),
+        ({"units": 25}, "ckpt_prune.json keeps units of mlp in block 0 that the dense model has not"),
+        (
+            {"kept": [0, 1]},
+            "model.layers.0.mlp.gate_proj.weight does not hold the dense model's rows of the kept units",
+        ),
+        ({"space": "qk"}, "ckpt_prune.json keeps units of qk, which the dense model has not"),
+    ],
+)
+def test_units_that_the_weights_do_not_have(dense: Path, tmp_path: Path, site: dict[str, Any], detail: str | None):
+    with quiet_transformers():
+        check = next(
+            each for each in verify(unpruned(dense, tmp_path / "out", **site), dense) if each.name == "kept units"
+        )
+    assert check.passed is (detail is None)
+    assert detail is None or check.detail == detail

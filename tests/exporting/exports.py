@@ -76,11 +76,11 @@ def _one_layer(variant: str) -> graphs.Maker:
     return lambda root: graphs.make(root / variant, variant, 1)
 
 
-def _rotated(variant: str, kind: str) -> graphs.Maker:
+def _rotated(variant: str, kind: str, layers: int = graphs.LAYERS) -> graphs.Maker:
     def make(root: Path) -> Path:
         with pytest.MonkeyPatch.context() as patch:
             random_rotations(patch)
-            prune(encoders.job_on(graphs.make(root / variant, variant), rotating(kind)), root / "rotated")
+            prune(encoders.job_on(graphs.make(root / variant, variant, layers), rotating(kind)), root / "rotated")
         return root / "rotated"
 
     return make
@@ -90,10 +90,11 @@ MODELS: dict[str, graphs.Maker] = {
     "mistral-window": _windowed,
     "bert-two-heads": _two_heads,
     "uneven-llama": _uneven,
-    "narrow-vit": _pruned("vit", {"qk": 0.5}, "remote"),
-    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25}, "remote", layers=2),
+    "narrow-vit": _pruned("vit", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
+    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote", layers=2),
     "turned-llama": _rotated("llama-gqa-tied", "per-layer"),
-    "rotated-llama": _rotated("llama", "shared"),
+    "rotated-llama": _rotated("llama", "shared", layers=1),
+    "shallow-llama-gqa-tied": _one_layer("llama-gqa-tied"),
     "shallow-opt-350m": _one_layer("opt-350m-like"),
     "shallow-dinov2-swiglu": _one_layer("dinov2-swiglu-classifier"),
 }

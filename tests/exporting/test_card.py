@@ -72,7 +72,7 @@ def continued(model: Any, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("llama", {}), ("uneven-llama", {}), ("narrow-opt", {}), ("opt", {"dtype": "fp16"})]
+    ("name", "settings"), [("llama-gqa-tied", {}), ("uneven-llama", {}), ("narrow-opt", {}), ("opt", {"dtype": "fp16"})]
 )
 def test_generation_with_a_cache(exported, tmp_path, name, settings):
     model, folder = exported(name, **settings)
@@ -101,7 +101,7 @@ def test_features_and_encoders(exported, tmp_path, name, shape):
 
 
 def test_the_card(exported):
-    _, folder = exported("llama")
+    _, folder = exported("llama-gqa-tied")
     card = (folder / "README.md").read_text()
     _, head, body = card.split("---\n", 2)
     assert yaml.safe_load(head) == {
@@ -109,15 +109,15 @@ def test_the_card(exported):
         "pipeline_tag": "text-generation",
         "tags": ["ckpt-prune", "onnx"],
     }
-    assert body.startswith("\n# llama, ONNX\n\nExported by ckpt_prune ")
-    assert " from `llama` (llama): text-generation, fp32, opset 20.\n" in body
+    assert body.startswith("\n# llama-gqa-tied, ONNX\n\nExported by ckpt_prune ")
+    assert " from `llama-gqa-tied` (llama): text-generation, fp32, opset 20.\n" in body
     graph = onnx.load(folder / "model.onnx").graph
     rows = re.findall(r"^\| (in|out) \| `(.*)` \| (.*) \| (.*) \|$", body, re.MULTILINE)
     assert [(what, name) for what, name, _, _ in rows] == [
         *(("in", value.name) for value in graph.input),
         *(("out", value.name) for value in graph.output),
     ]
-    assert rows[3] == ("in", "past_key_values.0.key", "float32", "batch_size × 4 × past_sequence_length × 4")
+    assert rows[3] == ("in", "past_key_values.0.key", "float32", "batch_size × 2 × past_sequence_length × 4")
     assert len([line for line in snippet(folder).splitlines() if line]) <= 12
 
 
@@ -127,7 +127,7 @@ def test_the_card_of_a_fused_graph(exported):
 
 
 def test_files_that_the_card_names_are_there(exported):
-    _, folder = exported("llama")
+    _, folder = exported("llama-gqa-tied")
     for name in re.findall(
         r"`([\w.]+\.(?:json|onnx))`|\"([\w.]+\.(?:json|onnx))\"", (folder / "README.md").read_text()
     ):

@@ -440,3 +440,59 @@ def test_digests_of_recipes_that_know_no_budgets():
         "corp-heads": "046876cab72a908032255dad87e527946ebde068662abebf4d73544b16aa5c96",
     }
     assert {name: load_recipe(name).digest for name in known} == known
+
+
+SPACES = {"heads": {"score": "rcpu"}, "mlp": {"score": "wanda-sp"}}
+GRID = {"method": "ridge", "lambda_grid": [0.1, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"mask": {"method": "wanda", "pattern": 3}}, "pattern"),
+        ({"mask": {"method": "wanda", "pattern": "2:4"}, "ratio": 0.3}, "pattern 2:4 zeroes 0.5 of the weights by its"),
+        ({"spaces": SPACES, "rotation": {"kind": "shared"}}, "rotation comes before a mask"),
+        ({"mask": {"method": "wanda"}, "ratio": 0.5, "widths": "per_layer"}, "speak of units"),
+        ({"mask": {"method": "wanda"}, "ratio": 0.5, "target": "drift"}, "target drift is for spaces"),
+        ({"mask": {"method": "wanda"}, "ratio": 0.5, "container": "padded"}, "container padded is for spaces"),
+        ({"mask": {"method": "wanda"}}, "an unstructured mask needs ratio"),
+        (
+            {"spaces": {"qk": {"score": "logit-energy"}}, "allocation": "across-layers", "widths": "per_layer"},
+            "q and k keep the same number of dimensions in every head and layer",
+        ),
+        (
+            {"spaces": {"mlp": {"score": "flap"}}, "allocation": "across-layers", "widths": "per_layer"}
+            | {"target": "sequential"},
+            "compares all blocks before any is pruned: target: dense",
+        ),
+        (
+            {
+                "spaces": {
+                    "heads": {"score": "rcpu", "compensation": GRID | {"lambda_by": "folds"}},
+                    "mlp": {"score": "rcpu", "compensation": GRID | {"lambda_by": "perplexity"}},
+                }
+            },
+            "lambda_by must be the same in every space that has a grid",
+        ),
+        (
+            {"spaces": {"mlp": {"compensation": GRID | {"lambda": 0.1, "lambda_by": "folds"}, "score": "rcpu"}}},
+            "give lambda or lambda_grid, not both",
+        ),
+        (
+            {"spaces": {"mlp": {"compensation": {"method": "ridge", "shares": [0.0, 1.0]}, "score": "rcpu"}}},
+            "several shares of the drift are chosen from by method auto or lambda_by: folds",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together(values, said):
+    with pytest.raises(ValueError, match="error") as caught:
+        Recipe.model_validate({"version": 1, "name": "mine"} | values)
+    assert said in str(caught.value)
+
+
+def test_only_a_strength_that_is_chosen_by_perplexity_is_fixed():
+    by_folds = {"method": "ridge", "lambda_grid": [0.1, 1.0], "lambda_by": "folds"}
+    spaces = {"mlp": {"score": "rcpu", "compensation": by_folds}}
+    recipe = Recipe.model_validate({"version": 1, "name": "mine", "spaces": spaces})
+    assert recipe.with_strength(0.5) == recipe
+    assert recipe.perplexity_grid is None

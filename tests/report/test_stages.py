@@ -71,3 +71,15 @@ def test_memory_of_a_gpu_is_the_stages_own():
     assert first is not None
     assert second is not None
     assert first - second >= 256 << 20
+
+
+def test_an_accelerator_is_awaited_and_counted_anew_for_each_stage(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(("reset", device.type)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("awaited", device.type)))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    found = Stages(torch.device("cuda"))
+    with found.stage("first"):
+        calls.append("body")
+    assert calls == [("reset", "cuda"), "body", ("awaited", "cuda")]
+    assert [stage.device_peak_bytes for stage in found.records] == [123]

@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.scoring.logit_scores import logit_energy
 from ckpt_prune.scoring.scores import SCORES, column_norms
+from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from tests.oracles import scores as oracle
 
 
@@ -62,3 +64,11 @@ def test_column_norms_of_any_number_of_rows(rows):
 
 def test_half_precision_weights_are_widened_before_they_are_squared():
     assert column_norms(torch.full((2, 1), 3e4, dtype=torch.float16)).item() == pytest.approx(30000 * 2**0.5)
+
+
+def test_what_a_score_lacks_is_named():
+    with pytest.raises(ValueError, match=r"^logit-energy needs moments$"):
+        logit_energy(torch.ones(4, 4), torch.ones(4, 4), None, heads=2)
+    without_gram = moments_of(np.ones((3, 4)))
+    with pytest.raises(ValueError, match=r"^score obs needs second moments: collect statistics with a Gram$"):
+        UNIT_SCORES["obs"].function(torch.ones(2, 4), without_gram, 2, centred=True)

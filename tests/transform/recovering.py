@@ -102,8 +102,10 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-def assert_recovered(out: Path, pruned: Path, report: dict[str, Any]) -> dict[int, list[str]]:
-    """Everything that holds of every recovered output, whatever it was made from.
+def assert_recovered(
+    out: Path, pruned: Path, report: dict[str, Any], dense: Path | None = None
+) -> dict[int, list[str]]:
+    """Everything that holds of every recovered output, whatever it was made from; of its kept units too, given `dense`.
 
     Returns:
         Block → names of its tensors that are new.
@@ -132,7 +134,7 @@ def assert_recovered(out: Path, pruned: Path, report: dict[str, Any]) -> dict[in
         assert not layer["recovered"] or layer["mse_after"] < layer["mse_start"]
         assert all(0 <= layer[key] <= 1 for key in ("cka_before", "cka_after"))
     assert layers[0]["mse_before"] == pytest.approx(layers[0]["mse_start"], rel=1e-6)
-    assert_described(out, pruned, report)
+    assert_described(out, pruned, report, dense)
     return changed
 
 
@@ -142,7 +144,7 @@ def earlier_of(pruned: Path) -> dict[str, Any] | None:
     return {key: found[key] for key in ("recovery", "layers")} if "recovery" in found else None
 
 
-def assert_described(out: Path, pruned: Path, report: dict[str, Any]) -> None:
+def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Path | None = None) -> None:
     """The report is on disk, whole; config and side files are carried; `verify` passes."""
     assert json.loads((out / REPORT).read_text()) == report
     recovery = report["recovery"]
@@ -160,9 +162,10 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any]) -> None:
             assert json.loads((out / name).read_text()) == json.loads((pruned / name).read_text())
         elif name not in (REPORT, "README.md") and not name.startswith("model"):
             assert (out / name).read_bytes() == (pruned / name).read_bytes(), name
-    checks = {check.name: check.passed for check in verify(out)}
+    checks = {check.name: check.passed for check in verify(out, dense)}
     assert checks.pop("sparsity") is not False
-    assert checks == dict.fromkeys(("tensors", "finite", "load", "digests"), True)
+    expected = ("tensors", "finite", "load", "digests", *(() if dense is None else ("kept units",)))
+    assert checks == dict.fromkeys(expected, True)
 
 
 def recovered(pruned: Path, dense: Path, out: Path, samples: Samples, **changes: Any) -> dict[str, Any]:

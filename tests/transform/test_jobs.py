@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -59,10 +61,23 @@ JOBS = {
 SEARCH_CALLS = {"search": BLOCKS * len(GRID)}
 
 
+@pytest.fixture(scope="module")
+def through(sources, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
+    """The files of runs of `JOBS` that nothing interrupted, each made once."""
+
+    @cache
+    def files(name: str) -> dict[str, bytes]:
+        out = tmp_path_factory.mktemp("through") / "out"
+        prune(JOBS[name](sources), out)
+        return contents(out)
+
+    return files
+
+
 @pytest.mark.parametrize("blocks", range(BLOCKS))
 @pytest.mark.parametrize("name", JOBS)
-def test_a_resumed_run_is_byte_identical(sources, tmp_path, name, blocks, monkeypatch):
-    prune(JOBS[name](sources), tmp_path / "through")
+def test_a_resumed_run_is_byte_identical(sources, through, tmp_path, name, blocks, monkeypatch):
+    expected = through(name)
     with monkeypatch.context() as patch:
         kill_at(patch, SEARCH_CALLS.get(name, 0) + blocks)
         with pytest.raises(KeyboardInterrupt):
@@ -75,20 +90,20 @@ def test_a_resumed_run_is_byte_identical(sources, tmp_path, name, blocks, monkey
         patch.setattr(Pruner, "block", lambda self, block, *rest: done.append(block) or original(self, block, *rest))
         prune(JOBS[name](sources), tmp_path / "out", resume=True)
     assert done == list(range(blocks, BLOCKS))
-    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+    assert contents(tmp_path / "out") == expected
     assert not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize("written", [1, 20, 37])
-def test_a_run_killed_between_two_tensors_is_resumed(sources, tmp_path, written, monkeypatch):
+def test_a_run_killed_between_two_tensors_is_resumed(sources, through, tmp_path, written, monkeypatch):
     """In the first block, in the second, and after the 36 tensors of all three."""
-    prune(JOBS["text"](sources), tmp_path / "through")
+    expected = through("text")
     with monkeypatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "write", written + 1)
         with pytest.raises(KeyboardInterrupt):
             prune(JOBS["text"](sources), tmp_path / "out")
     prune(JOBS["text"](sources), tmp_path / "out", resume=True)
-    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+    assert contents(tmp_path / "out") == expected
 
 
 def test_another_job_does_not_resume(sources, tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ CELLS: list[tuple[str, Target]] = [
     ("wanda", "by block"),
     ("sparsegpt", "by input"),
 ]
-"""Two for every variant, one of which looks at data; `EVERY` has the others, `tests/contract` those of every class."""
+"""One for every variant; `EVERY` has the others, `tests/contract` those of every class."""
 EVERY: list[tuple[str, str, Target]] = [
     (variant, rule, target)
     for variant in ("qwen3", "opt")
@@ -67,7 +67,7 @@ FOURS: list[tuple[str, str, Target]] = [
 
 
 @pytest.mark.parametrize(
-    ("variant", "rule", "target"), [*((v, *cell) for v, cell in dealt(VARIANTS, CELLS, 2)), *EVERY, *FOURS]
+    ("variant", "rule", "target"), [*((v, *cell) for v, cell in dealt(VARIANTS, CELLS)), *EVERY, *FOURS]
 )
 def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, rule, target):
     folder, data = dense.folder(variant), data_of(variant)

@@ -74,8 +74,8 @@ def logits_of(model, variant, data, block) -> list[np.ndarray]:
 # ---- nothing dropped -----------------------------------------------------------------------------------------------
 
 
-# The source's container stays whichever is asked for: each variant with two of them.
-@pytest.mark.parametrize(("variant", "container"), dealt(CHOSEN, ["auto", "remote", "any", "padded"], 2))
+# The source's container stays whichever is asked for.
+@pytest.mark.parametrize(("variant", "container"), dealt(CHOSEN, ["auto", "remote", "any", "padded"]))
 def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
     wanted = recipe({"qk": 0.0}, container=container)
     _, model = run(dense, variant, tmp_path / "out", wanted)
@@ -195,8 +195,9 @@ def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
 # ---- a case without loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("variant", ["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"])
+@pytest.mark.parametrize(
+    ("variant", "container"), dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)
+)
 def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, container, tmp_path):
     """Rows 1 and 3 of every head are mixtures of rows 0 and 2, in queries and keys alike, biases too."""
     chosen = VARIANTS[variant]
@@ -242,8 +243,8 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("variant", CHOSEN)
+# In either container the logits, and what follows from the attention, are held above.
+@pytest.mark.parametrize(("variant", "container"), dealt(CHOSEN, CONTAINERS))
 def test_attention_keeps_the_scale_of_the_original_head(dense, variant, container, tmp_path):
     """The block's own attention weights, from rows of the dense projections, scaled by 4^-½ and not by 2^-½."""
     wanted = recipe({"qk": 0.5}, methods="none", container=container)
@@ -312,9 +313,9 @@ def test_once_per_block(dense, variant, tmp_path):
     assert_same_outputs(model, whole.model, samples(variant, 4, seed=9), tolerance=1e-3)
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("target", ["dense", "sequential"])
-@pytest.mark.parametrize("variant", ["vit", "opt"])
+@pytest.mark.parametrize(
+    ("variant", "target", "container"), pairwise(["vit", "opt"], ["dense", "sequential"], CONTAINERS)
+)
 def test_a_resumed_run_is_byte_identical(dense, variant, target, container, tmp_path, monkeypatch):
     """Killed in the second block."""
     wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, target=target, container=container)

@@ -38,14 +38,12 @@ def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
     """Recover, and hold the output against whole models: the last hidden states say what the report says."""
     data = training_data(variant)
     report = recovered(pruned, dense, out, data)
-    changed = assert_recovered(out, pruned, report)
+    changed = assert_recovered(out, pruned, report, dense)
     assert any(changed.values())
     target = last_states(dense, variant, data)
     for folder, key in ((pruned, "mse_before"), (out, "mse_after")):
         mse = float((last_states(folder, variant, data) - target).square().mean())
         assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-4), key
-    kept = verify(out, dense)[-1]
-    assert (kept.name, kept.passed) == ("kept units", True), kept.detail
     return report
 
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -226,14 +227,26 @@ FLY: dict[str, tuple[str, Recipe]] = {
 SEVERAL = {"after": frozenset({1, 2})}
 
 
+@pytest.fixture(scope="module")
+def through(dense, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
+    """The files of runs of `FLY` that nothing interrupted, each made once."""
+
+    @cache
+    def files(name: str) -> dict[str, bytes]:
+        variant, recipe = FLY[name]
+        out = tmp_path_factory.mktemp("through") / "out"
+        on_the_fly(dense.folder(variant), out, recipe, variant, training=SEVERAL)
+        return contents(out)
+
+    return files
+
+
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("name", FLY)
-def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, name, block, monkeypatch):
+def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, through, name, block, monkeypatch):
     variant, recipe = FLY[name]
     arguments = (dense.folder(variant), tmp_path / "out", recipe, variant)
-    on_the_fly(*arguments, training=SEVERAL)
-    through = contents(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
+    expected = through(name)
     with monkeypatch.context() as patch:
         stop_training_at(patch, block)
         with pytest.raises(KeyboardInterrupt):
@@ -243,7 +256,7 @@ def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, name, block
         seen = trained_blocks(patch)
         on_the_fly(*arguments, training=SEVERAL, resume=True)
     assert seen == list(range(block, BLOCKS))
-    assert contents(tmp_path / "out") == through
+    assert contents(tmp_path / "out") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -265,12 +278,26 @@ def prunings(dense, masked_llama, tmp_path_factory) -> dict[str, tuple[str, Path
     }
 
 
+@pytest.fixture(scope="module")
+def recovered_through(dense, prunings, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
+    """The files of recoveries of `prunings` that nothing interrupted, each made once."""
+
+    @cache
+    def files(name: str) -> dict[str, bytes]:
+        variant, pruned = prunings[name]
+        out = tmp_path_factory.mktemp("recovered") / "out"
+        recover(recovery_job(pruned, dense.folder(variant), training_data(variant), **SEVERAL), out)
+        return contents(out)
+
+    return files
+
+
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("name", ["masked", "turned", "uneven", "vit"])
-def test_a_resumed_recovery_is_byte_identical(dense, prunings, tmp_path, name, block, monkeypatch):
+def test_a_resumed_recovery_is_byte_identical(dense, prunings, recovered_through, tmp_path, name, block, monkeypatch):
     variant, pruned = prunings[name]
     job = recovery_job(pruned, dense.folder(variant), training_data(variant), **SEVERAL)
-    recover(job, tmp_path / "through")
+    expected = recovered_through(name)
     with monkeypatch.context() as patch:
         stop_training_at(patch, block)
         with pytest.raises(KeyboardInterrupt):
@@ -280,7 +307,7 @@ def test_a_resumed_recovery_is_byte_identical(dense, prunings, tmp_path, name, b
         seen = trained_blocks(patch)
         recover(job, tmp_path / "out", resume=True)
     assert seen == list(range(block, BLOCKS))
-    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+    assert contents(tmp_path / "out") == expected
     assert not (tmp_path / "out.partial").exists()
 
 

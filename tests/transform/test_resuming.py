@@ -1,9 +1,8 @@
 """An interrupted run goes on with all that it has done: what it measured, learned, pruned."""
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ckpt_prune.transform.measured_effects import measure_effects
 from ckpt_prune.transform.resuming import summary
 from ckpt_prune.transform.settle import Settled
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
+from tests.forked import forked, posix
 from tests.interrupting import interrupt_at
 
 DENSE = recipe("ridge", lam=0.1)
@@ -222,29 +222,19 @@ def test_a_name_that_is_needed_is_refused_before_anything_is_measured(sources, t
 
 # ---- kills that nobody can catch -----------------------------------------------------------------------------------
 
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-from ckpt_prune.checkpoint.journal import Journal
-from tests.families import job_on, prune, recipe, windows
 
-record, calls = Journal.record, []
+@posix
+def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole, monkeypatch):
+    out, said, record = tmp_path / "out", [], Journal.record
 
-def counted(self, unit, *args, **kwargs):
-    record(self, unit, *args, **kwargs)
-    if unit == sys.argv[3]:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killing(self, unit, *args, **kwargs):
+        record(self, unit, *args, **kwargs)
+        if unit == "statistics":
+            os.kill(os.getpid(), signal.SIGKILL)
 
-Journal.record = counted
-prune(job_on(Path(sys.argv[1]), recipe("ridge", lam=0.1), live=windows(4, 16)), Path(sys.argv[2]))
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no such signal")
-def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole):
-    out, said = tmp_path / "out", []
-    command = [sys.executable, "-c", PROGRAM, str(sources.folder("llama")), str(out), "statistics"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "record", killing)
+        assert forked(lambda: prune(job(sources, "dense"), out), tmp_path).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     prune(job(sources, "dense"), out, resume=True, announce=said.append)
     assert said == [f"resuming {out}.partial: statistics measured"]
