@@ -58,7 +58,8 @@ def test_a_stage_that_fails_is_not_recorded():
     assert found.records == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_of_a_gpu_is_the_stages_own():
     device = torch.device("cuda")
     found = Stages(device)

@@ -134,6 +134,7 @@ def test_a_score_that_is_no_number_is_refused():
         keep_groups(scores, GroupPattern(2, 4))
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("levels", [3, 10**9], ids=["ties", "hardly any ties"])
 def test_a_gpu_gives_the_same_masks(levels):

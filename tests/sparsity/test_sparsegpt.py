@@ -301,6 +301,7 @@ def test_relative_error_of_nothing():
     assert relative_error(torch.zeros_like(weight), weight, H) == 0
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pattern", [None, GroupPattern(2, 4)])
 def test_a_gpu_gives_the_same_result(pattern):

@@ -1,0 +1,121 @@
+"""A pretended CUDA device: tensors in main memory that say they are on `cuda:0`, and refuse what CUDA refuses.
+
+The arithmetic is the CPU's, so what comes out is equal to the last bit. What would stop on a GPU stops here: an operand
+or an index left on the other device, a generator of the other device, NumPy looking into a tensor of the device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+MOVING = {"to", "cpu", "cuda"}
+MIXING = MOVING | {"copy_", "set_", "__set__", "backward", "_has_compatible_shallow_copy_type"}
+"""What takes tensors of both devices."""
+INDEXING = {"__getitem__", "__setitem__", "index_put_", "index_put"}
+"""What takes indices of main memory into a tensor of the device."""
+LOOKING_IN = {"numpy", "__array__", "data_ptr", "__dlpack__"}
+WITHOUT_NUMBERS = {"matmul", "__matmul__", "mm", "bmm", "addmm", "linear", "cat", "stack", "index_select", "gather"}
+"""Where a lone number of main memory is not taken next to tensors of the device."""
+
+
+class Pretended(Tensor):
+    """A tensor that says it is on the device."""
+
+
+class Pretending(TorchFunctionMode):
+    """While it is on, `cuda` is a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of a property, which has the name
+            name = func.__self__.__name__
+            if name in ("device", "is_cuda", "is_cpu") and _there(args[0]):
+                return {"device": CUDA, "is_cuda": True, "is_cpu": False}[name]
+        if name == "_parse_to":  # of `Module.to`: it reads arguments and moves nothing
+            return func(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if name in LOOKING_IN and any(map(_there, tensors)):
+            raise TypeError(f"{name}: a tensor of cuda:0 cannot be looked into from main memory")
+        _check(name, args, tensors)
+        goes = _goes(name, args, kwargs, tensors)
+        if goes and kwargs.get("generator") is not None:
+            raise RuntimeError(f"{name}: expected a generator of cuda:0, but found one of cpu")
+        args, kwargs = tree_map_only(torch.device, lambda each: CPU if each.type == "cuda" else each, (args, kwargs))
+        args, kwargs = tree_map_only(str, lambda each: "cpu" if each.startswith("cuda") else each, (args, kwargs))
+        if name == "cuda":
+            func, args, kwargs = Tensor.clone, args[:1], {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            if name in MOVING and isinstance(found, Tensor) and goes != _there(tensors[0]):
+                # The other device has memory of its own.
+                found = found.clone() if found.data_ptr() == tensors[0].data_ptr() else found
+        known = {id(each) for each in tensors}
+        with torch._C.DisableTorchFunction():
+            return tree_map_only(Tensor, lambda each: each if id(each) in known else _dressed(each, goes), found)
+
+
+def _there(tensor: Tensor) -> bool:
+    return isinstance(tensor, Pretended)
+
+
+def _dressed(tensor: Tensor, goes: bool) -> Tensor:
+    if tensor.is_meta or goes == _there(tensor):
+        return tensor
+    return tensor.as_subclass(Pretended if goes else Tensor)
+
+
+def _goes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
+    """Whether what comes out is on the device."""
+    if name in ("cpu", "cuda"):
+        return name == "cuda"
+    asked = kwargs.get("device")
+    if name == "to" and asked is None:
+        asked = next((each for each in args[1:] if isinstance(each, torch.device | str)), None)
+        others = [each for each in args[1:] if isinstance(each, Tensor)]
+        asked = CUDA if others and _there(others[0]) else CPU if others else asked
+    if asked is not None:
+        return torch.device(asked).type == "cuda"
+    return _there(tensors[0]) if name in MIXING and tensors else any(map(_there, tensors))
+
+
+def _check(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+    """Refuse tensors of both devices where CUDA does."""
+    if name in MIXING or len(tensors) < 2:
+        return
+    if name in INDEXING:
+        strange = not _there(args[0]) and any(isinstance(each, Pretended) for each in tree_leaves(args[1]))
+    else:
+        with torch._C.DisableTorchFunction():
+            solid = {_there(each) for each in tensors if each.dim() or name in WITHOUT_NUMBERS}
+        # A number of main memory goes with a tensor of the device, and not the other way round.
+        strange = len(solid) > 1 or (solid == {False} and any(map(_there, tensors)))
+    if strange:
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cpu and cuda:0")
+
+
+@contextmanager
+def pretended_cuda() -> Iterator[torch.device]:
+    """Within it, `cuda` works as far as tensors go."""
+    future = torch.__future__
+    before = future.get_overwrite_module_params_on_conversion()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1)
+        # `Module.to` makes parameters of the type that they become.
+        future.set_overwrite_module_params_on_conversion(True)
+        try:
+            with Pretending():
+                yield CUDA
+        finally:
+            future.set_overwrite_module_params_on_conversion(before)
