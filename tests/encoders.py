@@ -23,6 +23,7 @@ from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.gradients import add_gradients
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 from tests.evaluation.tiny import BOS, EOS, VOCAB, random_windows, tiny_tokenizer
@@ -310,17 +311,16 @@ def samples(variant: str, count: int = 24, seed: int = 5) -> Samples:
 def calibrate(
     folder: Path, out: Path, data: Samples, *, folds: int = 1, collect: tuple[Collect, ...] | None = None
 ) -> Statistics:
+    """As the command does, but for effects that are measured."""
     model = Model.open(folder)
-    return measure(
-        model,
-        data,
-        out,
-        seed=0,
-        folds=folds,
-        collect=everything(model) if collect is None else collect,
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-    )
+    kinds = everything(model) if collect is None else collect
+    how: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+
+    def finish(found: Statistics) -> None:
+        if "fisher" in kinds:
+            add_gradients(model, found, data, **how)
+
+    return measure(model, data, out, seed=0, folds=folds, collect=kinds, finish=finish, **how)
 
 
 STRENGTH = 0.1

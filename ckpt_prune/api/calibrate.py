@@ -84,6 +84,7 @@ def calibrate(
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
+    from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
 
     out, trust = options.output, options.trust_remote_code
@@ -105,7 +106,17 @@ def calibrate(
         chosen = chosen_samples(source, options, options, trust=trust, say=say)
         checkpoint.check_finite()
         dtype = getattr(torch, options.compute_dtype)
-        statistics = measure(
+
+        def finish(found: "Statistics") -> None:
+            if "fisher" in kinds:
+                found = add_gradients(source, found, chosen, device=target, compute_dtype=dtype)
+            if EFFECTS in asked:
+                held = [space for space in family.spaces if space in family.columns or "logits" in kinds]
+                with_effects(
+                    found, measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
+                )
+
+        return measure(
             source,
             chosen,
             out,
@@ -116,12 +127,8 @@ def calibrate(
             compute_dtype=dtype,
             overwrite=options.overwrite,
             announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
+            finish=finish,
         )
-        if EFFECTS not in asked:
-            return statistics
-        spaces = [space for space in family.spaces if space in family.columns or "logits" in kinds]
-        measured = measure_effects(source, statistics, chosen, spaces=spaces, device=target, compute_dtype=dtype)
-        return with_effects(statistics, measured)
 
 
 def _kinds(text: str | None, known: Sequence[str], family: str) -> list[str]:

@@ -9,9 +9,9 @@ expectations over samples, of δ over tokens, with g and δ taken as independent
 ends of all blocks. One pass backward takes every block again, with its gradient. Both are linear in depth.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,15 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.readout import Drawn, Readout
-from ckpt_prune.calibration.samples import First, Samples, batches_of
+from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
-"""Samples: sites are compared on the same ones, so that few tell them apart. An image is one prediction."""
+"""Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
+prediction."""
 READOUT_TOKENS = 2048
 """Tokens whose outputs are held together: the vocabulary is what makes these large."""
 _SEED = 0
@@ -59,9 +60,28 @@ class Fisher:
         return self.sums.double() / self.samples
 
 
-def fisher_limit(samples: Samples, modality: Modality) -> int:
-    """How many of some samples are run."""
-    return min(LIMITS[modality], len(samples))
+class Watcher(Protocol):
+    """Looks on while the gradients of a block are taken."""
+
+    def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+        """A block comes next; `tensors` are its own, by on-disk name."""
+        ...
+
+    def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: Drawn, samples: int) -> None:
+        """Some samples at a site with a consumer, on the device where blocks run.
+
+        Args:
+            space: which of the block.
+            inputs: of the consumer, (tokens, d_in), samples one after the other.
+            gradient: at its output, (tokens, d_out).
+            drawn: the draw that it is of; its values are not of this block.
+            samples: how many.
+        """
+        ...
+
+    def end(self, samples: int) -> None:
+        """The block is through, with so many samples."""
+        ...
 
 
 def measure_fisher(
@@ -70,23 +90,23 @@ def measure_fisher(
     *,
     device: torch.device,
     compute_dtype: torch.dtype,
-    limit: int | None = None,
     allocate: Allocate = in_memory,
+    watcher: Watcher | None = None,
 ) -> Iterator[tuple[int, dict[str, Fisher]]]:
     """The Fisher metric at every site of the dense model, block by block from the last to the first.
 
     A model of L blocks has 4 L of them run, the gradient counted twice. Memory: a block with its activations of
-    `streams.TOKENS_PER_BATCH` tokens, everything outside the blocks, the hidden states of `limit` samples at the end of
+    `streams.TOKENS_PER_BATCH` tokens, everything outside the blocks, the hidden states at the end of
     every block and once more for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample)
     twice.
 
     Args:
         model: the dense model.
-        samples: the first `limit` are run.
+        samples: all are run; a few are enough.
         device: where blocks run.
         compute_dtype: in which they run.
-        limit: of samples; by default `LIMITS`.
         allocate: makes the tensors that hold hidden states.
+        watcher: told of every block.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name` (on-disk weight of the consumer, or of the query).
@@ -94,10 +114,9 @@ def measure_fisher(
     Raises:
         UserError: a gradient is not finite.
     """
-    family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
-    few = First(samples, LIMITS[family.modality] if limit is None else limit)
+    checkpoint, blocks = model.checkpoint, model.blocks
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     states = [stream.states]
     for block in track(range(blocks), "gradients: states", total=blocks):
         states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
@@ -105,18 +124,23 @@ def measure_fisher(
         with torch.no_grad():
             for _, rows in stream.batches:
                 states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
-    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), few, states.pop(), allocate)
+    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), samples, states.pop(), allocate)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
-        module = factory.block(block, model.read_block(block)).requires_grad_(False)
-        found = _backward(stream, module, block, states.pop(), gradients)
-        named = {model.moments_name(block, space): Fisher(len(few), sums) for space, sums in found.items()}
+        tensors = model.read_block(block)
+        if watcher is not None:
+            watcher.begin(block, tensors)
+        module = factory.block(block, tensors).requires_grad_(False)
+        found = _backward(stream, module, block, states.pop(), gradients, watcher)
+        if watcher is not None:
+            watcher.end(len(samples))
+        named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
         for name, own in named.items():
             if not bool(torch.isfinite(own.sums).all()):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
         yield block, named
 
 
-def _at_the_end(readout: Readout, samples: First, states: Tensor, allocate: Allocate) -> list[Drawn]:
+def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
     """Gradients at the states that leave the last block."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[Drawn] = []
@@ -129,7 +153,12 @@ def _at_the_end(readout: Readout, samples: First, states: Tensor, allocate: Allo
 
 
 def _backward(
-    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Sequence[Drawn]
+    stream: HiddenStream,
+    module: nn.Module,
+    block: int,
+    given: Tensor,
+    gradients: Sequence[Drawn],
+    watcher: Watcher | None,
 ) -> dict[SpaceName, Tensor]:
     """Turn gradients at the states that leave a block into those at the states that enter it.
 
@@ -138,10 +167,11 @@ def _backward(
     """
     family, factory = stream.factory.family, stream.factory
     watched: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
 
     def watch(name: str) -> None:
-        def see(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            watched[name] = output
+        def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs[name], watched[name] = args[0].detach(), output
 
         module.get_submodule(factory.module_path(block, name)).register_forward_hook(see)
 
@@ -167,6 +197,8 @@ def _backward(
                 if space not in found:
                     found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
                 found[space].addmm_(g.T, g, alpha=gradient.weight)
+                if watcher is not None:
+                    watcher.see(space, inputs[consumer].flatten(0, -2), g, gradient, len(entering))
             for space, (query, key, *_) in readers.items():
                 sums = _of_logits(at[query], watched[key].detach(), head_dim) * gradient.weight
                 found[space] = found[space] + sums if space in found else sums

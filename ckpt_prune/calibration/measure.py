@@ -8,7 +8,6 @@ import torch
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.fisher import fisher_limit, measure_fisher
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import packed_width, smaller_form
 from ckpt_prune.calibration.samples import Samples
@@ -39,7 +38,6 @@ from ckpt_prune.progress import track
 STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
 """What `calibrate` writes."""
 _UNIT = "statistics"
-_FISHER = "gradients"
 
 
 def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool) -> Staging:
@@ -88,6 +86,7 @@ def measure(
     overwrite: bool = False,
     announce: Callable[[int], None] | None = None,
     allocate: Allocate = in_memory,
+    finish: Callable[[Statistics], object] | None = None,
 ) -> Statistics:
     """Measure the dense model's moments over samples and write them to a folder.
 
@@ -99,12 +98,13 @@ def measure(
         out: the folder to write.
         seed: of the choice of samples, for the record.
         folds: contiguous runs of samples whose moments are kept apart.
-        collect: which moments.
+        collect: what the folder is to hold; the metric `fisher` is up to `finish`.
         device: where blocks run.
         compute_dtype: in which they run.
         overwrite: replace an existing statistics folder.
         announce: told, once everything is checked, how many bytes the folder will take.
         allocate: makes the tensor that holds hidden states.
+        finish: given the moments, measures more into their folder before it gets its name.
 
     Raises:
         UserError: the folder exists, or the disk has no room.
@@ -115,7 +115,7 @@ def measure(
         check_room(out.absolute().parent, needed)
         if announce is not None:
             announce(needed)
-        measure_into(
+        found = measure_into(
             model,
             samples,
             staging.path,
@@ -126,6 +126,8 @@ def measure(
             compute_dtype=compute_dtype,
             allocate=allocate,
         )
+        if finish is not None:
+            finish(found)
         staging.publish()
     return Statistics(out)
 
@@ -197,11 +199,6 @@ def measure_into(
             with disk_failures(folder):
                 sync(folder / file)
                 journal.record(unit, note=files[file])
-    fisher = 0
-    if "fisher" in collect:
-        del stream
-        fisher, more = _measure_fisher(model, samples, folder, device, compute_dtype, allocate, journal)
-        files |= more
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
         tokenizer=model.reader_fingerprint,
@@ -213,47 +210,16 @@ def measure_into(
         window=samples.tokens,
         tokens=len(samples) * samples.tokens,
         folds=folds,
-        collect=list(collect),
+        collect=[kind for kind in collect if kind != "fisher"],
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         blocks=blocks,
         consumers=model.consumer_widths,
         queries=model.query_heads,
         linears=model.linear_widths if "linears" in collect else {},
         files=files,
-        fisher=fisher,
     )
     write_whole(folder / INDEX, index.model_dump_json(indent=2) + "\n")
     return Statistics(folder)
-
-
-def _measure_fisher(
-    model: Model,
-    samples: Samples,
-    folder: Path,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    allocate: Allocate,
-    journal: Journal | None,
-) -> tuple[int, dict[str, str]]:
-    """Measure the Fisher metric into a folder: on how many samples, and its files with their digests.
-
-    An interrupted pass back has to start at the last block again: only the whole is entered into the journal.
-    """
-    count = fisher_limit(samples, model.family.modality)
-    known = None if journal is None else journal.notes.get(_FISHER)
-    if known is not None:
-        return count, dict(known)
-    files: dict[str, str] = {}
-    measured = measure_fisher(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
-    for block, found in measured:
-        files[fisher_file(block)] = write_fisher(folder, block, found)
-        if journal is not None:
-            with disk_failures(folder):
-                sync(folder / fisher_file(block))
-    if journal is not None:
-        with disk_failures(folder):
-            journal.record(_FISHER, note=files)
-    return count, files
 
 
 def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> Statistics:

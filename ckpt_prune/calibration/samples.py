@@ -60,11 +60,15 @@ class TokenWindows:
 
 
 @dataclass(frozen=True)
-class First:
-    """The first of some samples."""
+class Part:
+    """Some samples of a row, from `start` to before `stop`.
+
+    The fingerprint is that of the whole row.
+    """
 
     samples: Samples
-    limit: int
+    start: int
+    stop: int
 
     @property
     def tokens(self) -> int:
@@ -77,11 +81,12 @@ class First:
         return self.samples.fingerprint
 
     def __len__(self) -> int:
-        return min(self.limit, len(self.samples))
+        return self.stop - self.start
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
-        """What the model is called with."""
-        return self.samples.batch(rows)
+        """What the model is called with for these, counted from `start`."""
+        first, last, _ = rows.indices(len(self))
+        return self.samples.batch(slice(self.start + first, self.start + last))
 
 
 def batches_of(samples: Samples, tokens: int) -> list[slice]:

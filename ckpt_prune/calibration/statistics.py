@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isqrt
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import (
@@ -52,6 +52,12 @@ Effect = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(ge=0, allow_i
 """Units dropped of one site, of q and k dimensions of every head, and how far that takes the model's output."""
 
 
+def _check_ascending(name: str, effects: Sequence[Effect]) -> None:
+    counts = [count for count, _ in effects]
+    if not counts or counts != sorted(set(counts)):
+        raise ValueError(f"{name}: units dropped must ascend")
+
+
 class StatisticsIndex(BaseModel):
     """What the statistics are of.
 
@@ -76,6 +82,8 @@ class StatisticsIndex(BaseModel):
             with `/input` → width of that input, for every block.
         files: file → sha256.
         fisher: samples that the Fisher metric was measured on; 0, and left out of what is written, where it was not.
+        predicted: on-disk weight of a consumer → score → what dropping the units of least score is predicted to do to
+            the model's own output, by units dropped, ascending (`transform.gradients`). Left out like `effects`.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
             model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.
@@ -101,22 +109,29 @@ class StatisticsIndex(BaseModel):
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
-    fisher: int = Field(0, ge=0)
+    fisher: Annotated[int, Field(ge=0)] = 0
+    predicted: dict[str, dict[str, list[Effect]]] = Field(default_factory=dict)
     effects: dict[str, list[Effect]] = Field(default_factory=dict)
 
     @field_validator("effects")
     @classmethod
     def _ascending(cls, effects: dict[str, list[Effect]]) -> dict[str, list[Effect]]:
         for name, own in effects.items():
-            counts = [count for count, _ in own]
-            if not counts or counts != sorted(set(counts)):
-                raise ValueError(f"{name}: units dropped must ascend")
+            _check_ascending(name, own)
         return effects
+
+    @field_validator("predicted")
+    @classmethod
+    def _all_ascending(cls, predicted: dict[str, dict[str, list[Effect]]]) -> dict[str, dict[str, list[Effect]]]:
+        for name, scores in predicted.items():
+            for own in scores.values():
+                _check_ascending(name, own)
+        return predicted
 
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("fisher", "effects"):
+        for key in ("fisher", "predicted", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -368,14 +383,41 @@ def with_effects(statistics: Statistics, effects: Mapping[str, Sequence[tuple[in
 
     Args:
         statistics: the folder; its index is rewritten, whole or not at all.
-        effects: as `transform.effects.measure_effects` returns them.
+        effects: as `transform.measured_effects.measure_effects` returns them.
 
     Raises:
         UserError: an effect is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.
     """
-    values = statistics.index.model_dump() | {"effects": {name: list(own) for name, own in effects.items()}}
+    return _entered(statistics, {"effects": {name: list(own) for name, own in effects.items()}})
+
+
+def with_fisher(
+    statistics: Statistics,
+    samples: int,
+    files: Mapping[str, str],
+    predicted: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
+) -> Statistics:
+    """Enter the Fisher metric, whose files are there, and what is predicted from gradients into a folder's index.
+
+    Args:
+        statistics: the folder; its index is rewritten, whole or not at all.
+        samples: on how many it was measured.
+        files: of all blocks, with their sha256.
+        predicted: site → score → (units dropped, divergence), ascending.
+
+    Raises:
+        UserError: a divergence is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.
+    """
+    index = statistics.index
+    collect = [kind for kind in get_args(Collect) if kind in {*index.collect, "fisher"}]
+    told = {name: {score: list(own) for score, own in scores.items()} for name, scores in predicted.items()}
+    known = {"files": {**index.files, **files}, "collect": collect, "fisher": samples, "predicted": told}
+    return _entered(statistics, known)
+
+
+def _entered(statistics: Statistics, changes: Mapping[str, Any]) -> Statistics:
     try:
-        index = StatisticsIndex.model_validate(values)
+        index = StatisticsIndex.model_validate({**statistics.index.model_dump(), **changes})
     except ValidationError as error:
         first = error.errors()[0]
         where = " ".join(str(part) for part in first["loc"])
@@ -411,7 +453,13 @@ def check_addable(a: Statistics, b: Statistics) -> None:
 
 
 def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> StatisticsIndex:
-    """The index of a sum; effects are the mean, weighted by samples, of sites that both measured at the same points."""
+    """The index of a sum; effects are the mean, weighted by samples, of what both know at the same points."""
+    shared = a.samples / (a.samples + b.samples)
+    predicted = {
+        name: _mean_effects(own, b.predicted[name], a.fisher / (a.fisher + b.fisher))
+        for name, own in a.predicted.items()
+        if name in b.predicted
+    }
     return a.model_copy(
         update={
             "data": [*a.data, *b.data],
@@ -419,19 +467,22 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
             "tokens": a.tokens + b.tokens,
             "files": files,
             "fisher": a.fisher + b.fisher,
-            "effects": _mean_effects(a, b),
+            "predicted": predicted,
+            "effects": _mean_effects(a.effects, b.effects, shared),
         }
     )
 
 
-def _mean_effects(a: StatisticsIndex, b: StatisticsIndex) -> dict[str, list[Effect]]:
+def _mean_effects(
+    a: Mapping[str, list[Effect]], b: Mapping[str, list[Effect]], share: float
+) -> dict[str, list[Effect]]:
+    """The mean of what both know at the same points; `share` is a's weight."""
     found: dict[str, list[Effect]] = {}
-    samples = a.samples + b.samples
-    for name, own in a.effects.items():
-        theirs = b.effects.get(name, [])
+    for name, own in a.items():
+        theirs = b.get(name, [])
         if [count for count, _ in own] == [count for count, _ in theirs]:
             pairs = zip(own, theirs, strict=True)
-            found[name] = [(count, (a.samples * x + b.samples * y) / samples) for (count, x), (_, y) in pairs]
+            found[name] = [(count, share * x + (1 - share) * y) for (count, x), (_, y) in pairs]
     return found
 
 

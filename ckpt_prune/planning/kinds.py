@@ -6,6 +6,7 @@ Recipes ask here. Nothing else in this room tells the kinds apart, and nothing a
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
 from ckpt_prune.calibration.kinds import Collect
@@ -15,6 +16,15 @@ from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
 
 AnyScore = Score | UnitScore | LogitScore
+
+CHOSEN = "auto"
+"""Stands for the score that is chosen for each site."""
+CANDIDATES: tuple[str, ...] = ("obs", "rcpu", "wanda-sp")
+"""Scores that are tried out at every site (`transform.gradients`). Of equals the first is taken."""
+
+
+def _no_score(*_: object) -> NoReturn:
+    raise ValueError(f"score {CHOSEN} stands for others")
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Kind(ABC):
 class ColumnKind(Kind):
     """Spaces that end in the columns of a projection."""
 
-    scores: Mapping[str, AnyScore] = {**SCORES, **UNIT_SCORES}
+    scores: Mapping[str, AnyScore] = {**SCORES, **UNIT_SCORES, CHOSEN: UnitScore(_no_score)}
     methods = COLUMN_METHODS
 
     def gram_for(self, wish: Wish) -> str | None:
@@ -90,7 +100,7 @@ class ColumnKind(Kind):
 
     def scores_columns(self, score: str) -> bool:
         """Every score but those of whole units."""
-        return score not in UNIT_SCORES
+        return score in SCORES
 
 
 class LogitKind(Kind):

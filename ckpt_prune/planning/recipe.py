@@ -10,7 +10,7 @@ from ckpt_prune.architectures.spaces import COUPLED, SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Ratio, Strict
-from ckpt_prune.planning.kinds import Wish, kind_of
+from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone, Goal
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
@@ -161,6 +161,11 @@ class Recipe(Strict):
         for space, own in self.spaces.items():
             if self.ranks_blocks and not kind_of(space).scores_columns(own.score):
                 raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
+            if own.score == CHOSEN and self.allocation != "least-error":
+                raise ValueError(
+                    f"spaces.{space}: score {CHOSEN} is chosen by the errors of every width: say allocation: "
+                    "least-error"
+                )
             if own.compensation.shares is not None and self.target != "drift":
                 raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
         for coupled in COUPLED if self.allocation == "least-error" else ():
@@ -310,6 +315,9 @@ class Recipe(Strict):
     def at_one_ratio(self) -> "Recipe":
         """A copy that takes as much from every block: how large the output gets, where widths are still to be found."""
         values = self.model_dump(by_alias=True) | {"allocation": "uniform", "weigh_by": None}
+        for space in values["spaces"].values():
+            if space["score"] == CHOSEN:  # sizes depend on none
+                space["score"] = CANDIDATES[0]
         return Recipe.model_validate(values)
 
     def with_own_ratio(self, space: SpaceName, ratio: float) -> "Recipe":

@@ -1,6 +1,6 @@
 """How many units of every site stay: by ratio or size, by FLAP's rankings, or by the least predicted error."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
+from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.decisions import Decision, Decisions, Losses, keep_count, kept_units
@@ -52,7 +53,7 @@ def decide(request: Request, ranking: Ranking | None = None) -> Decisions:
         known = request.ranked or {}
         sites = {
             site: Decision(keep_count(request.model, recipe, site.space), None, own.scores)
-            for site, own in known.items()
+            for site, (own,) in known.items()
         }
         return Decisions(recipe, sites)
     assert ranking is not None
@@ -66,24 +67,47 @@ def _dense_cache(request: Request) -> MomentSource:
     return CachedMoments(request.statistics, request.model)
 
 
-def dense_ranking(request: Request) -> dict[Site, Ranked]:
-    """Scores of every site's units in the dense model, and the errors of its widths where these are found by them."""
+def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
+    """Every site's units in the dense model, by each score that may rank them.
+
+    With the errors of its widths where these are found by them: in units of the model's own output where the recipe
+    weighs by effect.
+    """
     assert request.statistics is not None
     model, recipe, statistics = request.model, request.recipe, request.statistics
     solvers = {space: solver_of(model, recipe, space, request.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
-    found: dict[Site, Ranked] = {}
+    found: dict[Site, list[Ranked]] = {}
     for block in track(range(model.blocks), "ranking", total=model.blocks):
         moments = source.moments(block, {}, list(solvers))
         metric = statistics.fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
-            tensors, own = solver.read(block), moments.get(space, ())
-            scores = solver.scores(block, tensors, own)
-            errors = None
-            if recipe.allocation == "least-error":
-                errors = solver.errors(block, tensors, own, scores, metric.get(model.moments_name(block, space)))
-            found[Site(block, space)] = Ranked(scores.cpu(), errors)
+            tensors, own, name = solver.read(block), moments.get(space, ()), model.moments_name(block, space)
+            ranked = found.setdefault(Site(block, space), [])
+            for score in CANDIDATES if solver.own.score == CHOSEN else (solver.own.score,):
+                scores, errors = solver.scores(block, tensors, own, score), None
+                if recipe.allocation == "least-error":
+                    errors = solver.errors(block, tensors, own, scores, metric.get(name))
+                if errors is not None and recipe.weighed_by_effect:
+                    errors = scaled(errors, effects_on(statistics, name, score))
+                ranked.append(Ranked(score, scores.cpu(), errors))
     return found
+
+
+def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int, float]]:
+    """What is known of the effects of dropping units of a site by a score: (units dropped, divergence), ascending.
+
+    Those that gradients predict. Where effects of the same counts were measured too, which is by score obs, they are
+    scaled by what the measured ones are to those predicted with it.
+    """
+    by_score, measured = statistics.index.predicted.get(name, {}), statistics.index.effects.get(name, [])
+    own, usual = by_score.get(score), by_score.get(CANDIDATES[0])
+    if own is None or usual is None or score == CANDIDATES[0]:
+        return measured or own or []
+    if [count for count, _ in measured] != [count for count, _ in usual]:
+        return own
+    triples = zip(own, usual, measured, strict=True)
+    return [(count, value * true / told if told > 0 else true) for (count, value), (_, told), (_, true) in triples]
 
 
 def weighed_by_energy(curve: Tensor) -> Tensor:
@@ -117,7 +141,7 @@ def _least_error(request: Request) -> Decisions:
     assert request.statistics is not None
     ranking = dense_ranking(request) if request.ranked is None else request.ranked
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
-    curves = _curves(request, ranking, request.statistics.index.effects, kind)
+    curves = _curves(request, ranking, kind)
     dense = sum(curve.units * curve.unit_cost for curve in curves.values())
     whole = cost_in(kind, cost_of(model))
     limit = _limit(request)
@@ -130,8 +154,7 @@ def _least_error(request: Request) -> Decisions:
                 raise
             raise UserError(taken_up(request)) from error
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
-        scores = {} if request.sequential else {site: own.scores for site, own in ranking.items()}
-        decisions = Decisions(recipe, {site: Decision(n, scores=scores.get(site)) for site, n in counts.items()})
+        decisions = Decisions(recipe, {site: _decision(request, n, ranking[site]) for site, n in counts.items()})
         widths = decisions.widths(model)
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
@@ -142,20 +165,27 @@ def _least_error(request: Request) -> Decisions:
     raise UserError(taken_up(request))
 
 
-def _curves(
-    request: Request, ranking: Mapping[Site, Ranked], effects: Mapping[str, list[tuple[int, float]]], kind: SizeKind
-) -> dict[Site, Curve]:
-    """What every site loses with its units, weighed as the recipe says, and what a unit costs."""
+def _decision(request: Request, keep: int, own: Sequence[Ranked]) -> Decision:
+    """So many units, by the score that is best at that width."""
+    best = min(own, key=lambda each: float(_errors(each)[-1 - keep]))
+    return Decision(keep, scores=None if request.sequential else best.scores, score=best.score)
+
+
+def _curves(request: Request, ranking: Mapping[Site, Sequence[Ranked]], kind: SizeKind) -> dict[Site, Curve]:
+    """What every site loses with its units, by the best score at every width, and what a unit costs."""
     costs = unit_costs(request, kind)
     curves: dict[Site, Curve] = {}
     for site, own in ranking.items():
-        assert own.errors is not None
-        if request.recipe.weighed_by_effect:
-            curve = scaled(own.errors, effects.get(request.model.moments_name(site.block, site.space), []))
-        else:
-            curve = weighed_by_energy(own.errors)
+        curve = torch.stack([_errors(each) for each in own]).amin(0)
+        if not request.recipe.weighed_by_effect:
+            curve = weighed_by_energy(curve)
         curves[site] = Curve(curve, costs[site.space], request.recipe.spaces[site.space].multiple_of)
     return curves
+
+
+def _errors(ranked: Ranked) -> Tensor:
+    assert ranked.errors is not None
+    return ranked.errors
 
 
 def _solve(request: Request, curves: Mapping[Site, Curve], budget: float) -> dict[Site, int]:

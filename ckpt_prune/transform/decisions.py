@@ -23,12 +23,14 @@ class Decision:
         kept: which ones, where a plan or a ranking over blocks has settled them; else they are selected by score.
         scores: of the units, where they are known.
         plan: what a plan says of the site: its compensation is that one's.
+        score: which one its units are ranked by, where that is chosen site by site; else the recipe says.
     """
 
     keep: int
     kept: Tensor | None = None
     scores: Tensor | None = None
     plan: SitePlan | None = None
+    score: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.fisher import LIMITS, READOUT_TOKENS
 from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import First, Samples, batches_of
+from ckpt_prune.calibration.samples import Part, Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
@@ -84,7 +84,7 @@ def measure_effects(
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
-    few = First(samples, LIMITS[family.modality] if limit is None else limit)
+    few = Part(samples, 0, min(len(samples), LIMITS[family.modality] if limit is None else limit))
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)

@@ -9,6 +9,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.gradients import add_gradients
 from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
@@ -42,7 +43,7 @@ def measured(settled: Settled, folder: Path, journal: Journal, stages: Stages | 
 
 
 def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal) -> Statistics:
-    """Moments of the unpruned model, and effects where widths are weighed by them."""
+    """Moments of the unpruned model, and what errors do to its output where widths are weighed by that."""
     recipe = request.recipe
     if STATISTICS in journal.units:
         statistics = Statistics(folder)
@@ -65,7 +66,19 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             journal=journal,
         )
         _done(journal, STATISTICS)
-    if not recipe.weighed_by_effect or request.model.blocks > SHALLOW or EFFECTS in journal.units:
+    if not recipe.weighed_by_effect:
+        return statistics
+    if not statistics.index.fisher:
+        # An interrupted pass back has to start at the last block again: the index tells only of the whole.
+        statistics = add_gradients(
+            request.model,
+            statistics,
+            live.samples,
+            device=request.device,
+            compute_dtype=live.compute_dtype,
+            allocate=live.allocate,
+        )
+    if request.model.blocks > SHALLOW or EFFECTS in journal.units:
         return statistics
     effects = measure_effects(
         request.model,

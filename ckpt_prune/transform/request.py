@@ -1,6 +1,6 @@
 """What is asked for: a model, a recipe, and where moments come from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,11 +58,13 @@ class Ranked:
     """What the dense model's statistics say about a site.
 
     Attributes:
+        score: that its units are ranked by.
         scores: of its units, (units,), or of q and k (heads, dimensions).
         errors: of dropping the k units of least score, k = 0 … n, (n + 1,) (`Solver.errors`); None where widths are not
             found by them.
     """
 
+    score: str
     scores: Tensor
     errors: Tensor | None
 
@@ -80,7 +82,7 @@ class Request:
         plan: decisions made earlier, or None.
         diagnostics: also compute errors and spectra that no result depends on.
         training: samples for a recipe with recovery, or None.
-        ranked: site → its units in the dense model, where they were ranked before.
+        ranked: site → its units in the dense model by every score that may rank them, where they were ranked before.
         asked: the recipe as it was given, where its size was turned into ratios (`sizing.at_size`).
         larger: the next larger size that these ratios could give instead, in the kind of the size asked for.
         by_default: whether nobody named the recipe.
@@ -94,7 +96,7 @@ class Request:
     plan: Plan | None = None
     diagnostics: bool = False
     training: RecoverySamples | None = None
-    ranked: Mapping[Site, Ranked] | None = None
+    ranked: Mapping[Site, Sequence[Ranked]] | None = None
     asked: Recipe | None = None
     larger: int | None = None
     by_default: bool = False

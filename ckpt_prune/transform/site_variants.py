@@ -98,7 +98,7 @@ class Variants:
         read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
         moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
         for space in wanted:
-            recipe = self._recipe(block, space, tensors)
+            recipe = trial_recipe(self.model, block, space, tensors)
             # Ranked once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in self.counts[space]:
@@ -107,9 +107,20 @@ class Variants:
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 yield pruner.block(block, tensors, _Known(moments))[0]
 
-    def _recipe(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor]) -> Recipe:
-        """Score and compensation of one space; counts are settled, so that the ratio says nothing."""
-        description = self.model.family.spaces[space]
-        biased = self.model.tensor(block, description.measured, "bias") in tensors
-        own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
-        return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})
+
+def trial_recipe(
+    model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], score: str | None = None
+) -> Recipe:
+    """Score and compensation of one space, any but the same for all; counts are settled, so the ratio says nothing.
+
+    Args:
+        model: the dense model.
+        block: index of the block.
+        space: of it.
+        tensors: its own, by on-disk name.
+        score: in place of the usual one.
+    """
+    description = model.family.spaces[space]
+    biased = model.tensor(block, description.measured, "bias") in tensors
+    own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0} | ({} if score is None else {"score": score})
+    return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})

@@ -184,8 +184,7 @@ def test_missing_parent(place):
 
 def test_what_plan_needs(place):
     assert refused("plan", "dense") == (
-        "recipe best-uniform needs statistics: run `ckpt-prune calibrate --folds 4` and give --statistics "
-        "STATS"
+        "recipe best-uniform needs statistics: run `ckpt-prune calibrate --folds 4` and give --statistics STATS"
     )
     assert refused("plan", "dense", "--recipe", "rcpu") == (
         "recipe rcpu needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"

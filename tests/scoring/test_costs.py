@@ -5,11 +5,17 @@ from hypothesis import strategies as st
 from oracles import obs as oracle
 from torch import Tensor
 
-from ckpt_prune.scoring.costs import costs_in_order
+from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.obs import removal
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 
 from .test_obs import layer
+
+
+def costs_in_order(
+    weight: Tensor, gram: Tensor, order: Tensor, per_unit: int = 1, *, metric: Tensor | None = None, damp: float = 0.01
+) -> Tensor:
+    return DropOrder.of(weight, gram, order, per_unit, damp=damp).costs(metric)
 
 
 def by_hand(weight: Tensor, gram: Tensor, order: list[int], per_unit: int, damp: float) -> Tensor:
@@ -70,3 +76,20 @@ def test_a_singular_gram_is_damped_and_no_gram_is_refused():
     )
     with pytest.raises(SingularHessianError):
         costs_in_order(weight, -torch.eye(6), order)
+
+
+@pytest.mark.parametrize("per_unit", [1, 3])
+def test_what_is_lost_is_what_a_refit_leaves(per_unit):
+    weight, gram = layer(5, 12, seed=1)
+    order = torch.randperm(12 // per_unit, generator=torch.Generator().manual_seed(3))
+    found = DropOrder.of(weight, gram, order, per_unit, damp=0.05)
+    strength = 0.05 * gram.diagonal().mean()
+    for count in (0, 1, len(order) - 1, len(order)):
+        dropped = oracle.columns(order[:count].tolist(), per_unit)
+        kept = [j for j in range(12) if j not in dropped]
+        expected = weight.clone()
+        if kept:
+            damped = gram[kept][:, kept] + strength * torch.eye(len(kept), dtype=torch.float64)
+            target = weight @ gram[:, kept] + strength * weight[:, kept]
+            expected[:, kept] -= torch.linalg.solve(damped, target.T).T
+        torch.testing.assert_close(found.lost(count), expected, rtol=1e-8, atol=1e-9)

@@ -28,6 +28,7 @@ from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.settle import Settled, settle
 from ckpt_prune.transform.site_variants import dropped_counts
 from ckpt_prune.transform.sizing import at_size
+from ckpt_prune.transform.solvers import solver_of
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
@@ -69,8 +70,17 @@ def wanted(variant: str, *, multiple: int = 1, compensation: Any = "none", **top
 
 
 def curves_of(job: Settled) -> dict[Site, np.ndarray]:
-    """What every width costs: `tests/transform/test_curves.py` holds these against their definitions."""
-    return {site: own.errors.numpy() for site, own in dense_ranking(job.request).items()}
+    """What every width costs, before measured effects: `test_curves.py` holds these against their definitions."""
+    model, recipe, statistics = job.model, job.recipe, job.request.statistics
+    found = {}
+    for block in range(BLOCKS):
+        metric = {} if recipe.weigh_by == "energy" else statistics.fisher(block)
+        for space in recipe.spaces:
+            solver, name = solver_of(model, recipe, space, torch.device("cpu")), model.moments_name(block, space)
+            tensors, folds = solver.read(block), statistics.block(block)[name]
+            scores = solver.scores(block, tensors, folds)
+            found[Site(block, space)] = solver.errors(block, tensors, folds, scores, metric.get(name)).numpy()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -518,7 +528,8 @@ def test_scores_of_the_dense_model_are_what_pruning_selects_by(dense, weighed):
         known = settle(replace(job.request, ranked=ranking))
         assert make_plan(known).sites == make_plan(job).sites
         for site in make_plan(settle(replace(job.request, recipe=uniform_of(recipe)))).sites:
-            own = ranking[site.site].scores.flatten().tolist()
+            (only,) = ranking[site.site]
+            own = only.scores.flatten().tolist()
             assert site.scores == [float(f"{s:.6g}") for s in own]
 
 

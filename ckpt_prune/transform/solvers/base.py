@@ -66,13 +66,16 @@ class Solver(ABC):
         return checkpoint.read([name for name in self.tensors(block) if name in checkpoint.tensors])
 
     @abstractmethod
-    def scores(self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
+    def scores(
+        self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
+    ) -> Tensor:
         """What `solve` ranks the units of a site by.
 
         Args:
             block: index of the block.
             tensors: at least those that `tensors` names and the block has.
             folds: moments, one for each fold.
+            score: in place of the recipe's.
         """
 
     @abstractmethod

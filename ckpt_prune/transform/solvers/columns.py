@@ -21,7 +21,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.selection import select, select_in_heads, unit_scores
 from ckpt_prune.planning.space_recipe import Compensation
-from ckpt_prune.scoring.costs import costs_in_order
+from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.scores import SCORES
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, without_mean
 from ckpt_prune.transform.decisions import Decision
@@ -48,18 +48,21 @@ class ColumnSolver(Solver):
         method = "affine" if biased else "ridge"
         return {"score": "obs", "compensation": {"method": method, "lambda": _TRIAL_STRENGTH}}
 
-    def column_scores(self, weight: Tensor, moments: Moments | None) -> Tensor:
-        """Score of every consumer column, (d_in,) float64."""
-        score = SCORES[self.own.score]
+    def column_scores(self, weight: Tensor, moments: Moments | None, name: str | None = None) -> Tensor:
+        """Score of every consumer column, (d_in,) float64: the recipe's, or the one named."""
+        name = name or self.own.score
+        score = SCORES[name]
         if score.needs_moments and moments is None:
-            raise ValueError(f"score {self.own.score} needs moments")
+            raise ValueError(f"score {name} needs moments")
         return score.function(weight, moments)  # type: ignore[arg-type]
 
-    def scores(self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
+    def scores(
+        self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
+    ) -> Tensor:
         """Scores of the units, (units,) float64."""
         weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
         found = tuple(each.to(self.device) for each in _inputs(folds))
-        return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors))
+        return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors), score)
 
     def errors(
         self,
@@ -70,21 +73,36 @@ class ColumnSolver(Solver):
         fisher: Fisher | None = None,
     ) -> Tensor:
         """By one factorisation for all widths (scoring/README.md, section 5)."""
-        weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
         moments = total(tuple(each.to(self.device) for each in _inputs(folds)))
+        metric = None if fisher is None else fisher.mean.to(self.device)
+        dropped = self.drop_order(block, tensors, moments, scores.to(self.device))
+        costs = dropped.costs(metric)[:: self.model.copies(self.space)] / moments.count
+        return (costs if metric is None else costs / 2).cpu()
+
+    def drop_order(self, block: int, tensors: Mapping[str, Tensor], moments: Moments, scores: Tensor) -> DropOrder:
+        """The consumer, its units in the order of their scores, the lowest first; in each of several copies as many.
+
+        Args:
+            block: index of the block.
+            tensors: at least those that `tensors` names and the block has.
+            moments: of the consumer's input, of all folds, with a Gram.
+            scores: as `scores` gives them.
+
+        Raises:
+            UserError: there is no Gram.
+        """
+        weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
         if moments.gram is None:
             raise UserError("errors of every width need Grams: calibrate with --collect moments,gram")
-        gram = moments.gram
-        if any(METHODS[method].adds_bias for method in self._methods(block, tensors)):
-            gram = without_mean(gram, moments)
+        gram = without_mean(moments.gram, moments) if self.centred(block, tensors) else moments.gram
         copies = self.model.copies(self.space)
-        # As many go in every copy of a space that stands side by side.
-        order = scores.to(self.device).view(copies, -1).argsort(dim=-1, stable=True)
+        order = scores.view(copies, -1).argsort(dim=-1, stable=True)
         order += torch.arange(copies, device=order.device)[:, None] * order.shape[1]
-        metric = None if fisher is None else fisher.mean.to(self.device)
-        per_unit = self.model.unit_columns(self.space)
-        costs = costs_in_order(weight, gram, order.T.flatten(), per_unit, metric=metric)[::copies] / moments.count
-        return (costs if metric is None else costs / 2).cpu()
+        return DropOrder.of(weight, gram, order.T.flatten(), self.model.unit_columns(self.space))
+
+    def centred(self, block: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the kept columns may get a bias, which makes up for every mean."""
+        return any(METHODS[method].adds_bias for method in self._methods(block, tensors))
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """The units of highest score, as many in every copy of a space that stands side by side."""
@@ -105,7 +123,7 @@ class ColumnSolver(Solver):
         whole = total(folds) if folds else None
         scores = decision.scores
         if scores is None:
-            scores = self._unit_scores(weight, whole, methods)
+            scores = self._unit_scores(weight, whole, methods, decision.score)
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, name, kept, scores)
         if kept.numel() == scores.numel():
@@ -204,11 +222,13 @@ class ColumnSolver(Solver):
         biased = self.model.tensor(block, self.description.consumer, "bias") in tensors
         return self.own.compensation.methods(biased=biased)
 
-    def _unit_scores(self, weight: Tensor, moments: Moments | None, methods: list[str]) -> Tensor:
+    def _unit_scores(
+        self, weight: Tensor, moments: Moments | None, methods: list[str], score: str | None = None
+    ) -> Tensor:
         """Score of every unit, (units,) float64, where one of `methods` makes up for what goes."""
-        name, per_unit = self.own.score, self.model.unit_columns(self.space)
+        name, per_unit = score or self.own.score, self.model.unit_columns(self.space)
         if name not in UNIT_SCORES:
-            return unit_scores(self.column_scores(weight, moments), per_unit)
+            return unit_scores(self.column_scores(weight, moments, name), per_unit)
         if moments is None:
             raise ValueError(f"score {name} needs moments")
         centred = any(METHODS[method].adds_bias for method in methods)

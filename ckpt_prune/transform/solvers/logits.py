@@ -37,12 +37,14 @@ class LogitSolver(Solver):
         """CORP's energy and compensation."""
         return {"score": "logit-energy", "compensation": {"method": "logit", "lambda": _TRIAL_STRENGTH}}
 
-    def scores(self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments) -> Tensor:
+    def scores(
+        self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
+    ) -> Tensor:
         """Scores of the dimensions of every head, (heads, dimensions) float64."""
         query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
         known = tuple(each.to(self.device) for each in _logits(folds))
         heads = query.shape[0] // self.model.units(self.space)
-        return LOGIT_SCORES[self.own.score].function(query, key, total(known) if known else None, heads)
+        return LOGIT_SCORES[score or self.own.score].function(query, key, total(known) if known else None, heads)
 
     def errors(
         self,

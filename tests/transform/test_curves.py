@@ -1,0 +1,181 @@
+"""What dropping units costs, and what gradients predict of it, by every score: against definitions on whole models."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.sites import Site
+from ckpt_prune.calibration import readout
+from ckpt_prune.calibration.samples import Part
+from ckpt_prune.calibration.statistics import with_effects
+from ckpt_prune.planning.kinds import CANDIDATES
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.budgets import decide, dense_ranking, effects_on
+from ckpt_prune.transform.solvers import solver_of
+from tests.calibration.test_fisher import losses_of, unlikeliest
+from tests.encoders import calibrate, job_on
+from tests.families import BLOCKS
+from tests.oracles import obs as oracle
+from tests.stored import Sources
+
+from .test_effects import ByHand
+from .whole import data_of, stock
+
+CPU = torch.device("cpu")
+
+
+def recipe_of(spaces: Mapping[str, str], variant: str = "llama", **top: object) -> Recipe:
+    """Where consumers have a bias, it makes up for every mean."""
+    method = "affine" if variant in ("opt", "vit") and "qk" not in spaces else "none"
+    own = {space: {"score": score, "compensation": {"method": method}} for space, score in spaces.items()}
+    values = {"version": 1, "name": "test", "allocation": "least-error", "widths": "per_layer", "container": "any"}
+    return Recipe.model_validate(values | {"spaces": own} | top)
+
+
+def dense_moments(model: ByHand, block: int, space: str) -> tuple[Tensor, Tensor, float]:
+    """W, Σ x xᵀ (about the mean where there is a bias) and the tokens."""
+    path = model.path(block, model.family.columns[space].consumer)
+    consumer = model.model.get_submodule(path)
+    seen: list[Tensor] = []
+    handle = consumer.register_forward_pre_hook(lambda _m, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        model.model(**model.data.batch(slice(0, len(model.data))))
+    handle.remove()
+    x = seen[0].flatten(0, -2).double()
+    x = x - x.mean(0) if consumer.bias is not None else x
+    return consumer.weight.detach().double(), x.T @ x, len(x)
+
+
+@pytest.mark.parametrize("score", ["obs", "rcpu"])
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_errors_are_those_of_a_refit_in_the_metric(dense: Sources, variant, score):
+    """tr(F (W − Ŵ) G (W − Ŵ)ᵀ) / 2 per token, λ counted too."""
+    source, statistics = Model.open(dense.folder(variant)), dense.statistics(variant)
+    model = ByHand(stock(dense.folder(variant), variant), source, data_of(variant))
+    recipe = recipe_of({"heads": score, "mlp": score}, variant)
+    for space in recipe.spaces:
+        solver, name = solver_of(source, recipe, space, CPU), source.moments_name(1, space)
+        tensors, folds, fisher = solver.read(1), statistics.block(1)[name], statistics.fisher(1)[name]
+        scores = solver.scores(1, tensors, folds)
+        weight, gram, tokens = dense_moments(model, 1, space)
+        values, vectors = torch.linalg.eigh(fisher.sums.double() / fisher.samples)
+        turned = ((vectors * values.clamp_min(0).sqrt()) @ vectors.T) @ weight
+        order = scores.argsort(stable=True).tolist()
+        per_unit, strength = source.unit_columns(space), 0.01 * float(gram.diagonal().mean())
+        for metric, used in ((fisher, turned), (None, weight)):
+            found = solver.errors(1, tensors, folds, scores, metric)
+            half = 2 if metric is not None else 1
+            for k in (0, 1, len(order) // 2, len(order) - 1, len(order)):
+                expected = oracle.cost(used, gram, strength, order[:k], per_unit) / tokens / half
+                assert float(found[k]) == pytest.approx(expected, rel=2e-3, abs=1e-9)
+
+
+def test_errors_of_logits_are_their_energies_in_the_metric(dense):
+    source, statistics = Model.open(dense.folder("vit")), dense.statistics("vit")
+    recipe = recipe_of({"qk": "logit-energy"})
+    solver, name = solver_of(source, recipe, "qk", CPU), source.moments_name(0, "qk")
+    tensors, folds, fisher = solver.read(0), statistics.block(0)[name], statistics.fisher(0)[name]
+    scores = solver.scores(0, tensors, folds)  # (heads, dimensions), energies per sample
+    for metric, weights in ((None, torch.ones(len(scores))), (fisher, fisher.sums / fisher.samples / 2)):
+        found = solver.errors(0, tensors, folds, scores, metric).tolist()
+        for k in range(scores.shape[1] + 1):
+            lost = [float(w) * sum(sorted(own)[:k]) for w, own in zip(weights, scores.tolist(), strict=True)]
+            assert found[k] == pytest.approx(sum(lost), rel=1e-5)
+
+
+# ---- what gradients predict --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt", "vit"])
+def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch, dense, tmp_path):
+    """½ E[(g·δ)²] on the last fold of a refit to the first one: gradients and inputs of a whole stock model."""
+    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    folder, data = dense.folder(variant), data_of(variant)
+    source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
+    half = len(data) // 2
+    fitted = calibrate(folder, tmp_path / "half", Part(data, 0, half), collect=("moments", "gram"))
+    some = Part(data, half, min(len(data), half + statistics.index.fisher))
+    model = stock(folder, variant)
+    by_hand = ByHand(model, source, data)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    block, space = 1, "mlp"
+    path = by_hand.path(block, source.family.columns[space].consumer)
+    seen: list[tuple[Tensor, Tensor]] = []
+    model.get_submodule(path).register_forward_hook(lambda _m, args, out: seen.append((args[0].detach(), out)))
+    said = model(**some.batch(slice(0, len(some))))
+    monkeypatch.setattr("tests.calibration.test_fisher.LIMIT", len(some))
+    (loss,) = losses_of([(name, said[name]) for name in said if name.endswith("logits")])
+    ((x, out),) = seen
+    (g,) = torch.autograd.grad(loss, out)
+    x, g = (each.reshape(len(some), -1, each.shape[-1]) for each in (x, g))
+    recipe = recipe_of({space: "rcpu"}, variant)
+    solver, name = solver_of(source, recipe, space, CPU), source.moments_name(block, space)
+    tensors, folds = solver.read(block), fitted.block(block)[name]
+    weight, moments = model.get_submodule(path).weight.detach().double(), folds[0]
+    biased = model.get_submodule(path).bias is not None
+    mean = moments.mean if biased else torch.zeros_like(moments.mean)
+    gram = moments.gram.double() - moments.count * torch.outer(mean, mean)
+    whole = variant == "vit"
+    for score in CANDIDATES:
+        order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
+        for count, value in statistics.index.predicted[name][score]:
+            kept = sorted(order[count:])
+            damped = gram[kept][:, kept] + 0.01 * gram.diagonal().mean() * torch.eye(len(kept))
+            lost = weight.clone()
+            target = weight @ gram[:, kept] + 0.01 * gram.diagonal().mean() * weight[:, kept]
+            lost[:, kept] -= torch.linalg.solve(damped, target.T).T
+            moved = (g.double() * ((x.double() - mean) @ lost.T)).sum(-1)
+            square = moved.sum(1).square() if whole else moved.square().sum(1)
+            assert value == pytest.approx(float(square.sum()) / 2 / len(some), rel=5e-3)
+
+
+def test_measured_effects_scale_what_is_predicted_of_other_scores(dense, tmp_path):
+    folder = dense.folder("opt")
+    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
+    name = Model.open(folder).moments_name(0, "mlp")
+    predicted = statistics.index.predicted[name]
+    assert effects_on(statistics, name, "obs") == predicted["obs"]
+    assert effects_on(statistics, name, "rcpu") == predicted["rcpu"]
+    tripled = with_effects(statistics, {name: [(count, 3 * value) for count, value in predicted["obs"]]})
+    assert effects_on(tripled, name, "obs") == [(count, 3 * value) for count, value in predicted["obs"]]
+    assert effects_on(tripled, name, "rcpu") == [
+        (count, pytest.approx(3 * value)) for count, value in predicted["rcpu"]
+    ]
+    elsewhere = with_effects(statistics, {name: [(1, 0.5)]})
+    assert effects_on(elsewhere, name, "obs") == [(1, 0.5)]
+    assert effects_on(elsewhere, name, "rcpu") == predicted["rcpu"]
+    bare = calibrate(folder, tmp_path / "bare", data_of("opt"), collect=("moments", "gram"))
+    assert effects_on(bare, name, "obs") == []
+
+
+def test_the_score_of_a_site_is_the_best_at_its_width(dense, tmp_path):
+    """Made up: rcpu is best in block 0, wanda-sp in the others."""
+    folder, best = dense.folder("opt"), ["rcpu"] + ["wanda-sp"] * (BLOCKS - 1)
+    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
+    source = Model.open(folder)
+    made_up = {}
+    for block in range(BLOCKS):
+        name = source.moments_name(block, "mlp")
+        points = [count for count, _ in statistics.index.predicted[name]["obs"]]
+        made_up[name] = {
+            score: [(count, count * (1.0 if score == best[block] else 2.0)) for count in points] for score in CANDIDATES
+        }
+    statistics.index.predicted.update(made_up)
+    recipe = recipe_of({"mlp": "auto"}, ratio=0.4)
+    request = job_on(folder, recipe, statistics).request
+    ranking, decided = dense_ranking(request), decide(request)
+    for block in range(BLOCKS):
+        site = Site(block, "mlp")
+        assert [own.score for own in ranking[site]] == list(CANDIDATES)
+        decision = decided.sites[site]
+        chosen = next(own for own in ranking[site] if own.score == decision.score)
+        dropped = len(chosen.scores) - decision.keep
+        assert decision.score == best[block]
+        assert float(chosen.errors[dropped]) == min(float(own.errors[dropped]) for own in ranking[site])
+        assert torch.equal(decision.scores, chosen.scores)
+    assert np.sum([decided.sites[Site(block, "mlp")].keep for block in range(BLOCKS)]) < 22 * BLOCKS
