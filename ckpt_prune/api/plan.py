@@ -59,6 +59,8 @@ class ComparedPlan:
             without second moments.
         held_out: the same on folds that the fit has not seen; None where nothing is fitted, or the statistics have one
             fold.
+        divergence: what it is predicted to do to the model's own output, in nats (or, without a head, as a share of the
+            energy of its last hidden states); None where the statistics have no Fisher metric.
         messages: what a user should know of the sizes.
     """
 
@@ -68,6 +70,7 @@ class ComparedPlan:
     container: str
     errors: dict[str, float | None]
     held_out: dict[str, float | None]
+    divergence: float | None
     messages: list[str]
 
     def data(self) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class ComparedPlan:
             "container": self.container,
             "errors": self.errors,
             "held_out": self.held_out,
+            "divergence": self.divergence,
             "messages": self.messages,
         }
 
@@ -96,6 +100,7 @@ def compared_plan(planned: Planned) -> ComparedPlan:
         "remote code" if made.container == "remote" else made.container,
         {str(space): errors.get(space) for space in made.recipe.spaces},
         {str(space): held_out.get(space) for space in made.recipe.spaces},
+        made.divergence,
         planned.messages,
     )
 

@@ -122,6 +122,7 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     before = compared[0].before
     spaces = list(dict.fromkeys(space for each in compared for space in each.errors))
     held_out = any(error is not None for each in compared for error in each.held_out.values())
+    predicted = any(each.divergence is not None for each in compared)
     rows = [
         [
             each.recipe,
@@ -132,18 +133,24 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
             each.container,
             *(figure(each.errors.get(space)) for space in spaces),
             *(figure(each.held_out.get(space)) for space in spaces if held_out),
+            *([figure(each.divergence)] if predicted else []),
         ]
         for each in compared
     ]
     headers = ["recipe", "parameters", "share", "bytes", "FLOPs", "stored as"]
     headers += [f"{space} error" for space in spaces]
     headers += [f"{space} held out" for space in spaces if held_out]
-    click.echo(table(headers, rows))
+    click.echo(table([*headers, "predicted"] if predicted else headers, rows))
     click.echo(
         "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity"
     )
     if held_out:
         click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
+    if predicted:
+        click.echo(
+            "predicted: the divergence (KL, in nats) of the model's own output from the dense model's, by second order: "
+            "more where much goes; its exponential is about what the perplexity is multiplied by"
+        )
     for each in compared:
         for line in each.messages:
             click.echo(f"{each.recipe}: {line}")
@@ -166,7 +173,7 @@ def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
 def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, plan_legend, warning_lines
     from ckpt_prune.report.figures import relative_floor
-    from ckpt_prune.transform.messages import few_tokens, size_lines, wider_choice
+    from ckpt_prune.transform.messages import few_tokens, predicted_line, size_lines, wider_choice
 
     click.echo(table(COST_HEADERS, cost_rows(plan.before, plan.after)))
     click.echo()
@@ -193,6 +200,9 @@ def _print_plan(settled: Any, plan: Any) -> None:
     for line in plan_legend(settled.model, plan.sites):
         click.echo(line)
     click.echo(f"\n{kept_line(settled)}")
+    predicted = predicted_line(settled.model, plan)
+    if predicted:
+        click.echo(predicted)
     for line in size_lines(settled):
         click.echo(line)
     few = few_tokens(settled, errors="above")

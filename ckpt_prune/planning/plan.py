@@ -39,6 +39,12 @@ _SITE_KEYS = [*_KEYS[: _KEYS.index("method")], "scores", *_KEYS[_KEYS.index("met
 class Plan(PlanFile[Recipe, SitePlan]):
     """Everything that `prune` needs to apply the same decisions again. It applies them to the same model only."""
 
+    @property
+    def divergence(self) -> float | None:
+        """Predicted of the whole model: the sum over sites; None where one is not known."""
+        known = [site.divergence for site in self.sites]
+        return None if None in known else sum(each for each in known if each is not None)
+
     def to_json(self) -> str:
         """Readable JSON, with one line for every site."""
         data = self.model_dump(mode="json", by_alias=True)

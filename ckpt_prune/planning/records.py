@@ -51,6 +51,7 @@ class SiteRecord(Fixed):
         consumer: on-disk name of the consumer's weight; None for a space that ends in logits.
         units: units of the dense site. A site of q and k has all rows as units.
         kept: units that stay, ascending.
+        score: that its units were ranked by, where it was chosen site by site; else None, and left out of JSON.
         method: the compensation; none where nothing is dropped.
         strength: in the recipe's units; None where the method has none.
         share: share of the drift that the weights are fitted to correct; None without drift.
@@ -59,6 +60,8 @@ class SiteRecord(Fixed):
         error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² without and with compensation, at the
             consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
             the residual stream back to the dense model's. None without second moments.
+        divergence: what the errors of the site alone are predicted to do to the model's own output, by the Fisher
+            metric (calibration/README.md, section 5). None, and left out of JSON, where that was not measured.
         error_held_out: the compensated error over all folds, each scored by a fit to the others. None with one fold,
             or where it was neither asked for nor chosen by.
         residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
@@ -75,6 +78,7 @@ class SiteRecord(Fixed):
     consumer: str | None = None
     units: Annotated[int, Field(ge=1, le=2**63)]
     kept: list[int]
+    score: str | None = None
     method: str
     strength: Figure = None
     share: Figure = None
@@ -82,6 +86,7 @@ class SiteRecord(Fixed):
     margin: Figure = None
     error_uncompensated: Figure = None
     error_compensated: Figure = None
+    divergence: Figure = None
     error_held_out: Figure = None
     residual: Figure = None
     j0: Figure = None
@@ -94,10 +99,11 @@ class SiteRecord(Fixed):
     heads: list[HeadErrors] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_expert(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Files of models without experts do not change."""
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files of models without experts, and of recipes that need no more, do not change."""
         values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "expert" or value is not None}
+        optional = {"expert", "score", "divergence"}
+        return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
 class MaskedLinear(Fixed):

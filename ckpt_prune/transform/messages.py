@@ -1,10 +1,12 @@
 """What a user should know of a job beside its sizes, in lines."""
 
 from collections.abc import Iterable
+from math import exp
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
@@ -154,3 +156,16 @@ def wider_choice(settled: Settled) -> str | None:
         return f"{told} as much, as predicted"
     saved = 1 - losses.per_block / losses.chosen
     return f"{told} less (predicted: {saved:.0%} less), and need remote code"
+
+
+def predicted_line(model: Model, plan: Plan) -> str | None:
+    """What a plan is predicted to do to the model's own output; None where that is not known or nothing."""
+    found = plan.divergence
+    if not found:
+        return None
+    if model.family.auto_class == "AutoModel":
+        return f"predicted: the last hidden states are off by {found:.4f} of their energy, or more"
+    told = f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output"
+    if model.family.causal:
+        told += f", about {exp(found):.2f} times its perplexity"
+    return f"{told}; by second order, so more where much goes"

@@ -26,9 +26,15 @@ def make_plan(settled: Settled) -> Plan:
     sites: list[SitePlan] = []
     for block in track(range(model.blocks), "planning", total=model.blocks):
         moments = source.moments(block, {}, spaces)
+        known = request.statistics
+        metric = known.fisher(block) if known is not None and known.index.fisher else {}
         for space, solver in solvers.items():
-            decision = decisions.of(model, Site(block, space))
-            sites.append(solver.solve(block, solver.read(block), moments.get(space), decision)[0])
+            decision, tensors = decisions.of(model, Site(block, space)), solver.read(block)
+            solved = solver.solve(block, tensors, moments.get(space), decision)
+            fisher = metric.get(model.moments_name(block, space))
+            if fisher is not None:
+                solved[0].divergence = solver.divergence(block, tensors, moments.get(space, ()), solved, fisher)
+            sites.append(solved[0])
     statistics = None
     if request.statistics is not None:
         path = str(request.statistics.folder.resolve())

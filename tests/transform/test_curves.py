@@ -15,11 +15,14 @@ from ckpt_prune.calibration.statistics import with_effects
 from ckpt_prune.planning.kinds import CANDIDATES
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.budgets import decide, dense_ranking, effects_on
+from ckpt_prune.transform.messages import predicted_line
+from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.solvers import solver_of
 from tests.calibration.test_fisher import losses_of, unlikeliest
 from tests.encoders import calibrate, job_on
-from tests.families import BLOCKS
+from tests.families import BLOCKS, prune
 from tests.oracles import obs as oracle
+from tests.oracles.whole_best import read
 from tests.stored import Sources
 
 from .test_effects import ByHand
@@ -179,3 +182,65 @@ def test_the_score_of_a_site_is_the_best_at_its_width(dense, tmp_path):
         assert float(chosen.errors[dropped]) == min(float(own.errors[dropped]) for own in ranking[site])
         assert torch.equal(decision.scores, chosen.scores)
     assert np.sum([decided.sites[Site(block, "mlp")].keep for block in range(BLOCKS)]) < 22 * BLOCKS
+
+
+# ---- of a plan ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
+    """½ tr(F E[δδᵀ]) of the very weights that are written."""
+    folder, statistics = dense.folder(variant), dense.statistics(variant)
+    method = "affine" if variant == "opt" else "ridge"
+    own = {"score": "rcpu", "ratio": 0.5, "compensation": {"method": method}}
+    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": {"heads": own, "mlp": own}})
+    job = job_on(folder, recipe, statistics)
+    plan = make_plan(job)
+    prune(job, tmp_path / "out")
+    written, before = read(tmp_path / "out"), read(folder)
+    source = Model.open(folder)
+    for site in plan.sites:
+        name = site.consumer
+        moments, fisher = statistics.block(site.block)[name][0], statistics.fisher(site.block)[name]
+        columns = source.consumer_columns(site.space, torch.tensor(site.kept)).numpy()
+        lost = before[name].astype(np.float64)
+        lost[:, columns] -= written[name]
+        bias = name.replace(".weight", ".bias")
+        added = written[bias].astype(np.float64) - before[bias] if bias in written else np.zeros(len(lost))
+        mean, second = moments.mean.numpy(), moments.gram.double().numpy() / moments.count
+        shift = np.outer(lost @ mean, added)
+        errors = lost @ second @ lost.T - shift - shift.T + np.outer(added, added)
+        expected = np.trace(fisher.mean.numpy() @ errors) / 2
+        assert site.divergence == pytest.approx(expected, rel=1e-2)
+    assert plan.divergence == pytest.approx(sum(site.divergence for site in plan.sites))
+
+
+def test_a_plan_predicts_nothing_that_it_has_no_metric_or_moments_for(dense, tmp_path):
+    folder, statistics = dense.folder("vit"), dense.statistics("vit")
+    logits = {"qk": {"score": "logit-energy", "ratio": 0.5, "compensation": {"method": "logit"}}}
+    for spaces, known in ((logits, None), ({"qk": {"ratio": 0.0}}, 0.0)):
+        recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
+        assert make_plan(job_on(folder, recipe, statistics)).divergence == known
+    bare = calibrate(folder, tmp_path / "bare", data_of("vit"), collect=("moments", "gram"))
+    own = {"mlp": {"score": "rcpu", "ratio": 0.5, "compensation": {"method": "none"}}}
+    plan = make_plan(job_on(folder, Recipe.model_validate({"version": 1, "name": "test", "spaces": own}), bare))
+    assert plan.divergence is None
+    assert "divergence" not in plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("variant", "line"),
+    [
+        ("llama", "a divergence (KL) of 0.2000 nats from the dense model's output, about 1.22 times its perplexity; "),
+        ("vit", "a divergence (KL) of 0.2000 nats from the dense model's output; "),
+        ("bert-headless", "the last hidden states are off by 0.2000 of their energy, or more"),
+    ],
+)
+def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, line):
+    class Plan:
+        divergence: float | None = 0.2
+
+    said = predicted_line(Model.open(dense.folder(variant)), Plan())
+    assert said == f"predicted: {line}" + ("by second order, so more where much goes" if line.endswith("; ") else "")
+    Plan.divergence = 0.0
+    assert predicted_line(Model.open(dense.folder(variant)), Plan()) is None

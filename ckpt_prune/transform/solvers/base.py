@@ -124,6 +124,28 @@ class Solver(ABC):
         """
 
     @abstractmethod
+    def divergence(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        solved: SolvedSite,
+        fisher: Fisher,
+    ) -> float | None:
+        """What a solved site is predicted to do to the model's own output, the mean over samples.
+
+        Args:
+            block: index of the block.
+            tensors: what it was solved from.
+            folds: moments, one for each fold.
+            solved: as `solve` returns it.
+            fisher: the metric at the site.
+
+        Returns:
+            None where the moments do not tell.
+        """
+
+    @abstractmethod
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Samples of so many tokens that determine a fit without strength, and the unknowns in words."""
 

@@ -100,6 +100,32 @@ class ColumnSolver(Solver):
         order += torch.arange(copies, device=order.device)[:, None] * order.shape[1]
         return DropOrder.of(weight, gram, order.T.flatten(), self.model.unit_columns(self.space))
 
+    def divergence(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        solved: SolvedSite,
+        fisher: Fisher,
+    ) -> float | None:
+        """½ tr(F E[δδᵀ]) of δ = (W − Ŵ) x − b, b being what is added to the bias."""
+        plan, new = solved
+        moments = total(_inputs(folds)) if folds else None
+        if new is None:
+            return 0.0
+        if moments is None or moments.gram is None:
+            return None
+        name = self.model.tensor(block, self.description.consumer)
+        bias = self.model.tensor(block, self.description.consumer, "bias")
+        lost = tensors[name].to(torch.float64, copy=True)
+        lost[:, self.model.consumer_columns(self.space, torch.tensor(plan.kept))] -= new[name]
+        metric = fisher.mean
+        second = (metric @ lost * (lost @ moments.gram.double())).sum() / moments.count
+        if bias in new:
+            added = new[bias] - tensors[bias].double() if bias in tensors else new[bias]
+            second += added @ metric @ (added - 2 * lost @ moments.mean)
+        return max(0.0, float(second) / 2)
+
     def centred(self, block: int, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the kept columns may get a bias, which makes up for every mean."""
         return any(METHODS[method].adds_bias for method in self._methods(block, tensors))
@@ -126,6 +152,7 @@ class ColumnSolver(Solver):
             scores = self._unit_scores(weight, whole, methods, decision.score)
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, name, kept, scores)
+        plan.score = decision.score
         if kept.numel() == scores.numel():
             return plan, None
         columns = self.model.consumer_columns(self.space, kept).to(self.device)

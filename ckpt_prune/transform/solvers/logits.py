@@ -63,6 +63,17 @@ class LogitSolver(Solver):
             return lost.sum(0).cpu()
         return (fisher.mean.to(lost.device) @ lost).cpu() / 2
 
+    def divergence(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        solved: SolvedSite,
+        fisher: Fisher,
+    ) -> float | None:
+        """Known where every head's error is: a plan has them with diagnostics alone, and this none but of no loss."""
+        return 0.0 if solved[1] is None else None
+
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """As many dimensions of highest score in every head."""
         return select_in_heads(scores, keep)
