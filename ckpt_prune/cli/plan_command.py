@@ -148,8 +148,8 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
         click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
     if predicted:
         click.echo(
-            "predicted: the divergence (KL, in nats) of the model's own output from the dense model's, by second order: "
-            "more where much goes; its exponential is about what the perplexity is multiplied by"
+            "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order: more where "
+            "much goes; its exponential is about what the perplexity is multiplied by"
         )
     for each in compared:
         for line in each.messages:

@@ -193,7 +193,8 @@ def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
     folder, statistics = dense.folder(variant), dense.statistics(variant)
     method = "affine" if variant == "opt" else "ridge"
     own = {"score": "rcpu", "ratio": 0.5, "compensation": {"method": method}}
-    recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": {"heads": own, "mlp": own}})
+    values = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": own, "mlp": own}}
+    recipe = Recipe.model_validate(values)
     job = job_on(folder, recipe, statistics)
     plan = make_plan(job)
     prune(job, tmp_path / "out")
@@ -218,7 +219,8 @@ def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
 def test_a_plan_predicts_nothing_that_it_has_no_metric_or_moments_for(dense, tmp_path):
     folder, statistics = dense.folder("vit"), dense.statistics("vit")
     logits = {"qk": {"score": "logit-energy", "ratio": 0.5, "compensation": {"method": "logit"}}}
-    for spaces, known in ((logits, None), ({"qk": {"ratio": 0.0}}, 0.0)):
+    whole = {"qk": logits["qk"] | {"ratio": 0.0}}
+    for spaces, known in ((logits, None), (whole, 0.0)):
         recipe = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
         assert make_plan(job_on(folder, recipe, statistics)).divergence == known
     bare = calibrate(folder, tmp_path / "bare", data_of("vit"), collect=("moments", "gram"))
@@ -233,7 +235,7 @@ def test_a_plan_predicts_nothing_that_it_has_no_metric_or_moments_for(dense, tmp
     [
         ("llama", "a divergence (KL) of 0.2000 nats from the dense model's output, about 1.22 times its perplexity; "),
         ("vit", "a divergence (KL) of 0.2000 nats from the dense model's output; "),
-        ("bert-headless", "the last hidden states are off by 0.2000 of their energy, or more"),
+        ("bert-model", "the last hidden states are off by 0.2000 of their energy, or more"),
     ],
 )
 def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, line):
