@@ -10,7 +10,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.budgets import dense_scores
+from ckpt_prune.transform.budgets import dense_ranking
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
@@ -77,9 +77,9 @@ def test_units_are_ranked_once(dense, monkeypatch):
     request = request_on(dense.folder("llama"), least_error(), dense.statistics("llama", 2))
     calls = []
     monkeypatch.setattr(
-        "ckpt_prune.transform.sweep.dense_scores", lambda given: calls.append(given) or dense_scores(given)
+        "ckpt_prune.transform.sweep.dense_ranking", lambda given: calls.append(given) or dense_ranking(given)
     )
-    monkeypatch.setattr("ckpt_prune.transform.budgets.dense_scores", lambda _: pytest.fail("ranked again"))
+    monkeypatch.setattr("ckpt_prune.transform.budgets.dense_ranking", lambda _: pytest.fail("ranked again"))
     points_at(request, RATIOS)
     assert calls == [request]
 
