@@ -7,6 +7,7 @@ fitted to.
 See compensation/README.md, section 5.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ SMALLEST_SCALE = 1e-6
 """The scaled rotation is divided by its scale to get the plain one, unless the scale is smaller than this."""
 PLENTY = 8
 """With so many training tokens for each kept input, two folds held out choose as well as all."""
+
+NEAR = 0.1
+"""A rotation that is so much worse than the best, at the ridges' share of the drift, is tried at no other share."""
+FEW = 2
+"""With fewer training tokens for each kept input the best shares of ridges and rotations lie too far apart for that."""
 
 _Key = tuple[str, float | None, float]
 """Method, strength in the units of the grid, and share."""
@@ -73,7 +79,7 @@ class Chosen:
             margin is finite.
         runner_up: the other method of least error, or of least bound where it was ruled out; None where no other was
             tried.
-        trials: the best of each method that was not ruled out, in the order of `METHODS`.
+        trials: the best that was tried of each method that was not ruled out, in the order of `METHODS`.
         ruled_out: the other methods, in that order.
     """
 
@@ -104,8 +110,9 @@ def choose(
     larger strength, then the smaller share.
 
     A method with `best_of_form` is ruled out where its error on the held-out folds is too large even when it is fitted
-    to them as well, at α = 1. Only if it is not, its own held-out errors are computed. Beside ridges they are computed
-    at the shares around theirs, downhill.
+    to them as well, at α = 1. Only if it is not, its own held-out errors are computed: at the share at which the ridges
+    are best, and where it is `NEAR` the best there or tokens are `FEW`, downhill from it. Without ridges all shares are
+    tried.
 
     Args:
         weight_kept: W_K, (d_out, k) float64.
@@ -212,17 +219,20 @@ class _Trials:
         bounds: dict[str, float] = dict.fromkeys(dear, 0.0)
         compared = len(dear) < len(methods)
         bounding = dict(_fits(dear, self.weight_kept, self.total.at(1.0))) if compared else {}
-        energy = 0.0
+        energy, fewest = 0.0, self.total.fit.count
         for train, fold in splits(self.folds, self.total, self.weight_kept.shape[1]):
+            fewest = min(fewest, train.fit.count)
             energy += fold.second_moments()[2]
             for key, found in self._others([m for m in methods if not m.best_of_form], train, fold, shares):
                 sums[key] += found
             for name, solution in bounding.items():
                 bounds[name] += error(solution, fold)
         unit = energy if energy > 0 else 1.0
-        least = min(sums.values(), default=float("inf"))
+        least = min(sums.values(), default=math.inf)
         ruled_out = {name for name, bound in bounds.items() if bound > least + RESOLUTION * unit}
-        sums |= self._around(_share(sums, energy), [name for name in dear if name not in ruled_out], shares)
+        left = [name for name in dear if name not in ruled_out]
+        few = fewest < FEW * self.weight_kept.shape[1]
+        sums |= self._around(_share(sums, energy), left, shares, math.inf if few else least * (1 + NEAR))
         scale = 1 / energy if energy > 0 else 0.0
         trials = [Trial(*key, found * scale) for key, found in sums.items()]
         return (
@@ -252,10 +262,15 @@ class _Trials:
                     solution = method.fit(self.weight_kept, train.at(share), 0.0)
                     yield (method.name, None, share), error(solution, fold)
 
-    def _around(self, start: float | None, names: Sequence[str], shares: Sequence[float]) -> dict[_Key, float]:
-        """Errors over all folds of methods without a strength, downhill from a share, or at every share without one."""
+    def _around(
+        self, start: float | None, names: Sequence[str], shares: Sequence[float], limit: float
+    ) -> dict[_Key, float]:
+        """Errors over all folds of methods without a strength, at a share and, up to a limit, downhill from it.
+
+        Without a share to start at, errors at every share.
+        """
         sums: dict[_Key, float] = defaultdict(float)
-        wanted = set(range(len(shares))) if start is None else _beside(shares.index(start), shares)
+        wanted = set(range(len(shares))) if start is None else {shares.index(start)}
         done: set[int] = set()
         while names and wanted - done:
             for train, fold in splits(self.folds, self.total, self.weight_kept.shape[1]):
@@ -263,8 +278,10 @@ class _Trials:
                     for name, solution in _fits(names, self.weight_kept, train.at(shares[index])):
                         sums[name, None, shares[index]] += error(solution, fold)
             done |= wanted
+            lowest = {name: min(done, key=lambda i: sums.get((name, None, shares[i]), math.inf)) for name in names}
+            names = [name for name in names if sums[name, None, shares[lowest[name]]] <= limit]
             for name in names:
-                wanted |= _beside(min(done, key=lambda i: sums[name, None, shares[i]]), shares)
+                wanted |= _beside(lowest[name], shares)
         return sums
 
 

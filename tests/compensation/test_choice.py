@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_prune.compensation import choice as choice_module
-from ckpt_prune.compensation.choice import RESOLUTION, Chosen, choose, splits
+from ckpt_prune.compensation.choice import NEAR, RESOLUTION, Chosen, choose, splits
 from ckpt_prune.compensation.fit import Blend, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from tests.oracles import choice as oracle
@@ -131,9 +131,12 @@ def test_the_best_of_all_and_of_each_method(label):
     known = dict(ruled_out)
     for trial in chosen.trials:
         known[trial.method] = trial.error
+        found = expected[trial.method, trial.strength, trial.share]
+        assert trial.error == pytest.approx(found, rel=DIGITS[trial.method])
         least = min(error for (name, *_), error in expected.items() if name == trial.method)
-        assert trial.error == pytest.approx(least, rel=DIGITS[trial.method])
-        assert expected[trial.method, trial.strength, trial.share] == pytest.approx(least, rel=DIGITS[trial.method])
+        # Forms that are dear, and far behind at the ridges' share, are tried at no other.
+        if not METHODS[trial.method].best_of_form or found <= chosen.best.error * (1 + NEAR):
+            assert found == pytest.approx(least, rel=DIGITS[trial.method])
     for name, bound in ruled_out.items():
         assert METHODS[name].best_of_form
         assert bound == pytest.approx(case.least_error(name), rel=DIGITS[name])
