@@ -3,7 +3,8 @@
 See compensation/README.md, section 4.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -20,10 +21,12 @@ def observe_drift(
     dense: HiddenStream,
     pruned: HiddenStream,
     index: int,
-    dense_tensors: Mapping[str, Tensor],
+    dense_tensors: Mapping[str, Tensor] | None,
     tensors: Mapping[str, Tensor],
     gram: Mapping[Key, bool],
-) -> dict[Key, SpaceMoments]:
+    *,
+    later: Collection[str] | None = None,
+) -> tuple[dict[Key, SpaceMoments], bool]:
     """Moments of what is named in the pruned stream, a tuple over folds, with the drift of spaces with a consumer.
 
     The target of a consumer is y* = (dense residual stream after it) − (pruned residual stream before it), its own
@@ -35,39 +38,58 @@ def observe_drift(
     are those of `HiddenStream.observe`.
 
     Both blocks run batch by batch, one after the other; two blocks and two streams are held, and a third set of hidden
-    states is not. δ is made in float64.
+    states is not. δ is made in float64. A block runs no further than what is asked for.
 
     Args:
-        dense: stream of the dense model at the input of the block.
-        pruned: stream of the pruned one, of the same samples and folds.
+        dense: stream of the dense model at the input of the block, or at its output.
+        pruned: stream of the pruned one, of the same samples and folds, at the input of the block.
         index: the block.
-        dense_tensors: its on-disk tensors in the dense model.
+        dense_tensors: its on-disk tensors in the dense model; None where `dense` is past the block. Then only spaces
+            after which the residual stream is the block's output can be asked for.
         tensors: its on-disk tensors as they stand in the pruned one, of any widths; consumers that are asked for are
             still whole.
         gram: spaces and linear modules to observe, and whether with the Gram.
+        later: what will be asked for next of this block. Where its output alone serves all of that, `dense` is let past
+            the block. None leaves `dense` where it is.
+
+    Returns:
+        The moments, and whether `dense` is past the block.
 
     Raises:
-        ValueError: the streams have different batches.
+        ValueError: the streams have different batches, or `dense` is past what is asked for.
     """
     if dense.batches != pruned.batches:
         raise ValueError("drift is measured between streams of the same samples in the same folds")
     columns = pruned.factory.family.columns
     spaces: dict[Key, SpaceName] = {key: space for key in gram for space in columns if space == key}
+    passed = dense_tensors is None
     if not spaces:
-        return pruned.observe(index, tensors, gram)
+        return pruned.observe(index, tensors, gram), passed
     wanted = list(spaces.values())
-    theirs = _Residual(dense, index, dense_tensors, wanted)
+    theirs = None if dense_tensors is None else _Residual(dense, index, dense_tensors, wanted)
     ours = _Residual(pruned, index, tensors, wanted)
     observers = {key: pruned.observer(ours.block, index, key, own) for key, own in gram.items()}
+    ours.whole = any(key not in pruned.factory.family.spaces for key in gram)
+    if theirs is not None:
+        theirs.whole = later is not None
     drifts = {space: [ours.no_drift(space) for _ in range(pruned.folds)] for space in wanted}
-    for fold, rows in pruned.batches:
+    for position, (fold, rows) in enumerate(pruned.batches):
         for observer in observers.values():
             observer.fold = fold
-        theirs.run(rows)
+        if theirs is not None:
+            theirs.run(rows)
         ours.run(rows)
+        # Only a block that has run tells whether its norms come first.
+        if position == 0 and theirs is not None:
+            theirs.whole = passed = later is not None and all(theirs.ends(space) for space in columns if space in later)
+        elif position == 0 and not all(ours.ends(space) for space in wanted):
+            raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
         for space, folds in drifts.items():
-            delta = ours.unscaled(space, theirs.after(space) - ours.after(space))
+            reached = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
+            delta = ours.unscaled(space, reached - ours.after(space))
             folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
+        if theirs is not None and passed:
+            dense.states[rows] = theirs.left.cpu()
     found: dict[Key, SpaceMoments] = {}
     for key, observer in observers.items():
         moments: SpaceMoments = observer.moments()
@@ -79,7 +101,11 @@ def observe_drift(
                 if isinstance(m, Moments)
             )
         found[key] = moments
-    return found
+    return found, passed
+
+
+class _SeenError(Exception):
+    """Raised by a hook to stop a block once all that is asked for has been seen."""
 
 
 class _Residual:
@@ -93,7 +119,9 @@ class _Residual:
 
     Attributes:
         block: the module.
+        whole: whether the block runs to its end even where only attention is asked for.
         inputs: linear module → its input in the batch that ran last, (..., d_in).
+        left: what the block made of that batch, if it ran to its end.
     """
 
     def __init__(
@@ -105,9 +133,11 @@ class _Residual:
         self.block = factory.block(index, tensors)
         names = {space: family.scale(index, space) for space in spaces}
         self._scales = {s: tensors[n].to(factory.device, torch.float64) for s, n in names.items() if n is not None}
+        self.whole = False
+        self._brief = all(self._attention(space) for space in spaces)
         self.inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
-        self._entered = self._left = torch.empty(0)
+        self._entered = self.left = torch.empty(0)
         # What tells pre-norm and post-norm apart, and what the consumers asked for need.
         watched = {family.attention.query}
         for space in spaces:
@@ -118,26 +148,35 @@ class _Residual:
     def _watch(self, name: str) -> None:
         def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             self.inputs[name], self._outputs[name] = args[0], output
+            if self._brief and not self.whole and name == self._stream.factory.family.attention.output:
+                raise _SeenError
 
         path = self._stream.factory.module_path(self._index, name)
         self.block.get_submodule(path).register_forward_hook(see)
 
     def run(self, rows: slice) -> None:
-        """Let samples go through the block."""
+        """Let samples go through the block, as far as is needed."""
         self._entered = self._stream.states[rows].to(self._stream.factory.device)
-        self._left = self._stream.run(self.block, self._index, self._entered)
+        with suppress(_SeenError):
+            self.left = self._stream.run(self.block, self._index, self._entered)
 
     @property
     def _post_norm(self) -> bool:
         """Whether norms stand after the additions: then queries are made of the very input of the block."""
         return torch.equal(self.inputs[self._stream.factory.family.attention.query], self._entered)
 
+    def _attention(self, space: SpaceName) -> bool:
+        return self._columns[space].consumer == self._stream.factory.family.attention.output
+
+    def ends(self, space: SpaceName) -> bool:
+        """Whether the residual stream after a space's consumer is what the block gives."""
+        return not self._attention(space) and not self._post_norm
+
     def after(self, space: SpaceName) -> Tensor:
         """The residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
-        attention = self._columns[space].consumer == self._stream.factory.family.attention.output
-        if not attention and not self._post_norm:
-            return _rows(self._left)
-        before = self._entered if attention else self.inputs[self._columns[space].readers[0]]
+        if self.ends(space):
+            return _rows(self.left)
+        before = self._entered if self._attention(space) else self.inputs[self._columns[space].readers[0]]
         added = _rows(self._outputs[self._columns[space].consumer])
         return _rows(before) + (added * self._scales[space] if space in self._scales else added)
 

@@ -87,8 +87,9 @@ class SequentialMoments:
 class DriftMoments(SequentialMoments):
     """Measured on the already pruned prefix, with its drift from the dense model (compensation/README.md, section 4).
 
-    The moments of queries and keys are the sequential ones. Two blocks and two sets of hidden states are held: the
-    dense block runs again for every stage, and once more as the streams go on, for nothing of it is kept between.
+    The moments of queries and keys are the sequential ones. Two blocks and two sets of hidden states are held. The
+    dense block runs once where its norms come first: what it gives is what later stages need, and the next block's
+    input. Otherwise it runs for every stage.
 
     Args:
         stream: hidden states of the model that is pruned, at the input of the first block.
@@ -109,13 +110,28 @@ class DriftMoments(SequentialMoments):
     ) -> None:
         super().__init__(stream, gram, true_sequential=true_sequential)
         self.dense, self._read_block = dense, read_block
+        self._stages: list[list[Any]] = []
+        self._passed = False
+
+    def stages(self, keys: list[Key]) -> list[list[Key]]:
+        """One at a time where true-sequential, else all at once."""
+        stages = super().stages(keys)
+        self._stages = [list(stage) for stage in stages]
+        return stages
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Moments of the block run on the pruned prefix's output, with drift where the space has a consumer."""
         gram = {key: self._gram[key] for key in keys}
-        return observe_drift(self.dense, self.stream, block, self._read_block(block), tensors, gram)
+        own = None if self._passed else self._read_block(block)
+        later = None
+        if keys in self._stages:
+            later = [key for stage in self._stages[self._stages.index(keys) + 1 :] for key in stage]
+        found, self._passed = observe_drift(self.dense, self.stream, block, own, tensors, gram, later=later)
+        return found
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""
         super().advance(block, tensors)
-        self.dense.advance(block, self._read_block(block))
+        if not self._passed:
+            self.dense.advance(block, self._read_block(block))
+        self._passed = False

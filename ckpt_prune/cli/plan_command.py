@@ -73,8 +73,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     of the dropped output's variance that the kept inputs predict; held out, with statistics of several folds, is the
     error after on each fold when fitted on the others.
 
-    Where compensation is chosen on held-out folds (method auto), margin is by how much the next best method is worse
-    there, relative.
+    Where compensation is chosen on held-out folds (method auto), margin is by how much at least the next best method is
+    worse there, relative.
 
     \b
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json

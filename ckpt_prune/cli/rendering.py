@@ -112,7 +112,7 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
     if any(site.error_held_out is not None for site in sites):
         yield "held out: the error after, on samples left out of the fit"
     if any(site.margin is not None for site in sites):
-        yield "margin: how much larger the held-out error of the next best method is"
+        yield "margin: how much larger, at least, the held-out error of the next best method is"
     if any(site.error_uncompensated is not None for site in sites):
         yield NO_PERPLEXITY
 

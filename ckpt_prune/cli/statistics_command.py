@@ -43,7 +43,7 @@ def show(folder: Path, as_json: bool) -> None:
             shown = f"{FINGERPRINTS[key]}, sha256 {', '.join(each[:12] for each in of)}…"
             click.echo(f"{key:<14} {shown}")
             continue
-        if key == "effects":
+        if key in ("predicted", "effects"):
             shown = f"of {len(value)} sites (--json has them)"
         elif isinstance(value, list):
             shown = ", ".join(map(str, value))

@@ -48,10 +48,13 @@ class Method(Traits):
             centred moments and with the bias that matches the means where it adds one. The choice on folds then scores
             every strength from one decomposition. None for any other form, with a strength or without: it is scored by
             its own fit, strength by strength.
+        best_of_form: whether, without a strength, it is dear to fit and nothing of its form has a smaller error on the
+            tokens it is fitted to. Then that error tells the choice on folds whether it can win at all.
     """
 
     fit: Callable[[Tensor, Fit, float], Solution]
     ridge_towards: Literal["kept", "zero"] | None = None
+    best_of_form: bool = False
 
 
 def _none(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
@@ -72,7 +75,9 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("none", "keep the surviving weights as they are", "no compensation", False, False, False, _none),
         Method("bias", "restore the mean output", "FLAP; VBP", False, False, True, _bias),
-        Method("rotation", "rotate the output", "RCPU eq. 5-7", True, False, False, _plain(rot.rotation)),
+        Method(
+            "rotation", "rotate the output", "RCPU eq. 5-7", True, False, False, _plain(rot.rotation), best_of_form=True
+        ),
         Method(
             "rotation-scale",
             "rotate and scale the output",
@@ -81,6 +86,7 @@ METHODS: dict[str, Method] = {
             False,
             False,
             _plain(rot.scaled_rotation),
+            best_of_form=True,
         ),
         Method(
             "centred-rotation",
@@ -90,6 +96,7 @@ METHODS: dict[str, Method] = {
             False,
             True,
             _plain(rot.centred_rotation),
+            best_of_form=True,
         ),
         Method(
             "least-squares",
@@ -99,6 +106,7 @@ METHODS: dict[str, Method] = {
             False,
             False,
             _plain(ls.least_squares),
+            best_of_form=True,
         ),
         Method(
             "ridge",

@@ -56,14 +56,15 @@ class SiteRecord(Fixed):
         strength: in the recipe's units; None where the method has none.
         share: share of the drift that the weights are fitted to correct; None without drift.
         runner_up, margin: the next best method on held-out folds, and by how much its held-out error is larger,
-            relative to the chosen method's. None unless the method was chosen on folds.
+            relative to the chosen method's; at least by that much where it was ruled out unscored. None unless the
+            method was chosen on folds.
         error_uncompensated, error_compensated: predicted Σ‖y − ŷ‖² / Σ‖y‖² without and with compensation, at the
             consumer's output on the calibration tokens, or of the logits. Where the target is drift, y is what brings
             the residual stream back to the dense model's. None without second moments.
         divergence: what the errors of the site alone are predicted to do to the model's own output, by the Fisher
             metric (calibration/README.md, section 5). None, and left out of JSON, where that was not measured.
-        error_held_out: the compensated error over all folds, each scored by a fit to the others. None with one fold,
-            or where it was neither asked for nor chosen by.
+        error_held_out: the compensated error over folds, each scored by a fit to the others: over those that the choice
+            held out, or over all of them. None with one fold, or where it was neither asked for nor chosen by.
         residual: relative residual at which conjugate gradients stopped, the largest over heads; None but for q and k.
         j0, floor, rho2: CORP's diagnostics (compensation/README.md, section 3, and CORP C.2), per token, or per sample
             for logits. None unless asked for. None, too, where the target is drift: they say nothing about it.

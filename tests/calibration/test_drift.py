@@ -61,7 +61,7 @@ def test_whole_sites_on_a_pruned_prefix(twins, variant, monkeypatch):
     for block in range(BLOCKS):
         tensors = pair.block(block, before)
         if block > 0:
-            found = observe_drift(dense, stream, block, tensors, tensors, BOTH)
+            found, _ = observe_drift(dense, stream, block, tensors, tensors, BOTH)
             assert {space: len(folds) for space, folds in found.items()} == {"heads": FOLDS, "mlp": FOLDS}
             for space, site in sites.items():
                 drift.assert_measured(found[space], drift.target(model, pruned, block, site, pair.data))
@@ -83,7 +83,7 @@ def test_the_mlp_is_measured_on_its_own_blocks_pruned_attention(twins, variant):
     laco.put(pruned, 0, changed)
     dense, stream, before, _ = streams_of(pair, pair.dense())
     tensors = pair.block(0, before)
-    found = observe_drift(dense, stream, 0, tensors, tensors | changed, {"mlp": True})
+    found, _ = observe_drift(dense, stream, 0, tensors, tensors | changed, {"mlp": True})
     drift.assert_measured(found["mlp"], drift.target(pair.dense(), pruned, 0, site, pair.data))
 
 
@@ -94,7 +94,7 @@ def test_an_unpruned_prefix_does_not_drift(twins, variant):
     dense.advance(0, pair.block(0, before))
     stream.advance(0, pair.block(0, before))
     tensors = pair.block(1, before)
-    found = observe_drift(dense, stream, 1, tensors, tensors, BOTH)
+    found, _ = observe_drift(dense, stream, 1, tensors, tensors, BOTH)
     for space, folds in found.items():
         alone = stream.observe(1, tensors, {space: True})[space]
         for moments, expected in zip(folds, alone, strict=True):
@@ -112,7 +112,7 @@ def test_folds_sum_to_the_whole(twins):
         dense.advance(0, pair.block(0, before))
         stream.advance(0, pair.block(0, after))
         tensors = pair.block(1, before)
-        own = observe_drift(dense, stream, 1, tensors, tensors, {"mlp": True})["mlp"]
+        own = observe_drift(dense, stream, 1, tensors, tensors, {"mlp": True})[0]["mlp"]
         assert len(own) == folds
         found[folds] = total(own).drift
     assert found[4].energy == pytest.approx(found[1].energy, rel=1e-9)
@@ -136,7 +136,7 @@ def test_a_layer_scale_of_zero_leaves_nothing_to_correct(twins, space):
     name = pair.family.scale(1, space)
     scaled = tensors | {name: tensors[name].clone()}
     scaled[name][3] = 0
-    found = total(observe_drift(dense, stream, 1, tensors, scaled, {space: True})[space]).drift
+    found = total(observe_drift(dense, stream, 1, tensors, scaled, {space: True})[0][space]).drift
     tokens = drift.target(model, pruned, 1, site, pair.data)
     D = np.nan_to_num((tokens.targets - tokens.outputs).reshape(-1, tokens.targets.shape[2]), nan=0.0)
     assert found.sum[3] == 0
@@ -159,8 +159,8 @@ def test_queries_and_keys_have_no_drift(twins, variant):
     stream.advance(0, pair.block(0, after))
     theirs, ours = pair.block(1, before), pair.block(1, after)
     expected = stream.observe(1, ours, {"qk": True})["qk"]
-    alone = observe_drift(dense, stream, 1, theirs, ours, {"qk": True})["qk"]
-    together = observe_drift(dense, stream, 1, theirs, ours, {"qk": True, "heads": False})
+    alone = observe_drift(dense, stream, 1, theirs, ours, {"qk": True})[0]["qk"]
+    together, _ = observe_drift(dense, stream, 1, theirs, ours, {"qk": True, "heads": False})
     assert list(together) == ["qk", "heads"]
     assert all(m.gram is None and m.drift is not None for m in together["heads"])
     for found in (alone, together["qk"]):

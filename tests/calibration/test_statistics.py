@@ -269,7 +269,7 @@ def test_an_index_that_lists_other_files(measured, tmp_path):
     index["files"].pop(max(index["files"]))
     (folder / "statistics.json").write_text(json.dumps(index))
     assert refusal(Statistics, folder) == (
-        f"{folder / 'statistics.json'} does not list one file for each of its {index['blocks']} blocks: measure again"
+        f"{folder / 'statistics.json'} does not list the files of each of its {index['blocks']} blocks: measure again"
     )
 
 

@@ -6,8 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
+from ckpt_prune.scoring.costs import DropOrder
 from tests import families
 from tests.cli.running import TEXT, listing, ok, read_json, refused, run
 from tests.oracles import whole_best
@@ -68,12 +72,12 @@ def test_who_chose_is_not_told(here, more):
 def test_what_is_predicted_is_what_the_other_recipe_is_decided_by(here):
     """The figure in the line is of the two allocations of the same curves, worked out here from two plans."""
     (line,) = told(ok("plan", "llama", "--statistics", "weighed", *SIZE, *QUICK))
-    effects = read_json("weighed/statistics.json")["effects"]
+    index = read_json("weighed/statistics.json")
 
     def loss(recipe: str) -> float:
         plan = str(here / f"{recipe}.json")
         ok("plan", "llama", "--recipe", recipe, "--statistics", "weighed", *SIZE, *QUICK, "-o", plan)
-        return sum(whole(site, effects[site["consumer"]]) for site in read_json(plan)["sites"])
+        return sum(whole(site, index) for site in read_json(plan)["sites"])
 
     uniform, free = loss("best-uniform"), loss("best")
     assert free <= uniform
@@ -81,11 +85,22 @@ def test_what_is_predicted_is_what_the_other_recipe_is_decided_by(here):
     assert f"predicted: {saved} less" in line if saved != "0%" else "as much" in line
 
 
-def whole(site, effects) -> float:
-    """A site's effect at the units it loses: the curve of its scores through the measured points."""
-    dropped = site["units"] - len(site["kept"])
-    curve = [0.0, *sorted(site["scores"])]
-    return float(whole_best.as_effects(curve, [tuple(each) for each in effects])[dropped])
+def whole(site, index) -> float:
+    """A site's effect at the units it loses: of the score that ranked them, its curve through what was measured."""
+    statistics, name, score = Statistics(Path("weighed")), site["consumer"], site["score"]
+    usual = index["predicted"][name]["obs"]
+    points = [
+        (count, value * true / told)
+        for (count, value), (_, told), (_, true) in zip(
+            index["predicted"][name][score], usual, index["effects"][name], strict=True
+        )
+    ]
+    order = torch.tensor(site["scores"]).argsort(stable=True)
+    moments, metric = statistics.block(site["block"])[name], statistics.fisher(site["block"])[name]
+    gram = sum(fold.gram for fold in moments)
+    weight = load_file("llama/model.safetensors")[name]
+    curve = DropOrder.of(weight, gram, order, len(gram) // len(order)).costs(metric.mean)
+    return float(whole_best.as_effects(curve.numpy(), points)[site["units"] - len(site["kept"])])
 
 
 DRY = """\

@@ -16,7 +16,7 @@ from tests.interrupting import interrupt_at
 
 def test_calibrate_says_what_it_wrote(place):
     said = ok("calibrate", "dense", *TEXT, "-o", "again")
-    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram+linears, folds 1, 15.1 KiB\n"
+    assert said == "again: 8 windows of 16 tokens, 2 blocks, moments+gram+linears+fisher, folds 1, 17.6 KiB\n"
     assert same_files("again", "stats")
 
 
@@ -28,7 +28,7 @@ def test_calibrate_json(place):
 
 def test_defaults_are_the_models_context_and_one_fold(place):
     assert ok("calibrate", "dense", "--text", "calib.txt", "--samples", "4", "-o", "s").startswith(
-        "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears, folds 1, "
+        "s: 4 windows of 32 tokens, 2 blocks, moments+gram+linears+fisher, folds 1, "
     )
 
 
@@ -128,7 +128,7 @@ def test_bad_options(place):
         "calibrate needs --text FILE, or --images DIR for a vision model"
     )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: of a llama, one or more of moments,gram,linears can be collected"
+        "--collect grams: of a llama, one or more of moments,gram,linears,fisher,effects can be collected"
     )
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
     assert misused("calibrate", "dense", "-o", "s", "--folds", "0") == (
@@ -172,16 +172,18 @@ def test_show(place):
             "folds",
             "collect",
         ],
-        *["compute_dtype", "blocks", "consumers", "linears", "digest", "bytes"],
+        *["compute_dtype", "blocks", "consumers", "linears", "fisher", "predicted", "effects", "digest", "bytes"],
     ]
-    assert said["collect"] == "moments, gram, linears"
+    assert said["collect"] == "moments, gram, linears, fisher"
+    assert said["fisher"] == "8"
+    assert said["predicted"] == said["effects"] == "of 4 sites (--json has them)"
     assert said["consumers"] == (
         "model.layers.{block}.self_attn.o_proj.weight (16), model.layers.{block}.mlp.down_proj.weight (24)"
     )
     assert said["linears"] == (
         "model.layers.{block}.self_attn.q_proj.weight/input (16), model.layers.{block}.mlp.gate_proj.weight/input (16)"
     )
-    assert (said["tokens"], said["bytes"]) == ("128", "15.1 KiB")
+    assert (said["tokens"], said["bytes"]) == ("128", "17.6 KiB")
     index = Statistics(Path("stats")).index
     assert said["model"] == f"of the checkpoint it was measured on, sha256 {index.model[:12]}…"
     assert said["data"] == f"of the samples, text by text, sha256 {index.data[0][:12]}…"
@@ -303,7 +305,7 @@ def test_statistics_without_folds(place):
     ("changes", "message"),
     [
         ({"folds": 0}, "stats/statistics.json is damaged or of another version: measure again"),
-        ({"blocks": 1}, "stats/statistics.json does not list one file for each of its 1 blocks: measure again"),
+        ({"blocks": 1}, "stats/statistics.json does not list the files of each of its 1 blocks: measure again"),
         ({"consumers": {}}, "stats/statistics.json does not list this model's blocks and consumers: measure again"),
     ],
 )

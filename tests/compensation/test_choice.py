@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_prune.compensation import choice as choice_module
-from ckpt_prune.compensation.choice import RESOLUTION, Chosen, choose
+from ckpt_prune.compensation.choice import NEAR, RESOLUTION, Chosen, choose, splits
 from ckpt_prune.compensation.fit import Blend, error
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from tests.oracles import choice as oracle
@@ -47,6 +47,11 @@ class Case:
         tokens = [oracle.Tokens(*(t.numpy() for t in part)) for part in parts]
         W = self.site.weight_kept.numpy()
         return oracle.held_out_error(method, W, tokens, value or 0.0, share, relative=relative)
+
+    def least_error(self, method: str) -> float:
+        parts = zip(*(t.split(self.sizes) for t in (self.site.inputs, self.site.targets, self.drift)), strict=True)
+        tokens = [oracle.Tokens(*(t.numpy() for t in part)) for part in parts]
+        return oracle.least_error(method, self.site.weight_kept.numpy(), tokens)
 
     def choose(self, methods: Sequence[str] = tuple(METHODS), **options: Sequence[float] | str) -> Chosen:
         return choose(self.site.weight_kept, self.folds, methods, **{"grid": GRID, "shares": SHARES, **options})
@@ -116,21 +121,51 @@ def oracle_trials(label: str) -> dict[tuple[str, float | None, float], float]:
 
 @pytest.mark.parametrize("label", CASES)
 def test_the_best_of_all_and_of_each_method(label):
-    """Out of order and repeated: neither matters."""
-    expected = oracle_trials(label)
+    """Out of order and repeated: neither matters. What is ruled out could not have won, by every trial's error."""
+    case, expected = CASES[label], oracle_trials(label)
     methods, grid, shares = ([*reversed(options), *options] for options in (METHODS, GRID, SHARES))
-    chosen = CASES[label].choose(methods, grid=grid, shares=shares)
-    assert [trial.method for trial in chosen.trials] == list(METHODS)
+    chosen = case.choose(methods, grid=grid, shares=shares)
+    ruled_out = {each.method: each.at_least for each in chosen.ruled_out}
+    assert [trial.method for trial in chosen.trials] == [name for name in METHODS if name not in ruled_out]
+    assert list(ruled_out) == [name for name in METHODS if name in ruled_out]
+    known = dict(ruled_out)
     for trial in chosen.trials:
+        known[trial.method] = trial.error
+        found = expected[trial.method, trial.strength, trial.share]
+        assert trial.error == pytest.approx(found, rel=DIGITS[trial.method])
         least = min(error for (name, *_), error in expected.items() if name == trial.method)
-        assert trial.error == pytest.approx(least, rel=DIGITS[trial.method])
-        assert expected[trial.method, trial.strength, trial.share] == pytest.approx(least, rel=DIGITS[trial.method])
+        # Forms that are dear, and far behind at the ridges' share, are tried at no other.
+        if not METHODS[trial.method].best_of_form or found <= chosen.best.error * (1 + NEAR):
+            assert found == pytest.approx(least, rel=DIGITS[trial.method])
+    for name, bound in ruled_out.items():
+        assert METHODS[name].best_of_form
+        assert bound == pytest.approx(case.least_error(name), rel=DIGITS[name])
+        assert chosen.best.error < bound <= min(error for (each, *_), error in expected.items() if each == name)
     assert chosen.best in chosen.trials
-    best, second = sorted(chosen.trials, key=lambda trial: trial.error)[:2]
-    assert (chosen.best, chosen.runner_up) == (best, second.method)
-    assert chosen.margin == pytest.approx((second.error - best.error) / best.error, rel=1e-6)
+    assert chosen.best.error == pytest.approx(min(expected.values()), rel=DIGITS[chosen.best.method])
+    best, second = sorted(known, key=lambda name: known[name])[:2]
+    assert (chosen.best.method, chosen.runner_up) == (best, second)
+    assert chosen.margin == pytest.approx((known[second] - known[best]) / known[best], rel=1e-6)
     assert chosen.margin > 1e-6
-    assert chosen == CASES[label].choose()
+    assert chosen == case.choose()
+
+
+def test_only_a_method_that_has_been_scored_rules_another_out():
+    alone = CASES["k>d_out"].choose(["least-squares", "rotation"])
+    assert [trial.method for trial in alone.trials] == ["rotation", "least-squares"]
+    assert alone.ruled_out == ()
+
+
+@pytest.mark.parametrize(("sizes", "two"), [((60, 61, 62, 63), False), ((61, 61, 61, 70), True), ((60, 190), True)])
+def test_two_folds_are_held_out_where_tokens_are_plenty(sizes, two):
+    """Eight training tokens for each of 24 kept inputs, whichever of the two is held out."""
+    case = make_case(5, 30, 24, sizes)
+    assert (oracle.held_out(sizes, 24) == [0, len(sizes) // 2]) == two
+    chosen = case.choose(["none", "ridge"], grid=[0.1], shares=[0.3])
+    for trial in chosen.trials:
+        assert trial.error == pytest.approx(case.oracle(trial.method, trial.strength, 0.3), rel=1e-9)
+    folds = case.folds
+    assert len(list(splits(folds, reduce(add, folds), 24))) == (2 if two else len(sizes))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -160,10 +195,13 @@ def test_absolute_strengths(name):
 )
 @settings(max_examples=30, deadline=None)
 def test_no_candidate_alone_does_better(seed, shape, sizes, noise, methods):
+    """Nor much better (2 % was seen, with 22 tokens) a form that is ruled out: below α = 1 its bound is no theorem."""
     case = make_case(*shape, sizes, seed, noise)
     chosen = case.choose(methods)
     folds = case.folds
-    total = reduce(add, folds)
+    total, held = reduce(add, folds), [folds[i] for i in oracle.held_out(sizes, shape[2])]
+    energy = sum(fold.at(1.0).target_energy for fold in held)
+    ruled_out = {each.method: each.at_least for each in chosen.ruled_out}
     for name in methods:
         # A centred fit of one token is one of rounding errors.
         if METHODS[name].adds_bias and sum(sizes) - max(sizes) == 1 and name != "bias":
@@ -171,12 +209,15 @@ def test_no_candidate_alone_does_better(seed, shape, sizes, noise, methods):
         for share in SHARES:
             for value in GRID[1:] if METHODS[name].uses_strength else [0.0]:
                 found = 0.0
-                for fold in folds:
+                for fold in held:
                     train = total - fold
                     strength = absolute_strength(value, "relative", train.fit)
                     found += error(METHODS[name].fit(case.site.weight_kept, train.at(share), strength), fold.at(1.0))
-                relative = found / total.at(1.0).target_energy
-                assert chosen.best.error <= relative * (1 + 1e-7) + 2 * RESOLUTION
+                relative = found / energy
+                if name in ruled_out and share == 1.0:
+                    assert ruled_out[name] <= relative * (1 + 1e-7) + 2 * RESOLUTION
+                slack = 0.05 if METHODS[name].best_of_form else 1e-7
+                assert chosen.best.error <= relative * (1 + slack) + 2 * RESOLUTION
 
 
 # ---- what is chosen -------------------------------------------------------------------------------------------
@@ -268,6 +309,18 @@ def test_one_polar_factor_serves_both_rotations(monkeypatch):
     assert len(calls) == len(case.sizes) * len(SHARES)
     assert (both.method, both.share) == (alone.method, alone.share)
     assert both.error == pytest.approx(alone.error, rel=1e-12)
+
+
+@pytest.mark.parametrize(("noise", "wins"), [(0.01, False), (3.0, True)])
+def test_polar_factors_are_found_only_where_a_rotation_may_win(monkeypatch, noise, wins):
+    """One tells whether it may; if so, one for each fold at the ridge's share and at those beside it."""
+    case, calls = make_case(6, 24, 12, (7, 7, 7), noise=noise) if wins else CASES["k>d_out"], []
+    scaled = METHODS["rotation-scale"]
+    counted = replace(scaled, fit=lambda *a: calls.append(1) or scaled.fit(*a))
+    monkeypatch.setitem(choice_module.METHODS, "rotation-scale", counted)
+    chosen = case.choose(["rotation", "rotation-scale", "ridge"], shares=[0.0, 0.25, 0.5, 0.75, 1.0], grid=[1e-4, 1e-2])
+    assert [trial.method for trial in chosen.trials] == (["rotation", "rotation-scale", "ridge"] if wins else ["ridge"])
+    assert len(calls) == 1 if not wins else 1 < len(calls) < 1 + 3 * 5
 
 
 def test_a_rotation_whose_scale_vanishes_is_fitted_itself():

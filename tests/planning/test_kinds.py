@@ -46,7 +46,7 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
         assert kind.needs_moments(wish) == (score.needs_moments or wish.method != "none")
         if ends == "columns":
             assert (kind.gram_for(wish) is not None) == (
-                score.needs_gram or traits.needs_gram or wish.target == "drift"
+                score.needs_gram or traits.needs_gram or wish.target == "drift" or wish.by_error
             )
             assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set())
         else:

@@ -222,10 +222,10 @@ def test_shipped_best_recipes_say_what_they_are():
     assert (best.target, best.true_sequential, best.allocation, best.container) == ("drift", True, "least-error", "any")
     assert best.weighed_by_effect
     assert best.needs_folds
-    assert best.collect == ("moments", "gram")
+    assert best.collect == ("moments", "gram", "fisher")
     assert {s: (own.score, own.compensation.method) for s, own in best.spaces.items()} == {
-        "heads": ("obs", "auto"),
-        "mlp": ("obs", "auto"),
+        "heads": ("auto", "auto"),
+        "mlp": ("auto", "auto"),
     }
     assert (best.size, best.ratio) == (None, 0.2)
 
@@ -313,14 +313,16 @@ def test_lists_of_a_compensation(tmp_path, compensation, message):
 
 
 SIZE = "size={params: 5B}"
-NOT_OBS = "allocation least-error needs the errors of every width, which score obs gives, not"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (("target=dense", f"{COMPENSATION}.shares=[1]"), "spaces.mlp: shares are of the drift: say target: drift"),
-        (("spaces.mlp.score=wanda-sp",), f"spaces.mlp: {NOT_OBS} wanda-sp"),
+        (
+            ("allocation=uniform", "spaces.mlp.score=auto"),
+            "spaces.mlp: score auto is chosen by the errors of every width: say allocation: least-error",
+        ),
         (("allocation=uniform", "weigh_by=energy"), "weigh_by is for allocation: least-error"),
         (("allocation=uniform", "weigh_by=effect"), "weigh_by is for allocation: least-error"),
         ((SIZE, "ratio=0.3"), "size and ratio both say how much goes: leave one out"),

@@ -14,6 +14,7 @@ import ckpt_prune
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.sources import DriftMoments
+from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.request import LiveSamples, Request
@@ -171,3 +172,80 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
         source.moments(block, tensors, ["heads", "mlp"])
         source.advance(block, tensors)
     assert most == 2
+
+
+# ---- how often blocks run ------------------------------------------------------------------------------------------
+
+
+def runs(job: Settled, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[Any]]:
+    """How often each model's block ran to its attention and to its end, and the moments, block by block."""
+    source = DriftMoments(
+        job.live_stream(job.dense), job.live_stream(job.source), job.dense.block, dict.fromkeys(spaces, True),
+        true_sequential=True,
+    )  # fmt: skip
+    counts: dict[str, float] = {}
+    run = HiddenStream.run
+
+    def counting(self: HiddenStream, block: Any, index: int, states: Any) -> Any:
+        name = "dense" if self is source.dense else "pruned"
+        counts[f"{name} begun"] = counts.get(f"{name} begun", 0) + 1
+        output = run(self, block, index, states)
+        counts[name] = counts.get(name, 0) + 1
+        return output
+
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(HiddenStream, "run", counting)
+        for block in range(BLOCKS):
+            tensors = job.dense.block(block)
+            for stage in source.stages(spaces):
+                found.append(source.moments(block, tensors, stage))
+                # Any change to the block makes the next stage another one.
+                tensors = {name: value * 0.9 for name, value in tensors.items()}
+            source.advance(block, tensors)
+    batches = len(source.dense.batches) * BLOCKS
+    return {name: count / batches for name, count in counts.items()}, found
+
+
+PRE_NORM, POST_NORM = "opt", "opt-350m-like"
+
+
+@pytest.mark.parametrize(
+    ("variant", "spaces", "expected"),
+    [
+        (PRE_NORM, ["heads", "mlp"], {"dense begun": 1, "dense": 1, "pruned begun": 3, "pruned": 2}),
+        (PRE_NORM, ["mlp"], {"dense begun": 1, "dense": 1, "pruned begun": 2, "pruned": 2}),
+        (PRE_NORM, ["heads"], {"dense begun": 1, "dense": 1, "pruned begun": 2, "pruned": 1}),
+        (PRE_NORM, ["mlp", "heads"], {"dense begun": 2, "pruned begun": 3, "pruned": 2}),
+        (PRE_NORM, ["qk", "heads", "mlp"], {"dense begun": 1, "dense": 1, "pruned begun": 4, "pruned": 3}),
+        (POST_NORM, ["heads", "mlp"], {"dense begun": 2, "pruned begun": 3, "pruned": 2}),
+    ],
+    ids=["both", "mlp", "heads", "mlp first", "qk too", "post-norm"],
+)
+def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, variant, spaces, expected, monkeypatch):
+    """And what is measured is bit for bit what it is where every stage runs it again."""
+    job = job_on(dense.folder(variant), variant, HALF, true_sequential=True)
+    counts, found = runs(job, spaces, monkeypatch)
+    assert {name: counts[name] for name in expected} == pytest.approx(expected)
+    monkeypatch.setattr(DriftMoments, "stages", lambda self, keys: [[key] for key in keys])
+    again, every = runs(job, spaces, monkeypatch)
+    assert again["dense begun"] == len([space for space in spaces if space != "qk"]) + 1
+    for ours, theirs in zip(found, every, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"qk"}:
+            for a, b in zip(ours[key], theirs[key], strict=True):
+                assert torch.equal(a.gram, b.gram)
+                assert torch.equal(a.drift.cross, b.drift.cross)
+                assert torch.equal(a.drift.sum, b.drift.sum)
+                assert a.drift.energy == b.drift.energy
+
+
+def test_what_the_dense_stream_has_passed_is_refused(dense):
+    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
+    source, tensors = source_of(job), job.dense.block(0)
+    source.stages(["heads", "mlp"])
+    source.moments(0, tensors, ["heads"])
+    with pytest.raises(ValueError, match="past what is asked for of block 0"):
+        source.moments(0, tensors, ["heads"])
+    source.advance(0, tensors)
+    source.moments(1, job.dense.block(1), ["heads"])
