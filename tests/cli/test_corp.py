@@ -53,7 +53,7 @@ def here(corp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_from_images_to_a_report(here):
     said = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
-    assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits+linears, folds 3, ")
+    assert said.startswith("folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits+linears+fisher, folds 3, ")
     lines = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", "-o", "plan.json").splitlines()
     assert lines[3].split()[:3] == ["FLOPs", "/", "10"]
     rows = [line.split() for line in lines[6:12]]
@@ -234,10 +234,10 @@ def test_statistics_with_logits_alone(here):
 
 def test_what_a_family_cannot_collect(here):
     assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
-        "--collect logits: of a llama, one or more of moments,gram,linears can be collected"
+        "--collect logits: of a llama, one or more of moments,gram,linears,fisher,effects can be collected"
     )
     assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
-        "--collect grams: of a vit, one or more of moments,gram,logits,linears can be collected"
+        "--collect grams: of a vit, one or more of moments,gram,logits,linears,fisher,effects can be collected"
     )
 
 

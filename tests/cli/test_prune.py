@@ -327,7 +327,7 @@ def test_ctrl_c_while_calibrating_leaves_nothing(place):
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, HiddenStream, "observe", 2)
         result = run("calibrate", "dense", *TEXT, "-o", "out")
-    assert (result.exit_code, result.stderr) == (130, "out will take 10.0 KiB\nInterrupted.\n")
+    assert (result.exit_code, result.stderr) == (130, "out will take 12.2 KiB\nInterrupted.\n")
     assert listing() == before
 
 
