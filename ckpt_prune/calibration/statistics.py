@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
@@ -84,6 +85,8 @@ class StatisticsIndex(BaseModel):
         fisher: samples that the Fisher metric was measured on; 0, and left out of what is written, where it was not.
         predicted: on-disk weight of a consumer → score → what dropping the units of least score is predicted to do to
             the model's own output, by units dropped, ascending (`transform.gradients`). Left out like `effects`.
+        spaces: space → what dropping units of it in every block at once does to the model's own output, by units
+            dropped of each, ascending (`transform.gradients`). Left out like `effects`.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
             model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.
@@ -111,9 +114,10 @@ class StatisticsIndex(BaseModel):
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
     predicted: dict[str, dict[str, list[Effect]]] = Field(default_factory=dict)
+    spaces: dict[str, list[Effect]] = Field(default_factory=dict)
     effects: dict[str, list[Effect]] = Field(default_factory=dict)
 
-    @field_validator("effects")
+    @field_validator("effects", "spaces")
     @classmethod
     def _ascending(cls, effects: dict[str, list[Effect]]) -> dict[str, list[Effect]]:
         for name, own in effects.items():
@@ -131,7 +135,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("fisher", "predicted", "effects"):
+        for key in ("fisher", "predicted", "spaces", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -396,6 +400,7 @@ def with_fisher(
     samples: int,
     files: Mapping[str, str],
     predicted: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
+    spaces: Mapping[SpaceName, Sequence[tuple[int, float]]],
 ) -> Statistics:
     """Enter the Fisher metric, whose files are there, and what is predicted from gradients into a folder's index.
 
@@ -404,6 +409,7 @@ def with_fisher(
         samples: on how many it was measured.
         files: of all blocks, with their sha256.
         predicted: site → score → (units dropped, divergence), ascending.
+        spaces: space → (units dropped of every block, divergence), ascending.
 
     Raises:
         UserError: a divergence is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.
@@ -411,7 +417,13 @@ def with_fisher(
     index = statistics.index
     collect = [kind for kind in get_args(Collect) if kind in {*index.collect, "fisher"}]
     told = {name: {score: list(own) for score, own in scores.items()} for name, scores in predicted.items()}
-    known = {"files": {**index.files, **files}, "collect": collect, "fisher": samples, "predicted": told}
+    known: dict[str, Any] = {
+        "files": {**index.files, **files},
+        "collect": collect,
+        "fisher": samples,
+        "predicted": told,
+    }
+    known["spaces"] = {space: list(own) for space, own in spaces.items()}
     return _entered(statistics, known)
 
 
@@ -468,6 +480,7 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
             "files": files,
             "fisher": a.fisher + b.fisher,
             "predicted": predicted,
+            "spaces": _mean_effects(a.spaces, b.spaces, shared),
             "effects": _mean_effects(a.effects, b.effects, shared),
         }
     )

@@ -91,6 +91,25 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                 if errors is not None and recipe.weighed_by_effect:
                     errors = scaled(errors, effects_on(statistics, name, score))
                 ranked.append(Ranked(score, scores.cpu(), errors))
+    return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
+
+
+def _together(
+    ranking: Mapping[Site, Sequence[Ranked]], spaces: Mapping[str, Sequence[tuple[int, float]]]
+) -> dict[Site, list[Ranked]]:
+    """Errors scaled to what is measured of all sites of a space together, where it is known."""
+    found: dict[Site, list[Ranked]] = {}
+    for site, own in ranking.items():
+        sites = [each for other, each in ranking.items() if other.space == site.space]
+        factors = []
+        for count, measured in spaces.get(site.space, ()):
+            told = sum(min(float(_errors(one)[count]) for one in each) for each in sites)
+            if told > 0:
+                factors.append((count, measured / told))
+        found[site] = [
+            replace(each, errors=scaled(_errors(each), [(k, float(_errors(each)[k]) * f) for k, f in factors]))
+            for each in own
+        ]
     return found
 
 

@@ -1,4 +1,4 @@
-"""What gradients tell of every site: the Fisher metric, and what dropping units by each of several scores would do.
+"""What errors of sites do to the model's own output: the Fisher metric, sites tried out, and spaces as wholes.
 
 The metric takes gradients and errors as independent, which fails where a few tokens have most of both, as in the last
 block of SmolLM2 (calibration/README.md, section 5). So while a block's gradients pass, the sites of a consumer are
@@ -8,22 +8,28 @@ ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²]
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.fisher import LIMITS, measure_fisher
 from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.readout import Drawn
+from ckpt_prune.calibration.readout import Drawn, Readout
 from ckpt_prune.calibration.samples import Part, Samples
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fisher, write_fisher
-from ckpt_prune.calibration.streams import fold_slices
+from ckpt_prune.calibration.streams import HiddenStream, fold_slices
 from ckpt_prune.planning.kinds import CANDIDATES
-from ckpt_prune.transform.site_variants import POINTS, dropped_counts, trial_recipe
+from ckpt_prune.progress import track
+from ckpt_prune.scoring.costs import DropOrder
+from ckpt_prune.transform.measured_effects import SHALLOW, divergences
+from ckpt_prune.transform.site_variants import POINTS, check_finite, dropped_counts, run_through, trial_recipe
 from ckpt_prune.transform.solvers import solver_of
 from ckpt_prune.transform.solvers.columns import ColumnSolver
 
@@ -69,7 +75,101 @@ def add_gradients(
     )
     for block, found in measured:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
-    return with_fisher(statistics, len(some), dict(sorted(files.items())), {} if trials is None else trials.found)
+    predicted: Predicted = {} if trials is None else trials.found
+    spaces: dict[SpaceName, list[tuple[int, float]]] = {}
+    if predicted and model.blocks > SHALLOW:  # in others every site's own effect is measured
+        how: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate}
+        spaces = measure_spaces(model, statistics, some, predicted, **how)
+    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, spaces)
+
+
+def measure_spaces(
+    model: Model,
+    statistics: Statistics,
+    samples: Samples,
+    predicted: Predicted,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    allocate: Allocate = in_memory,
+) -> dict[SpaceName, list[tuple[int, float]]]:
+    """Drop as many units of a space from every block at once, and see how far that takes the model's own output.
+
+    Predictions are of one site at a time and of second order. What they leave out, errors of blocks that add up or
+    cancel and what is not quadratic, differs from space to space: this is what scales them. Units go by the score that
+    is predicted to be best at each site, what stays is refitted as where effects are predicted.
+
+    Time: one run of every block for each space and point, and as many for the dense model. Memory: the hidden states
+    of the samples once for each space and point and once for the dense model.
+
+    Args:
+        model: the dense model.
+        statistics: of the same model, with Grams; refits are to all folds but the last.
+        samples: of the last fold.
+        predicted: of every site.
+        device: where blocks run and are refitted.
+        compute_dtype: in which they run.
+        allocate: makes the tensors that hold hidden states.
+
+    Returns:
+        Space → (units dropped of every block, the mean over samples of `Readout.divergence`), ascending.
+
+    Raises:
+        UserError: the output is not finite.
+    """
+    checkpoint = model.checkpoint
+    names = [space for space in model.family.columns if model.units(space) > 1]
+    variants = [(space, count) for space in names for count in dropped_counts(model.units(space), POINTS)]
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    shape, dtype = tuple(stream.states.shape), stream.states.dtype
+    states = [allocate(shape, dtype).copy_(stream.states) for _ in variants]
+    for block in track(range(model.blocks), "effects of spaces", total=model.blocks):
+        tensors = model.read_block(block)
+        fitted = _moments(model, statistics, block, names, device)
+        orders: dict[tuple[SpaceName, str], DropOrder] = {}
+        for (space, count), own in zip(variants, states, strict=True):
+            score = _best(predicted[model.moments_name(block, space)], count)
+            solver = _solver(model, block, space, tensors, score, device)
+            if (space, score) not in orders:
+                scores = solver.scores(block, tensors, (fitted[space],))
+                orders[space, score] = solver.drop_order(block, tensors, fitted[space], scores)
+            lost = orders[space, score].lost(count * model.copies(space)).cpu()
+            consumer = solver.description.consumer
+            name, bias = (model.tensor(block, consumer, kind) for kind in KINDS)
+            new = {**tensors, name: (tensors[name].double() - lost).to(tensors[name].dtype)}
+            if solver.centred(block, tensors):
+                new[bias] = (tensors[bias].double() + lost @ fitted[space].mean.cpu()).to(tensors[bias].dtype)
+            run_through(stream, factory.block(block, new), block, own, own)
+        run_through(stream, factory.block(block, tensors), block, stream.states, stream.states)
+    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    found: dict[SpaceName, list[tuple[int, float]]] = {}
+    for (space, count), value in zip(variants, divergences(readout, samples, stream.states, states), strict=True):
+        check_finite(value, count, f"the {space} of every block", compute_dtype)
+        found.setdefault(space, []).append((count, value))
+    return found
+
+
+def _best(by_score: Mapping[str, list[tuple[int, float]]], count: int) -> str:
+    """The score that is predicted to do least at a number of units dropped."""
+    return min(by_score, key=lambda score: dict(by_score[score])[count])
+
+
+def _moments(
+    model: Model, statistics: Statistics, block: int, names: list[SpaceName], device: torch.device
+) -> dict[SpaceName, Moments]:
+    """What sites are refitted to: all folds but the last, or the only one."""
+    read = CachedMoments(statistics, model).moments(block, {}, names)
+    folds = {space: [each for each in read[space] if isinstance(each, Moments)] for space in names}
+    return {space: total(own[:-1] or own).to(device) for space, own in folds.items()}
+
+
+def _solver(
+    model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], score: str, device: torch.device
+) -> ColumnSolver:
+    solver = solver_of(model, trial_recipe(model, block, space, tensors, score), space, device)
+    assert isinstance(solver, ColumnSolver)
+    return solver
 
 
 @dataclass
@@ -91,18 +191,15 @@ class _Trials:
         """Refit every site of a block at every point."""
         self._block = block
         names = [name for name in self.model.family.columns if self.model.units(name) > 1]
-        read = CachedMoments(self.statistics, self.model).moments(block, {}, names)
-        for space in names:
-            folds = [each.to(self.device) for each in read[space] if isinstance(each, Moments)]
-            self._sites[space] = self._site(block, space, tensors, total(folds[:-1] or folds))
+        for space, moments in _moments(self.model, self.statistics, block, names, self.device).items():
+            self._sites[space] = self._site(block, space, tensors, moments)
 
     def _site(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: Moments) -> "_Site":
         counts = dropped_counts(self.model.units(space), POINTS)
         lost: dict[str, list[Tensor]] = {}
         centred = False
         for score in CANDIDATES:
-            solver = solver_of(self.model, trial_recipe(self.model, block, space, tensors, score), space, self.device)
-            assert isinstance(solver, ColumnSolver)
+            solver = _solver(self.model, block, space, tensors, score, self.device)
             centred = solver.centred(block, tensors)
             order = solver.drop_order(block, tensors, moments, solver.scores(block, tensors, (moments,)))
             copies = self.model.copies(space)

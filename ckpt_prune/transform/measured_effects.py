@@ -125,7 +125,7 @@ def measure_effects(
             # The first time round the dense model's own states go all the way, as what the others are held against.
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
-            for (space, count), value in zip(variants, _divergences(readout, few, dense, pruned), strict=True):
+            for (space, count), value in zip(variants, divergences(readout, few, dense, pruned), strict=True):
                 name = model.moments_name(site, space)
                 check_finite(value, count, name, compute_dtype)
                 found.setdefault(name, []).append((count, value))
@@ -140,8 +140,15 @@ def _unit(block: int) -> str:
     return f"effects {block}"
 
 
-def _divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
-    """Mean over samples of each one's divergence from the dense states'."""
+def divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
+    """Mean over samples of each one's divergence from the dense states'.
+
+    Args:
+        readout: of the model.
+        samples: that the states are of.
+        dense: hidden states that leave the last block of the dense model, (samples, T, hidden).
+        pruned: the same of others.
+    """
     sums = [0.0] * len(pruned)
     for rows in batches_of(samples, READOUT_TOKENS):
         batch = samples.batch(rows)

@@ -46,7 +46,8 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             "score: wanda",
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
-            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, auto, logit-energy",
+            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, auto, "
+            "logit-energy",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (

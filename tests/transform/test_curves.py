@@ -1,5 +1,6 @@
 """What dropping units costs, and what gradients predict of it, by every score: against definitions on whole models."""
 
+import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -246,3 +247,59 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
     assert said == f"predicted: {line}" + ("by second order, so more where much goes" if line.endswith("; ") else "")
     Plan.divergence = 0.0
     assert predicted_line(Model.open(dense.folder(variant)), Plan()) is None
+
+
+# ---- spaces as wholes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp_path):
+    """Every consumer of a stock model refitted to the first fold, its output on the other against the dense one's."""
+    monkeypatch.setattr("ckpt_prune.transform.gradients.SHALLOW", 1)
+    folder, data = dense.folder(variant), data_of(variant)
+    source, statistics = Model.open(folder), calibrate(folder, tmp_path / "statistics", data, folds=2)
+    half = len(data) // 2
+    fitted = calibrate(folder, tmp_path / "half", Part(data, 0, half), collect=("moments", "gram"))
+    some = Part(data, half, min(len(data), half + statistics.index.fisher))
+    model = stock(folder, variant)
+    by_hand = ByHand(model, source, some)
+    assert set(statistics.index.spaces) == {"heads", "mlp"}
+    for space, points in statistics.index.spaces.items():
+        solver = solver_of(source, recipe_of({space: "rcpu"}, variant), space, CPU)
+        for count, value in points:
+            pruned = copy.deepcopy(model)
+            for block in range(BLOCKS):
+                name = source.moments_name(block, space)
+                by_score = statistics.index.predicted[name]
+                score = min(CANDIDATES, key=lambda each, known=by_score: dict(known[each])[count])
+                tensors, folds = solver.read(block), fitted.block(block)[name]
+                order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
+                columns = oracle.columns(sorted(order[count:]), source.unit_columns(space))
+                consumer = pruned.get_submodule(by_hand.path(block, source.family.columns[space].consumer))
+                mean = folds[0].mean if consumer.bias is not None else torch.zeros_like(folds[0].mean)
+                gram = folds[0].gram.double() - folds[0].count * torch.outer(mean, mean)
+                strength, weight = 0.01 * gram.diagonal().mean(), consumer.weight.detach().double()
+                damped = gram[columns][:, columns] + strength * torch.eye(len(columns))
+                target = weight @ gram[:, columns] + strength * weight[:, columns]
+                lost = weight.clone()
+                lost[:, columns] -= torch.linalg.solve(damped, target.T).T
+                with torch.no_grad():
+                    consumer.weight.copy_(weight - lost)
+                    if consumer.bias is not None:
+                        consumer.bias += (lost @ mean).float()
+            monkeypatch.setattr(f"{ByHand.__module__}.LIMIT", len(some))
+            assert value == pytest.approx(by_hand.effect(pruned, 0), rel=1e-2)
+
+
+def test_errors_are_scaled_to_what_a_space_does_as_a_whole(dense, tmp_path):
+    folder = dense.folder("opt")
+    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
+    request = job_on(folder, recipe_of({"heads": "auto", "mlp": "auto"}, ratio=0.4), statistics).request
+    before = dense_ranking(request)
+    told = sum(min(float(own.errors[11]) for own in before[Site(block, "mlp")]) for block in range(BLOCKS))
+    statistics.index.spaces["mlp"] = [(11, 3 * told)]
+    after = dense_ranking(request)
+    for site, own in after.items():
+        for ours, theirs in zip(own, before[site], strict=True):
+            factor = 3 if site.space == "mlp" else 1
+            torch.testing.assert_close(ours.errors, factor * theirs.errors)
