@@ -33,6 +33,9 @@ from ckpt_prune.transform.site_variants import POINTS, check_finite, dropped_cou
 from ckpt_prune.transform.solvers import solver_of
 from ckpt_prune.transform.solvers.columns import ColumnSolver
 
+SPACE_POINTS = (0.25, 0.5)
+"""Shares of units that are dropped from every block at once: more would leave nothing to be told from anything."""
+
 Predicted = dict[str, dict[str, list[tuple[int, float]]]]
 """Site by `Model.moments_name` → score → (units dropped, divergence), ascending."""
 
@@ -119,7 +122,7 @@ def measure_spaces(
     """
     checkpoint = model.checkpoint
     names = [space for space in model.family.columns if model.units(space) > 1]
-    variants = [(space, count) for space in names for count in dropped_counts(model.units(space), POINTS)]
+    variants = [(space, count) for space in names for count in dropped_counts(model.units(space), SPACE_POINTS)]
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
