@@ -33,7 +33,8 @@ from ckpt_prune.compensation.fit import Solution, error, from_moments
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.planning.recipe_file import load_recipe
-from ckpt_prune.transform.effects import effects_of
+from ckpt_prune.transform.gradients import add_gradients
+from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
@@ -53,7 +54,7 @@ PUBLISHED = (
     "grail",
 )
 OURS = ("best-uniform", "best")
-UNIFORM = ("allocation=uniform", "widths=uniform")
+UNIFORM = ("allocation=uniform", "widths=uniform", "spaces.heads.score=obs", "spaces.mlp.score=obs")
 ABLATION: dict[str, tuple[str, tuple[str, ...]]] = {
     "ridge (RCPU's)": ("ridge", ()),
     "+ selection": ("ridge", ("spaces.heads.score=obs", "spaces.mlp.score=obs")),
@@ -165,14 +166,12 @@ class Entrants:
                 collect=everything(self.model),
                 **run,  # type: ignore[arg-type]
             )
-            effects = effects_of(
-                self.model,
-                found,
-                self.samples,
-                spaces=list(self.model.family.spaces),
-                **run,  # type: ignore[arg-type]
-            )
-            self._statistics = with_effects(found, effects)
+            found = add_gradients(self.model, found, self.samples, **run)  # type: ignore[arg-type]
+            if self.model.blocks <= SHALLOW:
+                spaces = list(self.model.family.spaces)
+                effects = measure_effects(self.model, found, self.samples, spaces=spaces, **run)  # type: ignore[arg-type]
+                found = with_effects(found, effects)
+            self._statistics = found
             self.seconds = time.monotonic() - start
         return self._statistics
 

@@ -140,7 +140,7 @@ def _on_model(work: Path, subject: Any, prunings: Collection[str], after: tuple[
         return f"{subject.name}: {name}, {device}"
 
     both("evaluate the dense model", "evaluate", {})
-    both("calibrate", "calibrate", {}, out=out("calibrate"), effects="best" in prunings)
+    both("calibrate", "calibrate", {}, out=out("calibrate"))
     compared("calibrate", measured=False)
     for name in prunings:
         given = dict(PRUNINGS[name])

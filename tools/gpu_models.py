@@ -112,13 +112,12 @@ def suite(seconds: float) -> dict[str, Any]:
     return {"passed": len(outcomes["passed"]), "skipped": outcomes["skipped"]}
 
 
-def calibrate(subject: Subject, device: str, out: str, effects: bool) -> dict[str, Any]:
-    """Everything that a recipe can use: folds, Grams, and effects where they are asked for."""
+def calibrate(subject: Subject, device: str, out: str) -> dict[str, Any]:
+    """Everything that a recipe can use."""
     cp.calibrate(
         subject.model,
         **subject.data,
         folds=4,
-        effects=effects,
         output=out,
         device=device,
         overwrite=True,
