@@ -87,6 +87,7 @@ class StatisticsIndex(BaseModel):
             the model's own output, by units dropped, ascending (`transform.gradients`). Left out like `effects`.
         spaces: space → what dropping units of it in every block at once does to the model's own output, by units
             dropped of each, ascending (`transform.gradients`). Left out like `effects`.
+        scores: space → the score that did better at all of its sites than the best of each. Left out like `effects`.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
             model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.
@@ -115,6 +116,7 @@ class StatisticsIndex(BaseModel):
     fisher: Annotated[int, Field(ge=0)] = 0
     predicted: dict[str, dict[str, list[Effect]]] = Field(default_factory=dict)
     spaces: dict[str, list[Effect]] = Field(default_factory=dict)
+    scores: dict[str, str] = Field(default_factory=dict)
     effects: dict[str, list[Effect]] = Field(default_factory=dict)
 
     @field_validator("effects", "spaces")
@@ -135,7 +137,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("fisher", "predicted", "spaces", "effects"):
+        for key in ("fisher", "predicted", "spaces", "scores", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -401,6 +403,7 @@ def with_fisher(
     files: Mapping[str, str],
     predicted: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
     spaces: Mapping[SpaceName, Sequence[tuple[int, float]]],
+    scores: Mapping[SpaceName, str],
 ) -> Statistics:
     """Enter the Fisher metric, whose files are there, and what is predicted from gradients into a folder's index.
 
@@ -410,6 +413,7 @@ def with_fisher(
         files: of all blocks, with their sha256.
         predicted: site → score → (units dropped, divergence), ascending.
         spaces: space → (units dropped of every block, divergence), ascending.
+        scores: space → the score of all its sites.
 
     Raises:
         UserError: a divergence is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.
@@ -481,6 +485,7 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
             "fisher": a.fisher + b.fisher,
             "predicted": predicted,
             "spaces": _mean_effects(a.spaces, b.spaces, shared),
+            "scores": {space: score for space, score in a.scores.items() if b.scores.get(space) == score},
             "effects": _mean_effects(a.effects, b.effects, shared),
         }
     )

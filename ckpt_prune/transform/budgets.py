@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
@@ -84,7 +85,7 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
         for space, solver in solvers.items():
             tensors, own, name = solver.read(block), moments.get(space, ()), model.moments_name(block, space)
             ranked = found.setdefault(Site(block, space), [])
-            for score in CANDIDATES if solver.own.score == CHOSEN else (solver.own.score,):
+            for score in _scores(statistics, space, solver.own.score):
                 scores, errors = solver.scores(block, tensors, own, score), None
                 if recipe.allocation == "least-error":
                     errors = solver.errors(block, tensors, own, scores, metric.get(name))
@@ -92,6 +93,14 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                     errors = scaled(errors, effects_on(statistics, name, score))
                 ranked.append(Ranked(score, scores.cpu(), errors))
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
+
+
+def _scores(statistics: Statistics, space: SpaceName, score: str) -> tuple[str, ...]:
+    """The scores that may rank the units of a space."""
+    if score != CHOSEN:
+        return (score,)
+    single = statistics.index.scores.get(space)
+    return CANDIDATES if single is None else (single,)
 
 
 def _together(

@@ -35,6 +35,8 @@ from ckpt_prune.transform.solvers.columns import ColumnSolver
 
 SPACE_POINTS = (0.25, 0.5)
 """Shares of units that are dropped from every block at once: more would leave nothing to be told from anything."""
+MANY = 32
+"""Units from which on the scores of a space are tried as wholes: of a few heads they hardly differ."""
 
 Predicted = dict[str, dict[str, list[tuple[int, float]]]]
 """Site by `Model.moments_name` → score → (units dropped, divergence), ascending."""
@@ -80,10 +82,11 @@ def add_gradients(
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
     predicted: Predicted = {} if trials is None else trials.found
     spaces: dict[SpaceName, list[tuple[int, float]]] = {}
+    scores: dict[SpaceName, str] = {}
     if predicted and model.blocks > SHALLOW:  # in others every site's own effect is measured
         how: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate}
-        spaces = measure_spaces(model, statistics, some, predicted, **how)
-    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, spaces)
+        spaces, scores = measure_spaces(model, statistics, some, predicted, **how)
+    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, spaces, scores)
 
 
 def measure_spaces(
@@ -95,15 +98,16 @@ def measure_spaces(
     device: torch.device,
     compute_dtype: torch.dtype,
     allocate: Allocate = in_memory,
-) -> dict[SpaceName, list[tuple[int, float]]]:
+) -> tuple[dict[SpaceName, list[tuple[int, float]]], dict[SpaceName, str]]:
     """Drop as many units of a space from every block at once, and see how far that takes the model's own output.
 
     Predictions are of one site at a time and of second order. What they leave out, errors of blocks that add up or
     cancel and what is not quadratic, differs from space to space: this is what scales them. Units go by the score that
-    is predicted to be best at each site, what stays is refitted as where effects are predicted.
+    is predicted to be best at each site, what stays is refitted as where effects are predicted. In spaces of many units
+    each single score is tried at the first point, too: it may do better at all sites than the best of each.
 
-    Time: one run of every block for each space and point, and as many for the dense model. Memory: the hidden states
-    of the samples once for each space and point and once for the dense model.
+    Time: one run of every block for each space and point, one for each single score, and one for the dense model.
+    Memory: the hidden states of the samples as often.
 
     Args:
         model: the dense model.
@@ -115,14 +119,20 @@ def measure_spaces(
         allocate: makes the tensors that hold hidden states.
 
     Returns:
-        Space → (units dropped of every block, the mean over samples of `Readout.divergence`), ascending.
+        Space → (units dropped of every block, the mean over samples of `Readout.divergence`), ascending; and for spaces
+        where a single score does better than the best of each site, that score.
 
     Raises:
         UserError: the output is not finite.
     """
     checkpoint = model.checkpoint
     names = [space for space in model.family.columns if model.units(space) > 1]
-    variants = [(space, count) for space in names for count in dropped_counts(model.units(space), SPACE_POINTS)]
+    variants = [
+        (space, count, single)
+        for space in names
+        for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS))
+        for single in (None, *(CANDIDATES if index == 0 and model.units(space) >= MANY else ()))
+    ]
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
@@ -131,8 +141,8 @@ def measure_spaces(
         tensors = model.read_block(block)
         fitted = _moments(model, statistics, block, names, device)
         orders: dict[tuple[SpaceName, str], DropOrder] = {}
-        for (space, count), own in zip(variants, states, strict=True):
-            score = _best(predicted[model.moments_name(block, space)], count)
+        for (space, count, single), own in zip(variants, states, strict=True):
+            score = single or _best(predicted[model.moments_name(block, space)], count)
             solver = _solver(model, block, space, tensors, score, device)
             if (space, score) not in orders:
                 scores = solver.scores(block, tensors, (fitted[space],))
@@ -146,11 +156,17 @@ def measure_spaces(
             run_through(stream, factory.block(block, new), block, own, own)
         run_through(stream, factory.block(block, tensors), block, stream.states, stream.states)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
-    found: dict[SpaceName, list[tuple[int, float]]] = {}
-    for (space, count), value in zip(variants, divergences(readout, samples, stream.states, states), strict=True):
+    found: dict[SpaceName, dict[int, float]] = {}
+    single_best: dict[SpaceName, str] = {}
+    values = divergences(readout, samples, stream.states, states)
+    for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, count, f"the {space} of every block", compute_dtype)
-        found.setdefault(space, []).append((count, value))
-    return found
+        own_values = found.setdefault(space, {})
+        if single is None:
+            own_values[count] = value
+        elif value < own_values[count]:
+            own_values[count], single_best[space] = value, single
+    return {space: list(own_values.items()) for space, own_values in found.items()}, single_best
 
 
 def _best(by_score: Mapping[str, list[tuple[int, float]]], count: int) -> str:

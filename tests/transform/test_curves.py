@@ -303,3 +303,23 @@ def test_errors_are_scaled_to_what_a_space_does_as_a_whole(dense, tmp_path):
         for ours, theirs in zip(own, before[site], strict=True):
             factor = 3 if site.space == "mlp" else 1
             torch.testing.assert_close(ours.errors, factor * theirs.errors)
+
+
+def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_path, monkeypatch):
+    """Each single score is tried at the first point of a space of many units; the best of all is kept."""
+    monkeypatch.setattr("ckpt_prune.transform.gradients.SHALLOW", 1)
+    monkeypatch.setattr("ckpt_prune.transform.gradients.MANY", 20)
+    folder, tried = dense.folder("opt"), []
+
+    def divergences(_readout, _samples, _dense, states):
+        tried.append(len(states))
+        return [0.5, 0.7, 0.4, 0.45, 0.3, 0.9, 0.8]
+
+    monkeypatch.setattr("ckpt_prune.transform.gradients.divergences", divergences)
+    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
+    # Two points of the heads; of the mlp the best of each site, three scores, and the second point.
+    assert tried == [2 + 1 + len(CANDIDATES) + 1]
+    assert statistics.index.spaces == {"heads": [(1, 0.5), (2, 0.7)], "mlp": [(6, 0.3), (11, 0.8)]}
+    assert statistics.index.scores == {"mlp": "rcpu"}
+    request = job_on(folder, recipe_of({"mlp": "auto"}, ratio=0.4), statistics).request
+    assert {own.score for each in dense_ranking(request).values() for own in each} == {"rcpu"}
