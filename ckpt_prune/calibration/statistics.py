@@ -426,8 +426,9 @@ def with_fisher(
         "collect": collect,
         "fisher": samples,
         "predicted": told,
+        "spaces": {space: list(own) for space, own in spaces.items()},
+        "scores": dict(scores),
     }
-    known["spaces"] = {space: list(own) for space, own in spaces.items()}
     return _entered(statistics, known)
 
 
