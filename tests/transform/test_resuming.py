@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform import gradients
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.measured_effects import measure_effects
 from ckpt_prune.transform.resuming import summary
@@ -68,6 +70,20 @@ def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_p
     assert len(observed) == max(0, BLOCKS - record + 1)
     assert len(said) == 1
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_pass_back_that_was_interrupted_is_made_again(sources, tmp_path, whole):
+    """It has to start at the last block; what it had written counts for nothing."""
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, gradients, "write_fisher", 2)
+        with pytest.raises(KeyboardInterrupt):
+            prune(job(sources, "best"), out)
+    measured = Statistics(tmp_path / "out.partial" / "measured")
+    assert not measured.index.fisher
+    assert len(list(measured.folder.glob("fisher-*"))) == 1
+    prune(job(sources, "best"), out, resume=True)
+    assert contents(out) == whole["best"]
 
 
 def watch(patch: pytest.MonkeyPatch, owner: type, method: str, seen: list[Any]) -> None:
