@@ -87,7 +87,8 @@ class StatisticsIndex(BaseModel):
             the model's own output, by units dropped, ascending (`transform.gradients`). Left out like `effects`.
         spaces: space → what dropping units of it in every block at once does to the model's own output, by units
             dropped of each, ascending (`transform.gradients`). Left out like `effects`.
-        scores: space → the score that did better at all of its sites than the best of each. Left out like `effects`.
+        scores: space → the score for all of its sites, where it is to be preferred to the best of each. Left out like
+            `effects`.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
             model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.

@@ -37,6 +37,8 @@ SPACE_POINTS = (0.25, 0.5)
 """Shares of units that are dropped from every block at once: more would leave nothing to be told from anything."""
 MANY = 32
 """Units from which on the scores of a space are tried as wholes: of a few heads they hardly differ."""
+ALIKE = 1.05
+"""Divergences of a few samples that are no more than this apart tell nothing."""
 
 Predicted = dict[str, dict[str, list[tuple[int, float]]]]
 """Site by `Model.moments_name` → score → (units dropped, divergence), ascending."""
@@ -104,7 +106,7 @@ def measure_spaces(
     Predictions are of one site at a time and of second order. What they leave out, errors of blocks that add up or
     cancel and what is not quadratic, differs from space to space: this is what scales them. Units go by the score that
     is predicted to be best at each site, what stays is refitted as where effects are predicted. In spaces of many units
-    each single score is tried at the first point, too: it may do better at all sites than the best of each.
+    each single score is tried at the first point, too.
 
     Time: one run of every block for each space and point, one for each single score, and one for the dense model.
     Memory: the hidden states of the samples as often.
@@ -120,7 +122,7 @@ def measure_spaces(
 
     Returns:
         Space → (units dropped of every block, the mean over samples of `Readout.divergence`), ascending; and for spaces
-        where a single score does better than the best of each site, that score.
+        where a single score is to be preferred to the best of each site (`_robust`), that score.
 
     Raises:
         UserError: the output is not finite.
@@ -157,16 +159,39 @@ def measure_spaces(
         run_through(stream, factory.block(block, tensors), block, stream.states, stream.states)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     found: dict[SpaceName, dict[int, float]] = {}
-    single_best: dict[SpaceName, str] = {}
+    singles: dict[SpaceName, dict[str, float]] = {}
     values = divergences(readout, samples, stream.states, states)
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, count, f"the {space} of every block", compute_dtype)
-        own_values = found.setdefault(space, {})
         if single is None:
-            own_values[count] = value
-        elif value < own_values[count]:
-            own_values[count], single_best[space] = value, single
-    return {space: list(own_values.items()) for space, own_values in found.items()}, single_best
+            found.setdefault(space, {})[count] = value
+        else:
+            singles.setdefault(space, {})[single] = value
+    chosen: dict[SpaceName, str] = {}
+    for space, by_score in singles.items():
+        first, mixed = next(iter(found[space].items()))
+        best = _robust(by_score, mixed)
+        if best is not None:
+            found[space][first], chosen[space] = by_score[best], best
+    return {space: list(own.items()) for space, own in found.items()}, chosen
+
+
+def _robust(by_score: Mapping[str, float], mixed: float) -> str | None:
+    """The score to rank a whole space by, or None for the best of each site.
+
+    Other text is further off than a fold of the same one. So of what does about as well as the best, that is taken
+    which learns least of the calibration text: norms of single inputs before a choice among scores at every site, and
+    that before correlations of all inputs (Breiman et al. 1984 take the simplest of trees alike).
+
+    Args:
+        by_score: what each score does at all sites.
+        mixed: what the best score of each site does.
+    """
+    limit = ALIKE * min(mixed, *by_score.values())
+    simple = {score: value for score, value in by_score.items() if score != CANDIDATES[0] and value <= limit}
+    if simple:
+        return min(simple, key=lambda score: simple[score])
+    return None if mixed <= limit else CANDIDATES[0]
 
 
 def _best(by_score: Mapping[str, list[tuple[int, float]]], count: int) -> str:

@@ -15,6 +15,7 @@ from ckpt_prune.calibration.samples import Part
 from ckpt_prune.calibration.statistics import with_effects
 from ckpt_prune.planning.kinds import CANDIDATES
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform import gradients
 from ckpt_prune.transform.budgets import decide, dense_ranking, effects_on
 from ckpt_prune.transform.messages import predicted_line
 from ckpt_prune.transform.planned import make_plan
@@ -323,3 +324,17 @@ def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_pa
     assert statistics.index.scores == {"mlp": "rcpu"}
     request = job_on(folder, recipe_of({"mlp": "auto"}, ratio=0.4), statistics).request
     assert {own.score for each in dense_ranking(request).values() for own in each} == {"rcpu"}
+
+
+@pytest.mark.parametrize(
+    ("obs", "rcpu", "wanda", "mixed", "chosen"),
+    [
+        (1.0, 1.2, 1.3, 1.1, "obs"),  # clearly the best
+        (1.0, 1.2, 1.3, 1.04, None),  # the best of each site does about as well
+        (1.0, 1.04, 1.3, 1.0, "rcpu"),  # and so does one that learns less of the text
+        (1.0, 1.04, 1.03, 1.0, "wanda-sp"),
+        (1.5, 1.2, 1.3, 1.0, None),
+    ],
+)
+def test_of_what_does_about_as_well_the_least_learned_is_taken(obs, rcpu, wanda, mixed, chosen):
+    assert gradients._robust({"obs": obs, "rcpu": rcpu, "wanda-sp": wanda}, mixed) == chosen
