@@ -308,6 +308,10 @@ def samples(variant: str, count: int = 24, seed: int = 5) -> Samples:
     return Pixels(torch.randn(count, 3, IMAGE, IMAGE, generator=generator), chosen.tokens)
 
 
+FOR_CORP: tuple[Collect, ...] = ("moments", "gram", "logits")
+"""All that `recipe` looks at: no gradients, which take longest."""
+
+
 def calibrate(
     folder: Path, out: Path, data: Samples, *, folds: int = 1, collect: tuple[Collect, ...] | None = None
 ) -> Statistics:

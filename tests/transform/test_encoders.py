@@ -22,6 +22,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from tests import families
 from tests.encoders import (
     BLOCKS,
+    FOR_CORP,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -54,7 +55,7 @@ OLD = ["bert-old-names", "bert-no-prefix", "opt-no-prefix"]
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Sources:
     def measure(variant, folder, out, **options):
-        return calibrate(folder, out, samples(variant), **options)
+        return calibrate(folder, out, samples(variant), collect=FOR_CORP, **options)
 
     return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
@@ -242,7 +243,7 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shards_and_dtypes_stay(dense, dtype, tmp_path):
     folder = dense.folder("deit", dtype, "8KB")
-    statistics = calibrate(folder, tmp_path / "statistics", samples("deit"))
+    statistics = calibrate(folder, tmp_path / "statistics", samples("deit"), collect=("moments",))
     report = prune(job_on(folder, recipe({"mlp": 0.5}, methods="none"), statistics), tmp_path / "out")
     files = sorted(path.name for path in folder.glob("*.safetensors*"))
     assert len(files) > 2
@@ -521,7 +522,7 @@ def test_copies_and_saved_copies_are_the_same_model(remote, variant, tmp_path):
 )
 def test_half_precision_is_kept(dense, variant, dtype, tmp_path):
     folder = dense.folder(variant, dtype)
-    statistics = calibrate(folder, tmp_path / "statistics", samples(variant))
+    statistics = calibrate(folder, tmp_path / "statistics", samples(variant), collect=FOR_CORP)
     wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.25}, container="remote")
     prune(job_on(folder, wanted, statistics), tmp_path / "out")
     assert {info.dtype for info in Checkpoint.open(tmp_path / "out").tensors.values()} == {dtype}

@@ -17,6 +17,7 @@ from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.planned import make_plan
 from tests.encoders import (
     BLOCKS,
+    FOR_CORP,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -53,7 +54,7 @@ KEPT = {0.25: 3, 0.5: 2, 0.75: 1}
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Sources:
     def measure(variant, folder, out, **options):
-        return calibrate(folder, out, samples(variant), **options)
+        return calibrate(folder, out, samples(variant), collect=FOR_CORP, **options)
 
     return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
@@ -221,7 +222,7 @@ def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, contain
         return tensors
 
     edit_files(folder, mix)
-    statistics = calibrate(folder, tmp_path / "statistics", samples(variant))
+    statistics = calibrate(folder, tmp_path / "statistics", samples(variant), collect=FOR_CORP)
     wanted = recipe({"qk": 0.5}, methods={"qk": {"method": "logit", "lambda": 1e-7}}, container=container)
     report = prune(job_on(folder, wanted, statistics, diagnostics=True), tmp_path / "out")
     for site in report["sites"]:
@@ -507,7 +508,7 @@ def test_a_ratio_that_leaves_no_dimension(dense, tmp_path):
 
 def test_lambda_zero_needs_samples(dense, tmp_path):
     """3 x 3 unknowns of a head take one image of ten tokens; 16 columns take two."""
-    statistics = calibrate(dense.folder("vit"), tmp_path / "statistics", samples("vit", 1))
+    statistics = calibrate(dense.folder("vit"), tmp_path / "statistics", samples("vit", 1), collect=FOR_CORP)
     job_on(dense.folder("vit"), recipe({"qk": 0.25}, methods={"qk": {"method": "logit", "lambda": 0.0}}), statistics)
     bare = {"method": "affine", "lambda": 0.0}
     job_on(dense.folder("vit"), recipe({"mlp": 0.55}, methods={"mlp": bare}), statistics)
