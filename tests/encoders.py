@@ -308,6 +308,10 @@ def samples(variant: str, count: int = 24, seed: int = 5) -> Samples:
     return Pixels(torch.randn(count, 3, IMAGE, IMAGE, generator=generator), chosen.tokens)
 
 
+FOR_CORP: tuple[Collect, ...] = ("moments", "gram", "logits")
+"""All that `recipe` looks at: no gradients, which take longest."""
+
+
 def calibrate(
     folder: Path, out: Path, data: Samples, *, folds: int = 1, collect: tuple[Collect, ...] | None = None
 ) -> Statistics:
@@ -379,6 +383,12 @@ def stock(folder: Path, variant: str, **options: Any) -> PreTrainedModel:
     return loaded
 
 
+@cache
+def unchanged(folder: Path, variant: str) -> PreTrainedModel:
+    """The stock model of a dense checkpoint, loaded once for all who look at it and leave it as it is."""
+    return stock(folder, variant)
+
+
 @torch.inference_mode()
 def outputs(model: nn.Module, data: Samples) -> dict[str, Tensor]:
     """Every tensor a model returns: logits of each head, hidden states, what is pooled."""
@@ -405,9 +415,9 @@ def assert_same_outputs(a: nn.Module, b: nn.Module, data: Samples, *, tolerance:
 def watch(
     model: nn.Module, data: Samples, *, inputs: Iterable[str] = (), results: Iterable[str] = ()
 ) -> dict[str, Array]:
-    """Input or output of modules by path, one sample at a time: (samples, tokens, width) float64.
+    """Input or output of modules by path: (samples, tokens, width) float64.
 
-    OPT folds samples and tokens together before its MLP: with one sample, that is its tokens.
+    OPT folds samples and tokens together before its MLP, samples first: they are cut apart again.
     """
     seen: dict[str, list[Tensor]] = {}
     handles = []
@@ -419,13 +429,11 @@ def watch(
         seen[path] = []
         after = lambda _, args, out, path=path: seen[path].append(out[0] if isinstance(out, tuple) else out)  # noqa: E731
         handles.append(model.get_submodule(path).register_forward_hook(after))
-    for index in range(len(data)):
-        model(**data.batch(slice(index, index + 1)))
+    model(**data.batch(slice(len(data))))
     for handle in handles:
         handle.remove()
-    return {
-        path: torch.stack([row.view(-1, row.shape[-1]) for row in rows]).double().numpy() for path, rows in seen.items()
-    }
+    assert all(len(found) == 1 for found in seen.values())
+    return {path: found.reshape(len(data), -1, found.shape[-1]).double().numpy() for path, (found,) in seen.items()}
 
 
 STRENGTHLESS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def shallow(tmp_path_factory):
 def small(monkeypatch, tmp_path, shallow):
     """Seconds instead of minutes; the text is cut short because tokenising all of it takes most of them."""
     monkeypatch.setattr(demo, "model_folder", lambda: shallow)
+    # Both sides are of one walk through the library.
+    monkeypatch.setattr(corpus, "modules", cache(corpus.modules))
     whole = corpus.text
     monkeypatch.setattr(corpus, "text", lambda **kwargs: whole(**kwargs)[:40_000])
     monkeypatch.setattr(demo, "WINDOW", 32)

@@ -117,12 +117,13 @@ def test_a_hopeless_model_scores_infinity_not_an_overflow():
     assert score.perplexity == math.inf
 
 
-# Measured by this project with torch 2.13 on CPU in float32; the figures in shared/data were by an independent script.
+# The first windows, by this project with torch 2.13 on CPU in float32. On as many as an independent script took for
+# shared/data it finds what that found: 10.07 on 64 windows, and 4.5493 on all 491.
 @pytest.mark.parametrize(
     ("name", "text", "window", "limit", "expected"),
     [
-        ("llama-pystdlib-3m", "text-pystdlib/eval.txt", 256, 64, 10.0657),  # shared/data: 10.07
-        ("llama-stories260k", "text-tinystories/eval_bos.txt", 512, 60, 3.4824),  # all 491 windows: 4.5493, as there
+        ("llama-pystdlib-3m", "text-pystdlib/eval.txt", 256, 24, 5.3852),
+        ("llama-stories260k", "text-tinystories/eval_bos.txt", 512, 20, 3.5808),
     ],
 )
 def test_trained_models(name, text, window, limit, expected):

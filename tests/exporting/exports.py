@@ -65,7 +65,9 @@ def _uneven(root: Path) -> Path:
 def _pruned(variant: str, ratios: dict[str, float], container: str, layers: int = 1) -> graphs.Maker:
     def make(root: Path) -> Path:
         dense = graphs.make(root / variant, variant, layers)
-        statistics = encoders.calibrate(dense, root / "statistics", encoders.samples(variant))
+        statistics = encoders.calibrate(
+            dense, root / "statistics", encoders.samples(variant), collect=encoders.FOR_CORP
+        )
         prune(encoders.job_on(dense, encoders.recipe(ratios, container=container), statistics), root / "pruned")
         return root / "pruned"
 

@@ -1,6 +1,7 @@
 """What tests of recovery share: pruned models of every kind, jobs on them, and what must hold of every output."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ def last_states(folder: Path, variant: str, data: Samples) -> Tensor:
     path = f"{layers_of(variant)}.{families.BLOCKS - 1}"
     found = encoders.watch(loaded(folder, variant), data, results=[path])[path]
     return torch.from_numpy(found)[HELD_OUT]
+
+
+@cache
+def dense_states(dense: Path, variant: str) -> Tensor:
+    """The same of a dense checkpoint on its `training_data`, once."""
+    return last_states(dense, variant, training_data(variant))
 
 
 def is_linear(name: str, tensors: dict[str, Tensor]) -> bool:

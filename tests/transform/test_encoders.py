@@ -22,6 +22,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from tests import families
 from tests.encoders import (
     BLOCKS,
+    FOR_CORP,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -36,11 +37,13 @@ from tests.encoders import (
     recipe,
     samples,
     stock,
+    unchanged,
     watch,
 )
 from tests.evaluation.tiny import random_windows
 from tests.families import prune
 from tests.oracles import perplexity
+from tests.pairs import dealt
 from tests.stored import Sources
 
 BIASED = {"bias", "centred-rotation", "affine"}
@@ -52,7 +55,7 @@ OLD = ["bert-old-names", "bert-no-prefix", "opt-no-prefix"]
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Sources:
     def measure(variant, folder, out, **options):
-        return calibrate(folder, out, samples(variant), **options)
+        return calibrate(folder, out, samples(variant), collect=FOR_CORP, **options)
 
     return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
@@ -80,7 +83,7 @@ def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch)
     monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 2 * data.tokens)
     stream, source = stream_on(dense.folder(variant), data)
     paths = [f"{chosen.layers}.{block}" for block in range(BLOCKS)]
-    model = stock(dense.folder(variant), variant)
+    model = unchanged(dense.folder(variant), variant)
     inputs = watch(model, data, inputs=paths)
     results = watch(model, data, results=paths)
     expected = [inputs[paths[0]], *(results[path] for path in paths)]
@@ -94,17 +97,17 @@ def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch)
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_moments_are_those_of_the_consumers_inputs(dense, variant):
-    """24 samples in folds of 8, under the names on disk."""
+    """24 samples in folds of 3, under the names on disk."""
     chosen, data = VARIANTS[variant], samples(variant)
-    statistics = dense.statistics(variant, folds=3)
+    statistics = dense.statistics(variant, folds=8)
     paths = {(b, s): chosen.module(b, s) for b in range(BLOCKS) for s in ("heads", "mlp")}
-    seen = watch(stock(dense.folder(variant), variant), data, inputs=paths.values())
+    seen = watch(unchanged(dense.folder(variant), variant), data, inputs=paths.values())
     for (block, space), path in paths.items():
         found = statistics.block(block)[chosen.tensor(block, space)]
-        assert len(found) == 3
+        assert len(found) == 8
         for fold, moments in enumerate(found):
-            tokens = seen[path][8 * fold : 8 * fold + 8].reshape(-1, seen[path].shape[2])
-            assert moments.count == len(tokens) == 8 * chosen.tokens
+            tokens = seen[path][3 * fold : 3 * fold + 3].reshape(-1, seen[path].shape[2])
+            assert moments.count == len(tokens) == 3 * chosen.tokens
             expected = {"sum": tokens.sum(0), "square": (tokens**2).sum(0), "gram": tokens.T @ tokens}
             for name, value in expected.items():
                 atol = 1e-5 * np.abs(value).max()
@@ -116,7 +119,7 @@ def test_logit_moments_are_grams_of_the_models_projections(dense, variant):
     """Per sample where there are few, summed over products where there are many: both against explicit sums."""
     chosen, data = VARIANTS[variant], samples(variant)
     rows, columns = np.triu_indices(HEAD_DIM)
-    model = stock(dense.folder(variant), variant)
+    model = unchanged(dense.folder(variant), variant)
     paths = [chosen.module(b, role) for b in range(BLOCKS) for role in ("query", "key")]
     seen = watch(model, data, results=paths)
     forms = set()
@@ -167,7 +170,7 @@ def test_nll_is_that_of_the_whole_model(dense, variant):
     stream, source = stream_on(dense.folder(variant), data)
     for block in range(BLOCKS):
         stream.advance(block, source.read_block(block))
-    expected = perplexity.perplexity(stock(dense.folder(variant), variant), data.windows)
+    expected = perplexity.perplexity(unchanged(dense.folder(variant), variant), data.windows)
     assert math.exp(stream.nll()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -187,7 +190,7 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     data, folder = samples(variant), dense.folder(variant)
     source = {"live": data} if sequential else {"statistics": dense.statistics(variant)}
     report = prune(job_on(folder, wanted, **source), out)
-    whole = Whole(variant, stock(folder, variant))
+    whole = Whole(variant, copy.deepcopy(unchanged(folder, variant)))
     keep = {"heads": 3, "mlp": KEEP_MLP[VARIANTS[variant].mlp]}
     whole.prune(data, keep, {"heads": method, "mlp": method}, target="by site" if sequential else "dense")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
@@ -233,14 +236,14 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
     report = prune(job_on(folder, wanted, dense.statistics(variant)), tmp_path / "out")
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert not report["container"]["remote_code"]
-    assert_same_outputs(stock(folder, variant), stock(tmp_path / "out", variant), samples(variant, 2), tolerance=0)
+    assert_same_outputs(unchanged(folder, variant), stock(tmp_path / "out", variant), samples(variant, 2), tolerance=0)
     assert report["before"] == report["after"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shards_and_dtypes_stay(dense, dtype, tmp_path):
     folder = dense.folder("deit", dtype, "8KB")
-    statistics = calibrate(folder, tmp_path / "statistics", samples("deit"))
+    statistics = calibrate(folder, tmp_path / "statistics", samples("deit"), collect=("moments",))
     report = prune(job_on(folder, recipe({"mlp": 0.5}, methods="none"), statistics), tmp_path / "out")
     files = sorted(path.name for path in folder.glob("*.safetensors*"))
     assert len(files) > 2
@@ -466,17 +469,15 @@ def test_padding_is_masked(remote, variant):
 
 @pytest.mark.parametrize("variant", REMOTE)
 def test_attention_implementations_agree(remote, variant):
-    data = samples(variant, 3, seed=9)
-    found = {}
+    data, model = samples(variant, 3, seed=9), ckpt_prune.load(remote[variant])
+    module = model.get_submodule(VARIANTS[variant].module(0, "attention"))
+    seen, found = [], {}
+    module.register_forward_hook(lambda _, args, out: seen.append(out[1]))
     for implementation in ("eager", "sdpa"):
-        model = ckpt_prune.load(remote[variant])
         model.set_attn_implementation(implementation)
-        seen = []
-        module = model.get_submodule(VARIANTS[variant].module(0, "attention"))
-        module.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out[1]))
         found[implementation] = outputs(model, data)
-        # Only the one in the open hands out its weights.
-        assert (seen[0] is None) == (implementation == "sdpa")
+    # Only the one in the open hands out its weights.
+    assert [weights is None for weights in seen] == [False, True]
     for name, tensor in found["eager"].items():
         torch.testing.assert_close(tensor, found["sdpa"][name], rtol=1e-4, atol=1e-4)
 
@@ -512,11 +513,16 @@ def test_copies_and_saved_copies_are_the_same_model(remote, variant, tmp_path):
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("variant", ["vit", "deit-teacher", "dinov2-swiglu", "opt-tied", "bert-pretraining"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    dealt(
+        ["vit", "deit-teacher", "dinov2-swiglu", "opt", "opt-tied", "bert-pretraining"],
+        [torch.bfloat16, torch.float16],
+    ),
+)
 def test_half_precision_is_kept(dense, variant, dtype, tmp_path):
     folder = dense.folder(variant, dtype)
-    statistics = calibrate(folder, tmp_path / "statistics", samples(variant))
+    statistics = calibrate(folder, tmp_path / "statistics", samples(variant), collect=FOR_CORP)
     wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.25}, container="remote")
     prune(job_on(folder, wanted, statistics), tmp_path / "out")
     assert {info.dtype for info in Checkpoint.open(tmp_path / "out").tensors.values()} == {dtype}

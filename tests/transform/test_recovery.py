@@ -22,6 +22,7 @@ from tests.pairs import dealt
 from .recovering import (
     SAMPLES,
     assert_recovered,
+    dense_states,
     is_linear,
     last_states,
     pruned_by,
@@ -31,7 +32,10 @@ from .recovering import (
 from .test_rotations import random_rotations, rotating
 from .whole import data_of, tensors_of, wanted, watch_reading
 
-VARIANTS = [*families.VARIANTS, *encoders.VARIANTS]
+HEADS = ("dinov2-classifier", "dinov2-swiglu-classifier", "deit-model", "opt-model", "opt-tied")
+HEADS += ("bert-pretraining", "bert-sequence-classification")
+"""What differs from another variant outside its blocks alone, which recovery does not look at."""
+VARIANTS = [variant for variant in (*families.VARIANTS, *encoders.VARIANTS) if variant not in HEADS]
 
 
 def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
@@ -40,7 +44,7 @@ def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
     report = recovered(pruned, dense, out, data)
     changed = assert_recovered(out, pruned, report, dense)
     assert any(changed.values())
-    target = last_states(dense, variant, data)
+    target = dense_states(dense, variant)
     for folder, key in ((pruned, "mse_before"), (out, "mse_after")):
         mse = float((last_states(folder, variant, data) - target).square().mean())
         assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-4), key
@@ -255,7 +259,8 @@ def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch
 
 # ---- rotated -----------------------------------------------------------------------------------------------------
 
-TURNED = [(v, k) for v in ("llama-gqa-tied", "qwen3", "opt", "opt-no-bias") for k in ("values", "shared", "per-layer")]
+# Two kinds a variant: what rotates positions and what does not has all three.
+TURNED = dealt(["llama-gqa-tied", "qwen3", "opt", "opt-no-bias"], ["values", "shared", "per-layer"], 2)
 
 
 @pytest.fixture(scope="module")
@@ -280,13 +285,14 @@ def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tm
     folder, unpruned = dense.folder(variant), turned(variant, kind, 0.0)
     report = recovered(unpruned, folder, tmp_path / "out", training_data(variant))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (unpruned / "model.safetensors").read_bytes()
-    energy = float(last_states(folder, variant, training_data(variant)).square().mean())
+    plain = dense_states(folder, variant)
+    energy = float(plain.square().mean())
     for layer in report["layers"]:
         assert layer["mse_before"] < 1e-8 * energy
         assert (layer["epochs"], layer["recovered"]) == (0, False)
     if kind == "shared":
         # In the dense model's own basis the same states are far off.
-        there, plain = (last_states(each, variant, training_data(variant)) for each in (unpruned, folder))
+        there = dense_states(unpruned, variant)
         assert float((there - plain).square().mean()) > 0.1 * energy
 
 
@@ -298,7 +304,7 @@ def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
     report = recovered(pruned, dense.folder(variant), out, data)
     assert any(assert_recovered(out, pruned, report).values())
     assert (out / ROTATIONS).read_bytes() == (pruned / ROTATIONS).read_bytes()
-    target = last_states(turned(variant, kind, 0.0), variant, data)
+    target = dense_states(turned(variant, kind, 0.0), variant)
     for folder, key in ((pruned, "mse_before"), (out, "mse_after")):
         mse = float((last_states(folder, variant, data) - target).square().mean())
         assert report["layers"][-1][key] == pytest.approx(mse, rel=1e-3), key
