@@ -104,5 +104,5 @@ def planned(model: Model, plan: Plan) -> Decisions:
     for site in plan.sites:
         scores = torch.tensor(site.scores, dtype=torch.float64)
         keep = len(site.kept) // model.copies(site.space)
-        sites[site.site] = Decision(keep, torch.tensor(site.kept), scores, site)
+        sites[site.site] = Decision(keep, torch.tensor(site.kept), scores, site, site.score)
     return Decisions(plan.recipe, sites)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,15 @@ def test_text(place):
         *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     ]
     rows = [line.split() for line in lines[6:10]]
-    assert lines[10] == lines[-2] == ""
+    assert lines[10] == lines[-3] == ""
     assert [line.partition(":")[0] for line in lines[11:15]] == ["kept", "error", "floor", "rho2"]
-    assert lines[-1] == "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"
+    assert lines[-2] == "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"
+    sites = json.loads(ok("plan", "dense", *RCPU, "--json"))["sites"]
+    found = sum(site["divergence"] for site in sites)
+    assert lines[-1] == (
+        f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output, about {exp(found):.2f} times "
+        "its perplexity; by second order, so more where much goes"
+    )
     assert [row[:4] for row in rows] == [
         ["0", "heads", "1/2", "rotation"],
         ["0", "mlp", "12/24", "rotation"],

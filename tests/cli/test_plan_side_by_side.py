@@ -13,7 +13,7 @@ def test_a_row_for_each(place):
     lines = ok(*BOTH, "--statistics", "stats").splitlines()
     assert listing() == before
     assert re.split("  +", lines[0]) == [
-        *["recipe", "parameters", "share", "bytes", "FLOPs", "stored as", "heads error", "mlp error"]
+        *["recipe", "parameters", "share", "bytes", "FLOPs", "stored as", "heads error", "mlp error", "predicted"]
     ]
     rows = [re.split("  +", line) for line in lines[1:3]]
     assert [row[:6] for row in rows] == [
@@ -21,17 +21,20 @@ def test_a_row_for_each(place):
         ["ridge", "3.28K", "63.1%", "12.8 KiB", "229K", "llama"],
     ]
     assert lines[3:] == [
-        "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity"
+        "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity",
+        "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order: more where "
+        "much goes; its exponential is about what the perplexity is multiplied by",
     ]
     for row, recipe in zip(rows, ("wanda-sp", "ridge"), strict=True):
         alone = json.loads(ok("plan", "dense", "--recipe", recipe, "--ratio", "0.5", "--statistics", "stats", "--json"))
-        for shown, space in zip(row[6:], ("heads", "mlp"), strict=True):
+        assert row[8] == f"{sum(site['divergence'] for site in alone['sites']):.4f}"
+        for shown, space in zip(row[6:8], ("heads", "mlp"), strict=True):
             own = [site["error_compensated"] for site in alone["sites"] if site["space"] == space]
             assert shown == f"{sum(own) / len(own):.4f}"
 
 
 def test_with_folds_held_out_errors_stand_beside(place):
-    ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
+    ok("calibrate", "dense", *TEXT, "--folds", "4", "--collect", "gram", "-o", "folded")
     lines = ok(*BOTH, "--statistics", "folded").splitlines()
     assert re.split("  +", lines[0])[6:] == ["heads error", "mlp error", "heads held out", "mlp held out"]
     assert re.split("  +", lines[1])[8:] == ["-", "-"]  # nothing is fitted
@@ -45,7 +48,7 @@ def test_json(place):
     said = json.loads(ok(*BOTH, "--statistics", "stats", "--json"))
     assert list(said) == ["before", "recipes"]
     assert [each["recipe"] for each in said["recipes"]] == ["wanda-sp", "ridge"]
-    assert list(said["recipes"][0]) == ["recipe", "after", "container", "errors", "held_out", "messages"]
+    assert list(said["recipes"][0]) == ["recipe", "after", "container", "errors", "held_out", "divergence", "messages"]
     assert said["recipes"][1]["held_out"] == {"heads": None, "mlp": None}
 
 
