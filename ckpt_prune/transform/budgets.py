@@ -107,19 +107,24 @@ def _together(
     ranking: Mapping[Site, Sequence[Ranked]], spaces: Mapping[str, Sequence[tuple[int, float]]]
 ) -> dict[Site, list[Ranked]]:
     """Errors scaled to what is measured of all sites of a space together, where it is known."""
-    found: dict[Site, list[Ranked]] = {}
-    for site, own in ranking.items():
-        sites = [each for other, each in ranking.items() if other.space == site.space]
-        factors = []
-        for count, measured in spaces.get(site.space, ()):
-            told = sum(min(float(_errors(one)[count]) for one in each) for each in sites)
-            if told > 0:
-                factors.append((count, measured / told))
-        found[site] = [
-            replace(each, errors=scaled(_errors(each), [(k, float(_errors(each)[k]) * f) for k, f in factors]))
+    factors: dict[str, list[tuple[int, float]]] = {}
+    for space, points in spaces.items():
+        sites = [own for site, own in ranking.items() if site.space == space]
+        told = [(count, sum(min(float(_errors(one)[count]) for one in own) for own in sites)) for count, _ in points]
+        factors[space] = [
+            (k, measured / all_) for (k, all_), (_, measured) in zip(told, points, strict=True) if all_ > 0
+        ]
+    return {
+        site: [
+            replace(
+                each, errors=scaled(_errors(each), [(k, float(_errors(each)[k]) * f) for k, f in factors[site.space]])
+            )
+            if factors.get(site.space)
+            else each
             for each in own
         ]
-    return found
+        for site, own in ranking.items()
+    }
 
 
 def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int, float]]:
