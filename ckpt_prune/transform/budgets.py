@@ -201,7 +201,8 @@ def _least_error(request: Request) -> Decisions:
 def _decision(request: Request, keep: int, own: Sequence[Ranked]) -> Decision:
     """So many units, by the score that is best at that width."""
     best = min(own, key=lambda each: float(_errors(each)[-1 - keep]))
-    return Decision(keep, scores=None if request.sequential else best.scores, score=best.score)
+    again = request.sequential and keep < len(_errors(best)) - 1
+    return Decision(keep, scores=None if again else best.scores, score=best.score)
 
 
 def _curves(request: Request, ranking: Mapping[Site, Sequence[Ranked]], kind: SizeKind) -> dict[Site, Curve]:
