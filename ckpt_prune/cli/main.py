@@ -16,6 +16,9 @@ from ckpt_prune.errors import UserError
 # instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
 # stays.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Large tensors come and go all the time. In pages of 4 KiB the kernel takes as long to hand them out as the processor
+# to fill them (measured: absolute values of 4096 x 1536 in 33 ms; 13 ms in huge pages). Read as above; Linux only.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 COMMANDS = {
     "inspect": "What a checkpoint is, what can be pruned, and into which container.",
