@@ -31,6 +31,7 @@ COMMANDS = {
     "validate": "Compare an exported graph with its model again.",
     "benchmark": "Latency, throughput, size and memory of two models side by side.",
     "report": "Show what pruning cost, block by block, as one HTML page.",
+    "compare": "What leaves every block of two models, side by side.",
     "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",
     "recipe": "List, show, copy and check recipes.",
     "statistics": "Show or add statistics folders.",
