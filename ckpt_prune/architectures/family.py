@@ -184,7 +184,7 @@ class Family(Description):
         """
         for refusal in self.refused:
             if refusal.holds(config, lambda name: self.dimension(config, name)):
-                found = json.dumps(getattr(config, refusal.key))
+                found = json.dumps(refusal.found(config))
                 raise UserError(
                     f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
                 )

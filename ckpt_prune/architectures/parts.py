@@ -1,5 +1,6 @@
 """Parts of a family's description."""
 
+from functools import reduce
 from typing import Any, Literal
 
 from pydantic import Field
@@ -51,25 +52,36 @@ class Refusal(Description):
     """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
 
     Attributes:
-        key: of the config; a config without it does not have the setting.
-        value: what it is then; or, where `unlike` is given, nothing.
+        key: of the config, with dots between keys of configs inside it; a config without it does not have the setting.
+        value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
         unlike: a dimension that the key's value then differs from.
-        kind: the one kind of rotation that it rules out, or None for all that turn the stream.
+        kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
         why: in words, after "KEY:" or "cannot be rotated:".
     """
 
     key: str
-    value: bool | None = None
+    value: bool | int | None = None
     unlike: str | None = None
     kind: str | None = None
     why: str
 
     def holds(self, config: Any, dimension: Dimension) -> bool:
         """Whether a config has the setting."""
-        if not hasattr(config, self.key):
+        try:
+            found = self.found(config)
+        except AttributeError:
             return False
-        found = getattr(config, self.key)
-        return bool(found != dimension(self.unlike)) if self.unlike is not None else bool(found) is self.value
+        if self.unlike is not None:
+            return bool(found != dimension(self.unlike))
+        return bool(found) is self.value if isinstance(self.value, bool) else bool(found == self.value)
+
+    def found(self, config: Any) -> Any:
+        """What a config has under the key.
+
+        Raises:
+            AttributeError: nothing.
+        """
+        return reduce(getattr, self.key.split("."), config)
 
 
 class Residual(Description):

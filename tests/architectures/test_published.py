@@ -2,8 +2,9 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.mask_recipe import RotationKind
 from ckpt_prune.planning.recipe import Recipe
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case
-from tests.contract.whole import assert_same_outputs, outputs, plain
+from tests.contract.whole import TARGETS, Whole, assert_same_outputs, outputs, plain
 from tests.families import model_of
+from tests.transform.test_rotations import random_rotations, rotating
 
 NEOX = {"vocab_size": 50304, "num_attention_heads": 8}
 PHI = {"vocab_size": 51200, "num_attention_heads": 32}
@@ -195,6 +198,8 @@ def test_heads_that_cannot_go_are_refused(case: Case, tmp_path: Path) -> None:
         f"recipe test prunes heads, of which none can go in {case.model_type}: {WHOLE[case]}. Leave out spaces.heads: "
         "mlp can be pruned, by itself in recipe corp-mlp"
     )
+    inspected = ckpt_prune.inspect(str(tmp_path / str(case)))
+    assert inspected.spaces["heads"].containers == {"weights": "none", "weights and bias": "none"}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,21 @@ def test_heads_that_cannot_go_are_refused(case: Case, tmp_path: Path) -> None:
             {"model_type": "gpt2", "add_cross_attention": True},
             "gpt2 with add_cross_attention true in config.json is not supported: its blocks also read another model's "
             "hidden states",
+        ),
+        (
+            {"model_type": "phi", "qk_layernorm": True},
+            "phi with qk_layernorm true in config.json is not supported: its class makes the norms of queries and keys "
+            "as wide as the hidden size by the number of heads",
+        ),
+        (
+            {"model_type": "falcon"},
+            "falcon with multi_query true in config.json is not supported: config.json has to say it, as published "
+            "ones do",
+        ),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "alibi": True},
+            "falcon with alibi true in config.json is not supported: no published falcon has the two together, and "
+            "this layout is not described",
         ),
     ],
 )
@@ -269,3 +289,47 @@ def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
     assert_same_outputs(outputs(copy.deepcopy(loaded), data), expected, 1e-6)
     for check in verify(tmp_path / "out", dense.folder(case)):
         assert check.passed or check.name == "sparsity", check
+
+
+# ---- settings that the stock class heeds ---------------------------------------------------------------------------
+
+
+KINDS = get_args(RotationKind)
+SETTINGS: list[tuple[Case, dict[str, Any], tuple[str, ...]]] = [
+    (
+        Case("gpt2", "GPT2LMHeadModel"),
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        KINDS,
+    ),
+    (Case("gpt2", "GPT2LMHeadModel"), {"scale_attn_weights": False}, KINDS),
+    (Case("gpt_neox", "GPTNeoXForCausalLM"), {"use_parallel_residual": False}, KINDS),
+    (Case("mpt", "MptForCausalLM"), {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}}, ()),
+    (
+        Case("falcon", "FalconForCausalLM", "new_decoder_architecture"),
+        {"num_ln_in_parallel_attn": 1},
+        ("values",),
+    ),
+]
+"""Case, config keys, and how such a model can be rotated."""
+
+
+@pytest.mark.parametrize(("case", "settings", "kinds"), SETTINGS, ids=lambda value: str(value)[:40])
+def test_settings_that_the_stock_class_heeds(
+    case: Case, settings: dict[str, Any], kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pruned or rotated, the output computes what the dense model with the same setting does."""
+    case = replace(case, settings=json.dumps(settings))
+    dense, data = Dense(tmp_path), case.samples(3, seed=9)
+    methods = dict.fromkeys(case.ratios, "affine")
+    dense.prune(case, spaces_recipe(case, methods, **TARGETS["by site"]), tmp_path / "out", case.samples())
+    expected = outputs(Whole(case).prune(case.samples(), methods, "by site").model, data)
+    assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), data), expected, 5e-4)
+    random_rotations(monkeypatch)
+    for kind in KINDS:
+        if kind in kinds:
+            dense.prune(case, rotating(kind, container="any"), tmp_path / kind)
+            rotated = outputs(ckpt_prune.load(tmp_path / kind), data)
+            assert_same_outputs(rotated, outputs(case.model(), data), 2e-5)
+        else:
+            with pytest.raises(UserError, match=f"^{case.model_type} cannot be rotated"):
+                dense.prune(case, rotating(kind, container="any"), tmp_path / kind)

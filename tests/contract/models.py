@@ -1,5 +1,6 @@
 """A tiny random model of every family, class and variant, from its JSON file and transformers' own config alone."""
 
+import json
 import zlib
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -47,12 +48,14 @@ class Case:
         architecture: stock class.
         variant: config key that is true and changes the description, or None.
         blocks: number of blocks.
+        settings: more of the config, as JSON.
     """
 
     model_type: str
     architecture: str
     variant: str | None = None
     blocks: int = BLOCKS
+    settings: str = "{}"
 
     def __str__(self) -> str:
         shallow = None if self.blocks == BLOCKS else str(self.blocks)
@@ -89,6 +92,7 @@ class Case:
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
         values |= {variant: variant == self.variant for variant in variants_of(self.model_type)}
+        values |= json.loads(self.settings)
         return AutoConfig.for_model(self.model_type, **values, **changes)
 
     @property
