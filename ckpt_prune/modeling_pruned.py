@@ -20,7 +20,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 
 import copy
 import inspect
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import transformers
@@ -29,6 +29,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 
@@ -42,10 +43,22 @@ class AttentionPaths(TypedDict):
 
 
 class WidthPaths(TypedDict):
-    """The linears that share an inner width: paths in a block."""
+    """The linears that share an inner width: paths in a block.
+
+    Attributes:
+        inner: those that make it.
+        outer: the one that reads it.
+        units: config key of the dense width, which the stock block is built at: it loses `lines` for every unit that
+            is gone. Without it the width is the number of lines.
+        lines: rows, or of `outer` columns, of one unit, by path.
+        attributes: how much of a number of a module (a path in a block) is one unit's.
+    """
 
     inner: list[str]
     outer: str
+    units: NotRequired[str]
+    lines: NotRequired[dict[str, int]]
+    attributes: NotRequired[dict[str, int]]
 
 
 class Blocks(TypedDict):
@@ -77,6 +90,24 @@ def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
     return own
 
 
+class BlockConfig:
+    """The config of one block, whose attention is the implementation that the model's own config says at the time.
+
+    Args:
+        shared: the model's.
+        own: the block's.
+    """
+
+    def __init__(self, shared: PreTrainedConfig, own: PreTrainedConfig) -> None:
+        self.__dict__.update(shared=shared, own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the one or the other."""
+        if name.startswith("__") or not {"shared", "own"} <= self.__dict__.keys():
+            raise AttributeError(name)  # copies ask before there is anything to copy to
+        return getattr(self.__dict__["shared" if name.startswith("_attn") else "own"], name)
+
+
 class PrunedMixin:
     """Rebuilds the blocks of the stock model it stands before in the list of base classes."""
 
@@ -96,10 +127,13 @@ class PrunedMixin:
             shared = config
         layers = model.get_submodule(blocks["layers"])
         for index in range(len(layers)):
-            layer = make_block(type(layers[index]), layer_config(config, index), blocks, index)
+            own = layer_config(config, index)
+            layer = make_block(type(layers[index]), own, blocks, index)
+            uneven = getattr(config, "per_layer_config", None)
+            module: Any
             for module in layer.modules():
                 if hasattr(module, "config"):
-                    module.config = shared
+                    module.config = BlockConfig(shared, own) if uneven else shared
             layers[index] = layer
         model.config = config
         model.post_init()
@@ -143,11 +177,26 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
         _narrow(layer, config, attention, heads, head_dim, narrow)
     for key, paths in blocks["widths"].items():
         width = getattr(config, key, None)
-        if width is not None:
+        if width is not None and "units" in paths:
+            _narrow_by(layer, paths, getattr(config, paths["units"]) - width)
+        elif width is not None:
             for path in paths["inner"]:
                 _replace(layer, path, rows=width)
             _replace(layer, paths["outer"], columns=width)
     return layer
+
+
+def _narrow_by(layer: nn.Module, paths: WidthPaths, gone: int) -> None:
+    """Take so many units from a block of the dense width."""
+    for path in paths["inner"]:
+        _, rows = _sizes(layer.get_submodule(path))
+        _replace(layer, path, rows=rows - gone * paths["lines"][path])
+    columns, _ = _sizes(layer.get_submodule(paths["outer"]))
+    _replace(layer, paths["outer"], columns=columns - gone * paths["lines"][paths["outer"]])
+    for path, each in paths["attributes"].items():
+        owner, _, name = path.rpartition(".")
+        module = layer.get_submodule(owner)
+        setattr(module, name, getattr(module, name) - gone * each)
 
 
 def _one_head(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -283,15 +332,24 @@ def narrow_forward(
     return (getattr(self, names[3])(output) if names[3] else output), weights
 
 
-def _linear(old: Any, columns: int, rows: int) -> nn.Linear:
-    """A linear of another size, with a bias where the old one has one."""
+def _sizes(linear: Any) -> tuple[int, int]:
+    """Inputs and outputs."""
+    return (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
+
+
+def _linear(old: Any, columns: int, rows: int) -> nn.Module:
+    """A linear of another size, of the same kind, with a bias where the old one has one."""
+    if isinstance(old, Conv1D):
+        made: nn.Module = Conv1D(rows, columns).to(old.weight.device, old.weight.dtype)
+        return made
     return nn.Linear(columns, rows, bias=old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
 
 
 def _replace(layer: nn.Module, path: str, *, columns: int | None = None, rows: int | None = None) -> None:
     owner, _, name = path.rpartition(".")
     old: Any = layer.get_submodule(path)
-    setattr(layer.get_submodule(owner), name, _linear(old, columns or old.in_features, rows or old.out_features))
+    dense_columns, dense_rows = _sizes(old)
+    setattr(layer.get_submodule(owner), name, _linear(old, columns or dense_columns, rows or dense_rows))
 
 
 def _narrow(

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from ckpt_prune.architectures.family import Family, load_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
-from ckpt_prune.architectures.spaces import ColumnSpace
+from ckpt_prune.architectures.spaces import ColumnSpace, Dimension, product
 from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, WidthPaths
 
 
@@ -35,11 +35,15 @@ def _module_paths(model_type: str, variant: str | None, architecture: str) -> Ma
     )
 
 
-def block_facts(family: Family) -> Blocks:
+def block_facts(family: Family, dimension: Dimension) -> Blocks:
     """What `modeling_pruned` has to know of a family to rebuild its blocks.
 
     A family with a space that ends in logits has attention of any shape; the classes of others have to take the shapes
-    that their config says.
+    that their config says, but for spaces that are fixed.
+
+    Args:
+        family: whose blocks.
+        dimension: of the dense model.
     """
     paths = module_paths(family)
     attention: AttentionPaths | None = None
@@ -48,15 +52,27 @@ def block_facts(family: Family) -> Blocks:
         attention = AttentionPaths(
             query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
         )
-    widths = {
-        next(iter(space.config)): _width(space, paths)
-        for space in family.columns.values()
-        if space.consumer != family.attention.output and (family.logits or space.units in family.multiples)
-    }
+    widths: dict[str, WidthPaths] = {}
+    for space in family.columns.values():
+        rebuilt = family.logits and space.consumer != family.attention.output
+        narrowed = space.fixed is not None and not family.logits
+        if not (rebuilt or narrowed or space.units in family.multiples):
+            continue
+        inner = dict.fromkeys(path for module in space.readers for path in paths[module])
+        found = WidthPaths(inner=list(inner), outer=paths[space.consumer][0])
+        counted = family.dimensions[space.units]
+        if narrowed and counted:
+            found["units"] = counted[0]
+            found["lines"] = _lines(space, paths, dimension)
+            found["attributes"] = {path: product(each, dimension) for path, each in space.attributes.items()}
+        widths[next(iter(space.config))] = found
     return Blocks(layers=family.layers, attention=attention, widths=widths)
 
 
-def _width(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]]) -> WidthPaths:
-    return WidthPaths(
-        inner=[path for module in space.readers for path in paths[module]], outer=paths[space.consumer][0]
-    )
+def _lines(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:
+    """Linears that a space lies on → rows, or of its consumer columns, of one unit."""
+    found: dict[str, int] = {}
+    for _, incidence in space.incidences:
+        (path,) = paths[incidence.module]
+        found[path] = found.get(path, 0) + incidence.per_unit(dimension)
+    return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.spaces import Axis, Dimension, SpaceName
+from ckpt_prune.architectures.spaces import Axis, Dimension, SpaceName, dim_of
 
 Kept = Mapping[SpaceName, Tensor]
 """Space → units of its site that stay, ascending int64."""
@@ -39,7 +39,7 @@ def stays(family: Family, dimension: Dimension, kept: Kept, sizes: Sizes) -> Sta
         gone[units.cpu()] = False
         dropped = gone.nonzero().flatten()
         for axis, incidence in space.incidences:
-            place = (incidence.module, incidence.dim(axis))
+            place = (incidence.module, dim_of(axis))
             if place not in masks:
                 masks[place] = axis, torch.ones(sizes[incidence.module][place[1]], dtype=torch.bool)
             masks[place][1][incidence.lines(dropped, count, dimension)] = False

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Residual
-from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName
+from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
+from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
@@ -46,16 +46,22 @@ class Family(Description):
         lookups: modules whose two-dimensional tensors are looked up or added, never multiplied.
         dimensions: dimension → config keys to try in order.
         attention: its linear modules.
+        transposed: linear modules of a block whose weights files hold as (inputs, outputs), as Conv1D does; everywhere
+            else they are (outputs, inputs).
+        derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
         rope: whether q and k are rotated by position before they meet.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
         multiples: dimensions that the config says as multiples of the hidden size.
+        tuples: whether a block returns its hidden states as the first of several things.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         residual: how blocks read from and add to the residual stream, where rotations can be absorbed.
         unrotatable: why not, where they cannot.
+        refused: settings of the config under which the description does not hold.
         relabel: config key → value, of a config that another family's model is stored under.
+        uneven: config keys and values that an output has whose blocks differ in width.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
     """
@@ -75,15 +81,20 @@ class Family(Description):
     lookups: list[str]
     dimensions: dict[str, list[str]]
     attention: Attention
+    transposed: list[str] = Field(default_factory=list)
+    derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
     rope: bool = False
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
+    tuples: bool = False
     sliding_window: str | None = None
     residual: Residual | None = None
     unrotatable: str | None = None
+    refused: list[Refusal] = Field(default_factory=list)
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
+    uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
 
     # ---- the class at hand ------------------------------------------------------------------------------------
@@ -165,6 +176,19 @@ class Family(Description):
         """On-disk name of a block's tensor."""
         return f"{self.block.format(block=block)}{module}.{kind}"
 
+    def check_config(self, config: Any) -> None:
+        """Refuse a config that the description does not hold for.
+
+        Raises:
+            UserError: it has one of the settings in `refused`.
+        """
+        for refusal in self.refused:
+            if refusal.holds(config, lambda name: self.dimension(config, name)):
+                found = json.dumps(refusal.found(config))
+                raise UserError(
+                    f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
+                )
+
     def scale(self, block: int, space: SpaceName) -> str | None:
         """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
         own = self.columns[space].scale
@@ -181,6 +205,8 @@ class Family(Description):
             value = getattr(config, key, None)
             if value is not None:
                 return int(value)
+        if name in self.derived:
+            return product(self.derived[name], lambda factor: self.dimension(config, factor))
         if name == "head_dim":
             return self.dimension(config, "hidden") // self.dimension(config, "query_heads")
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
@@ -217,12 +243,14 @@ def known_families() -> tuple[str, ...]:
 
 
 OF_THE_FUNCTION = (
+    "transposed",
     "spaces",
     "rope",
     "bias_slots",
     "sliding_window",
     "residual",
     "unrotatable",
+    "refused",
     "stand_ins",
     "variants",
 )

@@ -1,5 +1,7 @@
 """Which class of its family a checkpoint holds, by its tensors."""
 
+import re
+
 from ckpt_prune.architectures.family import Family, described, family_of
 from ckpt_prune.architectures.skeleton import is_stored_buffer, stock_names
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -23,6 +25,18 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
         if _fits(candidate, checkpoint, names):
             return _prefixed(candidate, names)
     return _prefixed(declared, names)
+
+
+def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
+    """The checkpoint as the whole package sees it: every weight of a block's linear modules is (outputs, inputs).
+
+    Here is the one border that a family whose files hold transposes of them (Conv1D) has.
+    """
+    if not family.transposed:
+        return checkpoint
+    weight = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + r"(.+)\.weight")
+    found = ((name, weight.fullmatch(name)) for name in checkpoint.tensors)
+    return checkpoint.turned(name for name, match in found if match and match[1] in family.transposed)
 
 
 def _fits(family: Family, checkpoint: Checkpoint, names: set[str]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.architectures.family import family_of
-from ckpt_prune.architectures.skeleton import stock_names, tied_names
+from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint, config_object
 from ckpt_prune.checkpoint.shard import TensorInfo
@@ -29,10 +29,9 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
     family = family_of(config)
     known = stock_names(config, family.architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-    tied = tied_names(known.model)
     tensors = {
         name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)
         for name, shape in known.shapes.items()
-        if name not in tied
+        if name not in known.tied
     }
     return Checkpoint(path=folder, config=config, tensors=tensors, files=(SINGLE,), sharded=False, metadata={})

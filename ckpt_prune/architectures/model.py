@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 
@@ -47,9 +47,12 @@ class Model:
         """The model that a checkpoint holds.
 
         Raises:
-            UserError: its family is not known, or transformers refuses its config.
+            UserError: its family is not known, its config has a setting that the family's description does not hold
+                for, or transformers refuses it.
         """
-        return cls(checkpoint, fitting_family(checkpoint), parse_config(checkpoint.config))
+        family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
+        family.check_config(config)
+        return cls(oriented(checkpoint, family), family, config)
 
     @classmethod
     def open(cls, path: str | Path) -> "Model":
@@ -115,7 +118,7 @@ class Model:
             # Lines that no other space takes from, where there are any.
             own = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (own or space.incidences)[-1]
-            lines = tensors[self.tensor(block, incidence.module)].shape[incidence.dim(axis)]
+            lines = tensors[self.tensor(block, incidence.module)].shape[dim_of(axis)]
             found[name] = lines // incidence.per_unit(self.dimension)
             if space.per is not None:
                 outer = next((found[other] for other, each in spaces.items() if each.units == space.per), None)
@@ -229,7 +232,7 @@ class Model:
         found = 0
         for axis, incidence in self.family.spaces[space].incidences:
             shape = self.checkpoint.tensors[self.tensor(0, incidence.module)].shape
-            found += incidence.per_unit(self.dimension) * shape[1 - incidence.dim(axis)]
+            found += incidence.per_unit(self.dimension) * shape[1 - dim_of(axis)]
         return found
 
     # ---- statistics -------------------------------------------------------------------------------------------

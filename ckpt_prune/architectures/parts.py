@@ -1,10 +1,11 @@
 """Parts of a family's description."""
 
+from functools import reduce
 from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.spaces import Description, Dimension
+from ckpt_prune.architectures.spaces import Description, Dimension, Incidence
 
 
 class Multiple(Description):
@@ -25,12 +26,21 @@ class Multiple(Description):
 
 
 class Attention(Description):
-    """The linear modules of a block's attention; some may be one and the same."""
+    """The linear modules of a block's attention; some may be one and the same.
+
+    Attributes:
+        query: its path in a block.
+        key: its path.
+        value: its path.
+        output: its path.
+        values: where on `value` the values of KV heads lie, one unit each, where it makes something else too.
+    """
 
     query: str
     key: str
     value: str
     output: str
+    values: Incidence | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -39,28 +49,39 @@ class Attention(Description):
 
 
 class Refusal(Description):
-    """A setting of the config under which a model's residual stream cannot be rotated.
+    """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
 
     Attributes:
-        key: of the config; a config without it does not have the setting.
-        value: what it is then; or, where `unlike` is given, nothing.
+        key: of the config, with dots between keys of configs inside it; a config without it does not have the setting.
+        value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
         unlike: a dimension that the key's value then differs from.
-        kind: the one kind of rotation that it rules out, or None for all that turn the stream.
-        why: in words, after "cannot be rotated:".
+        kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
+        why: in words, after "KEY:" or "cannot be rotated:".
     """
 
     key: str
-    value: bool | None = None
+    value: bool | int | None = None
     unlike: str | None = None
     kind: str | None = None
     why: str
 
     def holds(self, config: Any, dimension: Dimension) -> bool:
         """Whether a config has the setting."""
-        if not hasattr(config, self.key):
+        try:
+            found = self.found(config)
+        except AttributeError:
             return False
-        found = getattr(config, self.key)
-        return bool(found != dimension(self.unlike)) if self.unlike is not None else bool(found) is self.value
+        if self.unlike is not None:
+            return bool(found != dimension(self.unlike))
+        return bool(found) is self.value if isinstance(self.value, bool) else bool(found == self.value)
+
+    def found(self, config: Any) -> Any:
+        """What a config has under the key.
+
+        Raises:
+            AttributeError: nothing.
+        """
+        return reduce(getattr, self.key.split("."), config)
 
 
 class Residual(Description):
@@ -88,7 +109,7 @@ class Architecture(Description):
 
     Attributes:
         auto: the transformers Auto class that users load it with.
-        head: module path of the linear that a tied embedding stands in for, or None.
+        head: the linear that a tied embedding stands in for, as it stands on disk, or None.
         pooled: modules that see one token of a sequence only.
     """
 

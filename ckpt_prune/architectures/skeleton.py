@@ -97,6 +97,7 @@ class Names:
     Attributes:
         model: as given.
         shapes: on-disk name → shape of every tensor the model saves; a tied head appears under both names.
+        tied: on-disk names that share another tensor and so may be absent.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,6 +110,7 @@ class Names:
         self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
         saved = revert_weight_conversion(model, dict(self._parameters)) if conversions else self._parameters
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        self.tied = frozenset(self.saved_as(name) for name in tied_names(model))
 
     def parameters(self, disk: str) -> tuple[str, ...]:
         """Names in the model of what a tensor on disk holds: none where the model has no place for it.
@@ -167,16 +169,23 @@ def _stock_names(config: str, architecture: str) -> Names:
     return Names(build_skeleton(parse_config(json.loads(config)), architecture))
 
 
+_STORED_BUFFERS = (
+    "rotary_emb.inv_freq",
+    "embeddings.position_ids",
+    *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
+)
+
+
 def is_stored_buffer(name: str) -> bool:
     """Whether a tensor holds what models compute themselves and ignore.
 
-    Old transformers saved rotary frequencies and position indices.
+    Old transformers saved rotary frequencies, position indices and causal masks.
     """
-    return name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids"))
+    return name.endswith(_STORED_BUFFERS)
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
-    """Names that share another tensor and so may be absent on disk."""
+    """Names in the model that share another tensor."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return frozenset()
     return frozenset(model._tied_weights_keys or ())  # type: ignore[arg-type]

@@ -31,6 +31,11 @@ COUPLED: tuple[frozenset[SpaceName], ...] = (frozenset({"heads", "qk"}),)
 """Spaces that cross on one tensor, so that a unit of one is worth less where units of the other are gone."""
 
 
+def dim_of(axis: Axis) -> int:
+    """Which dimension of a weight (outputs, inputs) the axis is."""
+    return int(axis == "columns")
+
+
 class Description(BaseModel):
     """Data of a family's file: unknown keys are refused."""
 
@@ -41,7 +46,8 @@ class Incidence(Description):
     """Where the units of a space lie on one axis of one linear module of a block.
 
     The axis is `after` lines of something else, then `copies` runs of units, then whatever follows. In a run, units
-    follow each other with `each` neighbouring lines.
+    follow each other with `each` neighbouring lines, and with lines of something else between them where `stride` is
+    more.
 
     Attributes:
         module: path of the linear module in a block, as it stands on disk.
@@ -50,14 +56,14 @@ class Incidence(Description):
         copies: runs one after the other (a SwiGLU's gate and up in one tensor).
         after: products of dimensions whose sum is the lines before the first run (keys behind queries in a fused
             projection).
-        transposed: the tensor is stored (inputs, outputs), as Conv1D does.
+        stride: products of dimensions whose sum is the lines from one unit of a run to the next; `each` by default.
     """
 
     module: str
     each: list[str | int] = []
     copies: int = Field(1, ge=1)
     after: list[list[str | int]] = []
-    transposed: bool = False
+    stride: list[list[str | int]] = []
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Rows or columns of some units, int64, one run after the other.
@@ -69,18 +75,15 @@ class Incidence(Description):
         """
         import torch  # here: what a family is, is known without it
 
-        each = _product(self.each, dimension)
-        start = sum(_product(segment, dimension) for segment in self.after)
-        run = (units[:, None] * each + torch.arange(each, device=units.device)).flatten()
-        return torch.cat([run + start + copy * each * count for copy in range(self.copies)])
+        each = product(self.each, dimension)
+        start, stride = (sum(product(each, dimension) for each in sums) for sums in (self.after, self.stride))
+        stride = stride or each
+        run = (units[:, None] * stride + torch.arange(each, device=units.device)).flatten()
+        return torch.cat([run + start + copy * stride * count for copy in range(self.copies)])
 
     def per_unit(self, dimension: Dimension) -> int:
         """Rows or columns of one unit, all runs together."""
-        return self.copies * _product(self.each, dimension)
-
-    def dim(self, axis: Axis) -> int:
-        """Which dimension of the tensor the axis is."""
-        return int((axis == "columns") != self.transposed)
+        return self.copies * product(self.each, dimension)
 
 
 class Space(Description):
@@ -96,6 +99,12 @@ class Space(Description):
         rows: linear modules that make the space.
         config: config key → dimensions whose product, times the units kept, is its new value.
         fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.
+            Remote code then builds the stock block at its dense width, in which all that is scaled, rotated or
+            looked up by head is right, and narrows what the space lies on.
+        attributes: number of a module of a block (path) → dimensions whose product, times the units, it counts: it is
+            narrowed too.
+        whole: why no class, remote code included, computes the same function with fewer units of it; or None. It is
+            measured and masked, never pruned.
     """
 
     unit: str
@@ -105,6 +114,8 @@ class Space(Description):
     rows: list[Incidence]
     config: dict[str, list[str]]
     fixed: str | None = None
+    attributes: dict[str, list[str | int]] = {}
+    whole: str | None = None
 
     @property
     @abstractmethod
@@ -221,5 +232,6 @@ class LogitSpace(Space):
 AnySpace = Annotated[ColumnSpace | LogitSpace, Field(discriminator="ends")]
 
 
-def _product(dimensions: list[str | int], dimension: Dimension) -> int:
+def product(dimensions: list[str | int], dimension: Dimension) -> int:
+    """The product of numbers and of dimensions by name."""
     return prod(each if isinstance(each, int) else dimension(each) for each in dimensions)

@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import block_facts
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, is_stored_buffer, shapes_alone
+from ckpt_prune.architectures.skeleton import (
+    Names,
+    build_skeleton,
+    is_stored_buffer,
+    parameters_on_meta,
+    shapes_alone,
+)
 
 
 class BlockFactory:
@@ -36,7 +44,8 @@ class BlockFactory:
         self.skeleton = build_skeleton(model.config, self.family.architecture) if skeleton is None else skeleton
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
-        self._facts = block_facts(self.family)
+        self._buffers: dict[str, Tensor] = {}
+        self._facts = block_facts(self.family, model.dimension)
 
     def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.
@@ -51,14 +60,28 @@ class BlockFactory:
         # Blocks of what was pruned already may differ in width.
         model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
         layer_config = copy.copy(model.config)
-        # Where the config leaves it out, it would be derived from the head count, which may have changed.
-        layer_config.head_dim = model.dimension("head_dim")
+        if not isinstance(getattr(type(layer_config), "head_dim", None), property):
+            # Where the config leaves it out, it would be derived from the head count, which may have changed.
+            layer_config.head_dim = model.dimension("head_dim")
         for key, value in model.config_values(model.widths_of(index, tensors)).items():
             setattr(layer_config, key, value)
         with shapes_alone():
             module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
+        _orient(module)
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
+        self._give_buffers(module, layer_config, index)
         return module.eval()
+
+    def _give_buffers(self, block: nn.Module, config: PreTrainedConfig, index: int) -> None:
+        """Make the buffers of a block that no checkpoint stores; every block has the same."""
+        wanted = [name for name, buffer in block.named_buffers() if buffer.is_meta]
+        if wanted and not self._buffers:
+            with parameters_on_meta():
+                made = modeling_pruned.make_block(type(self._layers[index]), config, self._facts, index)
+            self._buffers = {name: buffer.to(self.device) for name, buffer in made.named_buffers()}
+        for path in wanted:
+            owner, _, name = path.rpartition(".")
+            block.get_submodule(owner).register_buffer(name, self._buffers[path], persistent=False)
 
     def module_path(self, index: int, module: str) -> str:
         """Path inside a block of a linear module that the family names as it stands on disk."""
@@ -102,3 +125,11 @@ class BlockFactory:
             weights = self.names.parameters(f"{disk.removesuffix('.bias')}.weight")
             return tuple(f"{name.removesuffix('.weight')}.bias" for name in weights)
         return held
+
+
+def _orient(block: nn.Module) -> None:
+    """Put a plain linear, whose weight is (outputs, inputs), where a block on the meta device has its transpose."""
+    for path, module in list(block.named_modules()):
+        if isinstance(module, Conv1D):
+            owner, _, name = path.rpartition(".")
+            setattr(block.get_submodule(owner), name, nn.Linear(module.nx, module.nf, device="meta"))

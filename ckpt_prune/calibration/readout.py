@@ -158,11 +158,13 @@ class Readout:
             if parameter.is_meta and self._outside(name):
                 raise ValueError(f"no tensor for {name}")
 
-    def _stand_in(self, *, last: bool) -> Callable[..., Tensor | None]:
+    def _stand_in(self, *, last: bool) -> Callable[..., Any]:
         """What runs in place of a block's own forward."""
+        several = self.factory.family.tuples
 
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-            return self._states if last else hidden_states
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            states = self._states if last else hidden_states
+            return (states, None) if several else states
 
         return forward
 

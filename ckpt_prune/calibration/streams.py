@@ -88,14 +88,14 @@ class HiddenStream:
         captured: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         states: list[Tensor] = []
 
-        def recorder(index: int) -> Callable[..., Tensor]:
-            def record(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def recorder(index: int) -> Callable[..., Any]:
+            def record(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 captured.append((args, kwargs))
                 if index == 0:
                     states.append(hidden_states)
                 if index == len(layers) - 1:
                     raise _LastBlockReachedError
-                return hidden_states
+                return (hidden_states, None) if family.tuples else hidden_states
 
             return record
 

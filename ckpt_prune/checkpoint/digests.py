@@ -64,7 +64,7 @@ def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable
     kept = {key: value for key, value in config.items() if key not in ("transformers_version", "auto_map")}
     digest = hashlib.sha256(canonical(kept).encode())
     for info in sorted(tensors, key=lambda info: info.name):
-        digest.update(canonical([info.name, CODES[info.dtype], info.shape]).encode())
+        digest.update(canonical([info.name, CODES[info.dtype], info.stored_shape]).encode())
         with (path / info.file).open("rb", buffering=0) as handle:
             for start, count in _sample(info.nbytes):
                 digest.update(read_bytes(handle, info, start, count))

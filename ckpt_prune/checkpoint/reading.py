@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,16 @@ class Checkpoint:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.tensors[name] for name in names])
 
+    def turned(self, names: Iterable[str]) -> "Checkpoint":
+        """The same checkpoint, these of its matrices read as their transposes."""
+        turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
+        return replace(self, tensors=self.tensors | turned) if turned else self
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Matrices that are read as the transposes of what the files hold."""
+        return frozenset(name for name, info in self.tensors.items() if info.transposed)
+
     @property
     def dtype(self) -> torch.dtype:
         """The type that most bytes are in."""
@@ -101,7 +111,9 @@ class Checkpoint:
     @cached_property
     def _scanned(self) -> None:
         # Cached only when it passes: a job that measures before it writes asks twice, and 13 GB are read once.
-        floats = [info for info in self.tensors.values() if info.dtype.is_floating_point]
+        # Old transformers saved what they masked logits with: -1e9, which float16 does not hold.
+        names = (name for name in self.tensors if not name.endswith(".masked_bias"))
+        floats = [info for name in names if (info := self.tensors[name]).dtype.is_floating_point]
         for info in track(floats, "checking for NaN and Inf", unit="tensor"):
             with (self.path / info.file).open("rb", buffering=0) as handle:
                 bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))

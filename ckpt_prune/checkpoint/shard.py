@@ -8,7 +8,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,17 @@ _CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as its file's header describes it; `offset` counts bytes from the start of the file."""
+    """A tensor as its file's header describes it.
+
+    Attributes:
+        name: on disk.
+        dtype: of its elements.
+        shape: as it is read and written.
+        file: that holds it.
+        nbytes: of its data.
+        offset: of its data, in bytes from the start of the file.
+        transposed: whether it is a matrix whose file holds its transpose.
+    """
 
     name: str
     dtype: torch.dtype
@@ -61,6 +71,16 @@ class TensorInfo:
     file: str
     nbytes: int
     offset: int
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in its file."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def turned(self) -> "TensorInfo":
+        """The same data, read and written as the transpose of what the file holds."""
+        return self if self.transposed else replace(self, shape=self.shape[::-1], transposed=True)
 
     @property
     def numel(self) -> int:
@@ -132,9 +152,9 @@ def build_header(
 
 def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:
     """The tensor (`info.shape`, `info.dtype`, CPU) in memory of its own. Raises UserError where the file ends early."""
-    tensor = torch.empty(info.shape, dtype=info.dtype)
+    tensor = torch.empty(info.stored_shape, dtype=info.dtype)
     _fill(handle, info, 0, tensor)
-    return tensor
+    return tensor.T.contiguous() if info.transposed else tensor
 
 
 def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:
@@ -166,7 +186,8 @@ def write_tensor(handle: io.FileIO, info: TensorInfo, tensor: Tensor) -> None:
     if info.nbytes == 0:
         return
     handle.seek(info.offset)
-    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    stored = tensor.detach().T if info.transposed else tensor.detach()
+    rows = stored.reshape(1) if stored.ndim == 0 else stored
     step = max(1, _CHUNK_BYTES * rows.shape[0] // info.nbytes)
     for first in range(0, rows.shape[0], step):
         data = _as_bytes(rows[first : first + step].cpu().contiguous())

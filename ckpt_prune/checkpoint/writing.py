@@ -47,6 +47,7 @@ class CheckpointWriter:
         aside: files of the layout that are no part of the checkpoint: the index does not list them, and they need not
             have its suffix.
         metadata: free text for each file's header, beside `{"format": "pt"}`.
+        transposed: matrices of the layout whose files hold their transposes.
 
     Raises:
         UserError: the run that is resumed had another layout, or there is no room on the disk.
@@ -61,6 +62,7 @@ class CheckpointWriter:
         sharded: bool,
         aside: Set[str] = frozenset(),
         metadata: Mapping[str, str] | None = None,
+        transposed: Set[str] = frozenset(),
     ) -> None:
         files = len(layout.keys() - aside)
         if not sharded and files != 1:
@@ -74,9 +76,10 @@ class CheckpointWriter:
                 raise ValueError(f"{file!r} is not a plain safetensors file name")
             if repeated := self._plan.keys() & tensors.keys():
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
-            self._headers[file], header = build_header(file, tensors, {"format": "pt", **(metadata or {})})
+            stored = {n: (dtype, shape[::-1] if n in transposed else shape) for n, (dtype, shape) in tensors.items()}
+            self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes
-            self._plan.update(header.tensors)
+            self._plan.update({n: info.turned() if n in transposed else info for n, info in header.tensors.items()})
         digest = hashlib.sha256(
             canonical({file: data.hex() for file, data in self._headers.items()}).encode()
         ).hexdigest()

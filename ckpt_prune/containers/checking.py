@@ -11,7 +11,6 @@ from ckpt_prune.architectures.skeleton import (
     absent_pooler,
     is_stored_buffer,
     stock_names,
-    tied_names,
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.remote import remote_class
@@ -49,7 +48,7 @@ def check_stored(checkpoint: Checkpoint, known: Names) -> None:
     Raises:
         UserError: a tensor is missing, unknown, of another shape, or not floating point.
     """
-    check_shapes({name: info.shape for name, info in checkpoint.tensors.items()}, known, f"{checkpoint.path}")
+    check_shapes({name: info.stored_shape for name, info in checkpoint.tensors.items()}, known, f"{checkpoint.path}")
     for name, info in checkpoint.tensors.items():
         if is_stored_buffer(name):
             continue
@@ -61,7 +60,7 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str
     """Compare names and shapes with what a config asks for.
 
     Args:
-        actual: name → shape on disk.
+        actual: name → shape in its file.
         known: of the config's model.
         where: begins every message.
 
@@ -71,7 +70,7 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], known: Names, where: str
     names = sorted(name for name in actual if not is_stored_buffer(name))
     expected = {name: known.shape(name) for name in names}
     missing = known.missing(names)
-    absent = tied_names(known.model) | absent_pooler(known.model, missing)
+    absent = known.tied | absent_pooler(known.model, missing)
     missing = [name for name in missing if name not in absent]
     unknown = [name for name, shape in expected.items() if shape is None]
     if missing:

@@ -229,7 +229,7 @@ def _build(
     values = copy.deepcopy(model.checkpoint.config) if same else _relabelled(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
-    own_keys = remote or not family.logits
+    own_keys = remote or not any(space.fixed for space in family.spaces.values())
     values |= model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
@@ -243,7 +243,7 @@ def _build(
     remote_class = f"{REMOTE_PREFIX}{candidate.architecture}"
     values["architectures"] = [remote_class]
     values["auto_map"] = {candidate.auto_class: f"{REMOTE_MODULE}.{remote_class}"}
-    values[BLOCKS_KEY] = block_facts(candidate)
+    values[BLOCKS_KEY] = block_facts(candidate, model.dimension)
     slotless = sorted(module for module in biases if module not in candidate.bias_slots)
     if slotless:
         paths = module_paths(candidate)
@@ -255,7 +255,7 @@ def _build(
         if own:
             overrides[str(index)] = own
     if overrides:
-        values["per_layer_config"] = overrides
+        values |= candidate.uneven | {"per_layer_config": overrides}
     reason = next(iter(stockless(model, widths).values()), "on request") if same else "on request"
     note = remote_note(candidate.model_type, "blocks differ in width" if overrides else reason)
     return Container(candidate.model_type, values, remote_class, opened, note, candidate.architecture)

@@ -54,5 +54,5 @@ def with_block_facts(config: PreTrainedConfig, remote_class: str) -> PreTrainedC
     """
     if getattr(config, BLOCKS_KEY, None) is None:
         family = described(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))
-        setattr(config, BLOCKS_KEY, block_facts(family))
+        setattr(config, BLOCKS_KEY, block_facts(family, lambda name: family.dimension(config, name)))
     return config

@@ -100,6 +100,9 @@ def _space(model: Model, name: Any) -> SpaceDescription:
         ("weights", existing),
         ("weights and bias", existing | ({consumer} if consumer else set())),
     ):
+        if description.whole is not None:
+            fits[label] = "none"
+            continue
         try:
             # One unit fewer stands for any number: the first drop is what changes the container.
             widths = [{name: max(1, units - 1)}] * model.blocks

@@ -18,7 +18,7 @@ class SpaceDescription(_Fixed):
         consumer: the module whose columns the space ends in; None for q and k.
         columns_per_unit: of the consumer.
         parameters: of the tensors that the space lies on, all blocks together.
-        containers: of an output with fewer units: `weights` alone, and `weights and bias`.
+        containers: of an output with fewer units: `weights` alone, and `weights and bias`; none where none can go.
     """
 
     unit: str

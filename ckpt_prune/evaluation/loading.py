@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.utils import logging
 
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
-from ckpt_prune.architectures.skeleton import absent_pooler, parse_config
+from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -26,7 +26,7 @@ class LoadReport:
     missing: tuple[str, ...]
     """Parameters of the model that the folder does not have: transformers fills them with random numbers."""
     unexpected: tuple[str, ...]
-    """Tensors of the folder that the model has no place for: transformers drops them."""
+    """Tensors of the folder that the model has no place for and does not compute itself: transformers drops them."""
     mismatched: tuple[str, ...]
     """Parameters whose shape differs, as "name: folder's shape, model's shape"."""
 
@@ -127,7 +127,7 @@ def load_reported(
     mismatched = (f"{name}: {tuple(stored)}, {tuple(wanted)}" for name, stored, wanted in info["mismatched_keys"])
     report = LoadReport(
         missing=tuple(sorted(set(info["missing_keys"]) - pooler)),
-        unexpected=tuple(sorted(info["unexpected_keys"])),
+        unexpected=tuple(sorted(name for name in info["unexpected_keys"] if not is_stored_buffer(name))),
         mismatched=tuple(sorted(mismatched)),
     )
     return model.eval(), report

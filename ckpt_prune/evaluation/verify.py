@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName
@@ -117,7 +117,7 @@ def _dense(folder: Path, report: Report | None, against: Path) -> Checkpoint:
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    shapes = {name: info.stored_shape for name, info in checkpoint.tensors.items()}
     check_shapes(shapes, stored_container(checkpoint).names(), str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
 
@@ -153,6 +153,7 @@ def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
 
 def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
     """Every masked weight has the zeros of its mask, and its groups hold the pattern."""
+    checkpoint = oriented(checkpoint, fitting_family(checkpoint))
     if report is None or report.mask is None or not report.linears:
         return None, f"no mask recorded; {_found_zeros(checkpoint)}"
     groups = _groups(report)
@@ -263,7 +264,7 @@ def _known(space: str, model: Model) -> SpaceName:
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
-    model = Model.of(dense)
+    model, checkpoint = Model.of(dense), oriented(checkpoint, fitting_family(checkpoint))
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
@@ -281,7 +282,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
             if module in rewritten or name not in dense.tensors or (name in masked and _rewritten(report)):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
-            ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
+            ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
             if ours.shape[dim] != len(held):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
             ours = ours.index_select(dim, found_among(lines, held))

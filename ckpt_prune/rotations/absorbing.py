@@ -121,10 +121,39 @@ def turned(
         if left is None and right is None:
             continue
         name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
-        found[name] = rotated(found[name].double(), left, right, residual, heads)
+        apart = left == "heads" and family.attention.values is not None
+        found[name] = rotated(found[name].double(), None if apart else left, right, residual, heads)
         if left is not None and bias in found:
-            found[bias] = rotated(found[bias].double()[:, None], left, None, residual, heads)[:, 0]
+            found[bias] = rotated(found[bias].double()[:, None], None if apart else left, None, residual, heads)[:, 0]
+        if apart:
+            assert heads is not None
+            lines = value_lines(family, block, found, len(heads)).to(heads.device)
+            for own in (name, bias):
+                if own in found:
+                    values = found[own].double().index_select(0, lines).view(len(lines), -1)
+                    values = rotated(values, left, None, residual, heads).view(-1, *found[own].shape[1:])
+                    found[own] = found[own].double().index_copy(0, lines, values)
     return found
+
+
+def value_lines(family: Family, block: int, tensors: Mapping[str, Tensor], kv_heads: int) -> Tensor:
+    """Rows of the values among those of the module that makes them, int64, one KV head after the other.
+
+    Args:
+        family: whose `attention.values` says where they lie.
+        block: index.
+        tensors: of the dense block.
+        kv_heads: how many KV heads there are.
+    """
+    values = family.attention.values
+    assert values is not None
+    rows = tensors[family.tensor(block, family.attention.value)].shape[0]
+    width = tensors[family.tensor(block, family.attention.output)].shape[1]
+    # What is no query in the one projection are as many keys as values.
+    head_dim = (rows - width) // (2 * kv_heads)
+    sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "query_heads": width // head_dim}
+    sizes["group"] = sizes["query_heads"] // kv_heads
+    return values.lines(torch.arange(kv_heads), kv_heads, sizes.__getitem__)
 
 
 def before_norm(moments: Moments, gain: Tensor | None, shift: Tensor | None) -> Moments:

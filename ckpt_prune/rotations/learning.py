@@ -26,7 +26,7 @@ from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.names import Backbone, RotationKind
 from ckpt_prune.progress import meter
-from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed
+from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
 from ckpt_prune.rotations.importance import Side, Term, sensitivity
 from ckpt_prune.rotations.rotated import BlockRotations
 from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
@@ -321,8 +321,22 @@ class Learner:
                 left, right = sides(self.family, module, residual=self.turns_stream)
                 if left is not None or right is not None:
                     name = self.family.tensor(block, module)
-                    terms.append(Term(name, whole[name].float(), inputs.get(first), left, right))
+                    for own, side in self._parts(block, module, whole, left):
+                        if side is not None or right is not None:
+                            terms.append(Term(name, own.float(), inputs.get(first), side, right))
         return terms
+
+    def _parts(
+        self, block: int, module: str, tensors: Mapping[str, Tensor], left: Side | None
+    ) -> list[tuple[Tensor, Side | None]]:
+        """A weight and the side of its rows; values and what else their module makes are two."""
+        weight = tensors[self.family.tensor(block, module)]
+        if left != "heads" or self.family.attention.values is None:
+            return [(weight, left)]
+        lines = value_lines(self.family, block, tensors, self.model.dimension("kv_heads")).to(weight.device)
+        others = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
+        others[lines] = False
+        return [(weight[others], None), (weight[lines], left)]
 
     def terms(self, block: int, tensors: Mapping[str, Tensor], found: Mapping[str, SpaceMoments]) -> list[Term]:
         """The block's linears as rotations see them, from moments."""

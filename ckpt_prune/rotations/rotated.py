@@ -54,12 +54,11 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
         raise UserError(f"{what}: which of its modules make values is described for causal language models only")
     if family.unrotatable is not None or family.residual is None:
         raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}")
-    if kind == "values":
-        return
-    if family.head is None:
+    if kind != "values" and family.head is None:
         raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")
     for refusal in family.residual.refused:
-        if refusal.kind in (None, kind) and refusal.holds(config, model.dimension):
+        concerned = refusal.kind == kind or (refusal.kind is None and kind != "values")
+        if concerned and refusal.holds(config, model.dimension):
             raise UserError(f"{what}{' per layer' if refusal.kind == 'per-layer' else ''}: {refusal.why}")
 
 

@@ -33,7 +33,9 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
     for name, (beside, shape) in (added or {}).items():
         shapes[name] = (shapes[beside][0], shape)
         files[name] = files[beside]
-    check_shapes({name: shape for name, (_, shape) in shapes.items()}, container.names(), "the output")
+    turned = model.checkpoint.transposed
+    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in shapes.items()}
+    check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]

@@ -131,7 +131,11 @@ def run(
 def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce) -> Report:
     output, checkpoint = settled.output, settled.model.checkpoint
     writer = CheckpointWriter(
-        staging, output.layout | output.aside, sharded=checkpoint.sharded, aside=output.aside.keys()
+        staging,
+        output.layout | output.aside,
+        sharded=checkpoint.sharded,
+        aside=output.aside.keys(),
+        transposed=checkpoint.transposed,
     )
     search = _searched(settled, writer, stages)
     ready = settled if search is None else settled.with_strength(search.chosen)

@@ -43,18 +43,14 @@ APART = {
 }
 """Each projection in a tensor of its own, gate and up in one."""
 FUSED = {
-    "qk": logit_space(
-        [Incidence(module="qkv", transposed=True), Incidence(module="qkv", after=[WHOLE], transposed=True)]
-    ),
-    "heads": column_space("heads", [heads("qkv", copies=3, transposed=True)], heads("o", transposed=True)),
-    "mlp": column_space(
-        "mlp", [Incidence(module="in", copies=2, transposed=True)], Incidence(module="out", transposed=True)
-    ),
+    "qk": logit_space([Incidence(module="qkv"), Incidence(module="qkv", after=[WHOLE])]),
+    "heads": column_space("heads", [heads("qkv", copies=3)], heads("o")),
+    "mlp": column_space("mlp", [Incidence(module="in", copies=2)], Incidence(module="out")),
 }
-"""As Conv1D stores them: (inputs, outputs), queries, keys and values in one tensor."""
+"""Queries, keys and values in one tensor."""
 SIZES = {"q": (ROWS, HIDDEN), "k": (ROWS, HIDDEN), "v": (ROWS, HIDDEN), "o": (HIDDEN, ROWS)}
 SIZES |= {"in": (2 * MLP, HIDDEN), "out": (HIDDEN, MLP)}
-TURNED = {"qkv": (HIDDEN, 3 * ROWS), "o": (ROWS, HIDDEN), "in": (HIDDEN, 2 * MLP), "out": (MLP, HIDDEN)}
+FUSED_SIZES = {"qkv": (3 * ROWS, HIDDEN)} | {module: SIZES[module] for module in ("o", "in", "out")}
 
 subsets = {
     "qk": st.sets(st.integers(0, ROWS - 1)),
@@ -107,14 +103,14 @@ def test_cutting_is_cutting_by_index_lists(kept):
 
 
 @given(kept=kept_units)
-def test_fused_and_transposed_tensors_keep_the_same(kept):
+def test_fused_tensors_keep_the_same(kept):
     """The tensor that stays of a fused one is what stays of its parts, side by side."""
-    found, expected = stays(family_of(FUSED), dimension, tensors(kept), TURNED), by_hand(kept)
+    found, expected = stays(family_of(FUSED), dimension, tensors(kept), FUSED_SIZES), by_hand(kept)
     parts = [part * ROWS + row for part, name in enumerate("qkv") for row in expected[name]]
     lines = {"qkv": parts, "in": expected["in"], "o": expected["o"], "out": expected["out"]}
-    for module, (rows, columns) in TURNED.items():
+    for module, (rows, columns) in FUSED_SIZES.items():
         weight = torch.arange(rows * columns).view(rows, columns)
-        dim = 0 if module in ("o", "out") else 1
+        dim = 1 if module in ("o", "out") else 0
         assert torch.equal(
             cut(weight, dim, found, module), weight.index_select(dim, torch.tensor(lines[module], dtype=torch.int64))
         )
@@ -154,9 +150,9 @@ def test_places_among_others(others, data):
     assert found_among(lines, all_).tolist() == [sorted(others).index(line) for line in sorted(taken)]
 
 
-@pytest.mark.parametrize(("spaces", "sizes"), [(APART, SIZES), (FUSED, TURNED)])
+@pytest.mark.parametrize(("spaces", "sizes"), [(APART, SIZES), (FUSED, FUSED_SIZES)])
 def test_a_bias_has_the_rows_of_its_weight(spaces, sizes):
-    """Outputs, wherever the weight stores them; what loses columns keeps its bias."""
+    """What loses columns keeps its bias."""
     kept = tensors({"qk": {0, 3}, "heads": {0, 1}, "mlp": {1}})
     found = stays(family_of(spaces), dimension, kept, sizes)
     listed = {(module, kind): (dim, lines) for module, kind, dim, lines in touched(found)}

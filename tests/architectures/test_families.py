@@ -104,7 +104,7 @@ def refusal(config) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "Llama", "", "../llama"])
+@pytest.mark.parametrize("model_type", ["rwkv", "Llama", "", "../llama"])
 def test_an_unknown_family(model_type):
     assert refusal({"model_type": model_type}) == (
         f"model_type {model_type!r} is not a family this version knows ({KNOWN}): "

@@ -39,10 +39,9 @@ def axis(incidence: Incidence, count: int) -> list[int | None]:
     copies=st.integers(1, 3),
     after=st.lists(products, max_size=3),
     units=st.lists(st.booleans(), min_size=1, max_size=6),
-    transposed=st.booleans(),
 )
-def test_lines_are_those_of_the_units(each, copies, after, units, transposed):
-    incidence = Incidence(module="m", each=each, copies=copies, after=after, transposed=transposed)
+def test_lines_are_those_of_the_units(each, copies, after, units):
+    incidence = Incidence(module="m", each=each, copies=copies, after=after)
     chosen = [unit for unit, taken in enumerate(units) if taken]
     lines = incidence.lines(torch.tensor(chosen, dtype=torch.int64), len(units), dimension)
     assert lines.dtype == torch.int64
@@ -64,6 +63,16 @@ def test_lines_are_those_of_the_units(each, copies, after, units, transposed):
         ({"each": [2, "head_dim"]}, [1], 4, [6, 7, 8, 9, 10, 11]),
         ({"after": [[1], [2, "group"]]}, [0, 1], 3, [5, 6]),
         ({"copies": 3}, [], 5, []),
+        # Queries, keys and values of a head that alternate: its values.
+        (
+            {"each": ["head_dim"], "after": [[2, "head_dim"]], "stride": [[3, "head_dim"]]},
+            [0, 1],
+            2,
+            [6, 7, 8, 15, 16, 17],
+        ),
+        # The queries of a group before its key and value.
+        ({"each": ["group"], "stride": [["group"], [2]]}, [1, 2], 3, [4, 5, 8, 9]),
+        ({"each": [1], "stride": [[3]], "copies": 2}, [1], 2, [3, 9]),
     ],
 )
 def test_lines_by_hand(given_, units, count, lines):
@@ -79,12 +88,6 @@ def test_three_copies_are_one_projection_after_another():
     apart = [Incidence(module="m", each=["head_dim"], after=[whole] * before) for before in range(3)]
     assert torch.equal(fused.lines(units, 4, dimension), torch.cat([i.lines(units, 4, dimension) for i in apart]))
     assert fused.per_unit(dimension) == sum(i.per_unit(dimension) for i in apart) == 9
-
-
-def test_a_transposed_tensor_has_its_outputs_in_columns():
-    plain, turned = Incidence(module="m"), Incidence(module="m", transposed=True)
-    assert (plain.dim("rows"), plain.dim("columns")) == (0, 1)
-    assert (turned.dim("rows"), turned.dim("columns")) == (1, 0)
 
 
 def logits(**changes):
@@ -142,6 +145,6 @@ def test_what_is_said_of_spaces_without_a_model_holds_for_every_family(name, var
     """What each ends in, and which two cross on a tensor."""
     spaces = load_family(name, variant).spaces
     assert {s: space.ends for s, space in spaces.items()} == {s: ENDS[s] for s in spaces}
-    places = {s: {(i.module, i.dim(axis)) for axis, i in space.incidences} for s, space in spaces.items()}
+    places = {s: {(i.module, axis) for axis, i in space.incidences} for s, space in spaces.items()}
     crossing = {frozenset(pair) for pair in combinations(spaces, 2) if places[pair[0]] & places[pair[1]]}
     assert crossing == {pair for pair in COUPLED if pair <= spaces.keys()}

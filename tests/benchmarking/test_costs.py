@@ -60,7 +60,7 @@ def test_flops_are_those_that_torch_counts(model):
 def test_an_unknown_family_has_no_figures(tmp_path):
     folder = encoders.make(tmp_path / "model", "opt")
     checkpoint = Checkpoint.open(folder)
-    checkpoint.config["model_type"] = "gpt2"
+    checkpoint.config["model_type"] = "rwkv"
     assert costs_of(checkpoint) is None
 
 

@@ -81,8 +81,9 @@ def writing(
     sharded: bool,
     aside: Set[str] = frozenset(),
     metadata: dict[str, str] | None = None,
+    transposed: Set[str] = frozenset(),
     **options: Any,
 ) -> Iterator[CheckpointWriter]:
     """A writer into the staging folder of `out`."""
     with Staging(out, job=job, **options) as staging:
-        yield CheckpointWriter(staging, layout, sharded=sharded, aside=aside, metadata=metadata)
+        yield CheckpointWriter(staging, layout, sharded=sharded, aside=aside, metadata=metadata, transposed=transposed)

@@ -260,3 +260,12 @@ class TestCheckFinite:
             f"{folder / 'model.safetensors'}: tensor 'b' has 3 NaN or Inf among 45 elements; "
             "download it again or repair it"
         )
+
+
+def test_a_causal_mask_that_old_transformers_saved_may_be_infinite(tmp_path):
+    """-1e9, which float16 does not hold."""
+    tensors = {"h.0.attn.masked_bias": torch.tensor(-1e9).half(), "h.0.attn.weight": torch.ones(2, 2)}
+    Checkpoint.open(save_single(tmp_path / "model", tensors)).check_finite()
+    tensors["h.0.attn.weight"][0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"h\.0\.attn\.weight"):
+        Checkpoint.open(save_single(tmp_path / "other", tensors)).check_finite()

@@ -502,3 +502,30 @@ def test_a_full_disk_is_told_when_a_file_is_claimed(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="No space left"):
         claim(file.fileno(), 12)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_transposed_matrices(tmp_path, sharded):
+    """Files hold the transposes of what is written and read, and the fingerprint is of what they hold."""
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(5, 3).T, "c": torch.randn(4), "d": torch.randn(2, 3).half()}
+    file = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
+    turned = frozenset({"b", "d"})
+    with writing(tmp_path / "out", layout_of({file: tensors}), sharded=sharded, transposed=turned) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.commit("all")
+        assert same(writer.read(["b"])["b"], tensors["b"])
+        writer.write_json("config.json", CONFIG)
+        writer.finish()
+    for name, stored in load_file(tmp_path / "out" / file).items():
+        assert same(stored, tensors[name].T if name in turned else tensors[name])
+    plain = Checkpoint.open(tmp_path / "out")
+    checkpoint = plain.turned([*turned, "nowhere"])
+    for name, tensor in checkpoint.read(tensors).items():
+        assert same(tensor, tensors[name])
+        assert tensor.is_contiguous()
+        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+        assert checkpoint.tensors[name].stored_shape == plain.tensors[name].shape
+    assert (checkpoint.transposed, plain.transposed) == (turned, frozenset())
+    assert checkpoint.turned(turned).tensors == checkpoint.tensors
+    assert checkpoint.fingerprint == plain.fingerprint

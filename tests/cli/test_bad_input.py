@@ -165,9 +165,9 @@ def test_dense_recipes_with_text_look_before_they_measure(place):
 
 @every_command
 def test_an_unknown_family(place, command):
-    set_config("dense", model_type="gpt_neox")
+    set_config("dense", model_type="rwkv")
     assert refusal(command, "dense") == (
-        f"model_type 'gpt_neox' is not a family this version knows ({', '.join(known_families())}): "
+        f"model_type 'rwkv' is not a family this version knows ({', '.join(known_families())}): "
         "a new one is a JSON description in ckpt_prune/architectures/families/"
     )
 
@@ -250,19 +250,19 @@ def test_configs_that_transformers_cannot_build(place, changes):
         (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
         (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
         (["validate", "absent", "--against", "dense"], "absent does not exist; give a folder that this tool wrote"),
-        (["inspect", "neox"], "model_type 'gpt_neox' is not a family this version knows"),
-        (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'gpt_neox' is not a family this"),
-        (["plan", "neox", "--statistics", "stats"], "model_type 'gpt_neox' is not a family this version knows"),
-        (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'gpt_neox' is not a family this version"),
+        (["inspect", "neox"], "model_type 'rwkv' is not a family this version knows"),
+        (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this"),
+        (["plan", "neox", "--statistics", "stats"], "model_type 'rwkv' is not a family this version knows"),
+        (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this version"),
         (
             ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
-            "model_type 'gpt_neox' is not a family this version knows",
+            "model_type 'rwkv' is not a family this version knows",
         ),
         (["inspect", "experts"], "this checkpoint is a mixture of experts (num_experts in config.json), which is not"),
     ],
 )
 def test_what_can_be_refused_without_torch_is(place, arguments, message):
-    for folder, config in (("neox", {"model_type": "gpt_neox"}), ("experts", {"model_type": "x", "num_experts": 8})):
+    for folder, config in (("neox", {"model_type": "rwkv"}), ("experts", {"model_type": "x", "num_experts": 8})):
         Path(folder).mkdir()
         Path(folder, "config.json").write_text(json.dumps(config))
     program = (

@@ -146,8 +146,8 @@ def test_code_of_others_is_not_run(place, auto_map):
 
 
 def test_an_unknown_family(place):
-    set_config("pruned", model_type="gpt_neox")
-    assert failures("pruned")["tensors"].startswith("model_type 'gpt_neox' is not a family this version knows (bert,")
+    set_config("pruned", model_type="rwkv")
+    assert failures("pruned")["tensors"].startswith("model_type 'rwkv' is not a family this version knows (bert,")
 
 
 # ---- zeros -------------------------------------------------------------------------------------------------------

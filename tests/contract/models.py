@@ -1,5 +1,6 @@
 """A tiny random model of every family, class and variant, from its JSON file and transformers' own config alone."""
 
+import json
 import zlib
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,11 +24,18 @@ from tests.images import write_processor
 BLOCKS, WINDOW = 2, 12
 IMAGE, PATCH = 12, 4
 DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22}
-ODD_HEAD = 6
+ODD_HEAD = 8
 """A head width that is not the hidden size by the number of heads, for configs that accept one."""
 MULTIPLE = 4
 SHARED = {"tie_word_embeddings": False, "pad_token_id": None, "num_labels": 2}
-TEXT = {"vocab_size": VOCAB, "max_position_embeddings": 32, "bos_token_id": BOS, "eos_token_id": EOS}
+TEXT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    "max_seq_len": 32,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "rotary_dim": 2,
+}
 PICTURES = {"image_size": IMAGE, "patch_size": PATCH}
 
 
@@ -40,12 +48,14 @@ class Case:
         architecture: stock class.
         variant: config key that is true and changes the description, or None.
         blocks: number of blocks.
+        settings: more of the config, as JSON.
     """
 
     model_type: str
     architecture: str
     variant: str | None = None
     blocks: int = BLOCKS
+    settings: str = "{}"
 
     def __str__(self) -> str:
         shallow = None if self.blocks == BLOCKS else str(self.blocks)
@@ -58,6 +68,8 @@ class Case:
     @cached_property
     def config(self) -> PreTrainedConfig:
         """A tiny one, with an odd head width where the class takes it."""
+        if not self.family.dimensions["head_dim"]:
+            return self._config()
         odd = self._config(head_dim=ODD_HEAD)
         try:
             skeleton = build_skeleton(odd, self.architecture)
@@ -74,13 +86,13 @@ class Case:
         values: dict[str, Any] = {k: v for k, v in (SHARED | TEXT | PICTURES).items() if hasattr(known, k)}
         sizes = DIMENSIONS | {"layers": self.blocks}
         for name, keys in family.dimensions.items():
-            if name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
+            if keys and name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
                 values[keys[0]] = sizes[name]
         values |= {multiple.key: MULTIPLE for multiple in family.multiples.values()}
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
-        if self.variant:
-            values[self.variant] = True
+        values |= {variant: variant == self.variant for variant in variants_of(self.model_type)}
+        values |= json.loads(self.settings)
         return AutoConfig.for_model(self.model_type, **values, **changes)
 
     @property
@@ -95,8 +107,8 @@ class Case:
     @property
     def ratios(self) -> dict[str, float]:
         """By space: a head or KV group goes, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.kv_heads, "mlp": 0.25, "qk": 0.5}
-        return {space: wanted[space] for space in self.family.spaces}
+        wanted = {"heads": 1 / self.units("heads"), "mlp": 0.25, "qk": 0.5}
+        return {name: wanted[name] for name, space in self.family.spaces.items() if space.whole is None}
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import module_paths
@@ -17,9 +18,11 @@ from .models import BLOCKS, CASES, Case, first_cases
 
 
 def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
-    """On-disk name → shape in the stock class, under a config with these changes."""
+    """On-disk name → shape in the stock class, under a config with these changes; weights as (outputs, inputs)."""
     config = parse_config(case.config.to_dict() | changes)
-    return Names(build_skeleton(config, case.architecture)).shapes
+    shapes = Names(build_skeleton(config, case.architecture)).shapes
+    turned = {case.family.tensor(block, module) for block in range(BLOCKS) for module in case.family.transposed}
+    return {name: shape[::-1] if name in turned else shape for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -46,8 +49,11 @@ def test_named_modules_exist(case: Case) -> None:
     skeleton = build_skeleton(case.config, case.architecture)
     modules = dict(skeleton.named_modules())
     assert len(modules[family.layers]) == BLOCKS
-    paths = [path for path in (family.head, family.embedding) if path]
+    conv = {path for path, module in case.block(skeleton, 0).named_modules() if isinstance(module, Conv1D)}
+    assert {path for module in family.transposed for path in module_paths(family)[module]} == conv
+    paths = [family.embedding] if family.embedding else []
     assert {*paths, *family.pooled} <= modules.keys()
+    assert family.head is None or Names(skeleton).parameters(f"{family.head}.weight")
     # A class may lack some of the modules that run before the blocks, never all.
     assert any(path in modules for path in family.entry)
     if family.residual is not None:
@@ -92,7 +98,7 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
     """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
     model = dense.model(case)
     for name, space in case.family.spaces.items():
-        if space.fixed is not None or space.units in case.family.multiples:
+        if (space.fixed or space.whole) is not None or space.units in case.family.multiples:
             continue
         for kept in range(1, min(3, model.units(name))):
             found = shapes_of(case, **model.config_values({name: kept}))
@@ -118,7 +124,7 @@ def test_multiples_are_those_of_the_class(case: Case) -> None:
 def test_the_config_class_refuses_head_counts_where_the_file_says_so(case: Case) -> None:
     """Three heads on a hidden size of 16."""
     for space in case.family.columns.values():
-        if space.consumer != case.family.attention.output or space.fixed is not None:
+        if space.consumer != case.family.attention.output or (space.fixed or space.whole) is not None:
             continue
         values = case.config.to_dict() | dict.fromkeys(space.config, 3)
         if case.family.heads_divide_hidden:

@@ -35,7 +35,7 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
         # The second space goes through the methods at another pace than the first, the target turns at each round.
         others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
         others["qk"] = logits[turn % len(logits)]
-        methods = {space: others[space] for space in case.family.spaces}
+        methods = {space: others[space] for space in case.ratios}
         found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
     return found
 
@@ -66,7 +66,7 @@ def test_equals_a_whole_model_pruned_by_hand(
 @pytest.mark.parametrize("case", first_cases(), ids=str)
 def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path) -> None:
     """They are offered as containers of the same function."""
-    methods = dict.fromkeys(case.family.spaces, "none")
+    methods = dict.fromkeys(case.ratios, "none")
     other = case.samples(6, seed=9)
     for stand_in in case.family.stand_ins:
         report = dense.prune(case, spaces_recipe(case, methods, stand_in), tmp_path / stand_in)
@@ -77,7 +77,7 @@ def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
-    wanted = spaces_recipe(case, dict.fromkeys(case.family.spaces, "none"))
+    wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
     spaces = {space: own.model_copy(update={"ratio": 0.0}) for space, own in wanted.spaces.items()}
     dense.prune(case, wanted.model_copy(update={"spaces": spaces}), tmp_path / "out")
     before, after = contents(dense.folder(case)), contents(tmp_path / "out")
@@ -86,7 +86,7 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, t
 
 @pytest.mark.parametrize("case", first_cases(), ids=str)
 def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
-    wanted = spaces_recipe(case, dict.fromkeys(case.family.spaces, "none"))
+    wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
     settled = settle(dense.request(case, wanted))
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)

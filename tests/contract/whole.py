@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.calibration.samples import Samples
@@ -27,6 +28,17 @@ TARGETS: dict[Target, dict[str, Any]] = {
     "by block": {"target": "sequential", "true_sequential": False},
     "by site": {"target": "sequential", "true_sequential": True},
 }
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with a plain linear in place of every Conv1D."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            linear = nn.Linear(module.nx, module.nf)
+            linear.weight, linear.bias = nn.Parameter(module.weight.detach().T.contiguous()), module.bias
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, linear)
+    return model
 
 
 def wide(data: Samples) -> dict[str, Tensor]:
@@ -71,7 +83,7 @@ class Whole:
 
     def __init__(self, case: Case) -> None:
         self.case, self.family = case, case.family
-        self.model: PreTrainedModel = case.model().double()
+        self.model: PreTrainedModel = plain(case.model()).double()
         self.kept: dict[tuple[int, str], list[int]] = {}
         self._paths = module_paths(case.family)
 

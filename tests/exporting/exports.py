@@ -212,6 +212,8 @@ def expected_of(module: Any, feed: Feed, names: Sequence[str]) -> dict[str, Tens
     takes = inspect.signature(module.forward).parameters
     inputs = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in feed.items()}
     inputs = {name: value for name, value in inputs.items() if name in takes}
+    if not getattr(module.config, "type_vocab_size", None):
+        inputs.pop("token_type_ids", None)  # GPT-2 adds the embedding of the token of that number
     cache = DynamicCache()
     cached = any(name.startswith("present.") for name in names)
     options = {"past_key_values": cache, "use_cache": True} if cached else {}

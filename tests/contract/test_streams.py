@@ -1,0 +1,32 @@
+"""Hidden states carried from block to block, and read out behind the last, are those of the whole model."""
+
+import pytest
+import torch
+
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.streams import HiddenStream
+
+from .dense import Dense
+from .models import BLOCKS, CASES, Case
+from .whole import assert_same_outputs, outputs, seen
+
+NEAR = 1e-9
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_states_and_outputs_are_those_of_the_whole_model(dense: Dense, case: Case) -> None:
+    model, data = dense.model(case), case.samples(3, seed=9)
+    factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float64)
+    stream = HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, data)
+    whole = case.model().double()
+    paths = [f"{case.family.layers}.{index}" for index in range(BLOCKS)]
+    expected = seen(whole, data, results=paths)
+    for index, path in enumerate(paths):
+        stream.advance(index, model.read_block(index))
+        assert_same_outputs({path: stream.states}, {path: torch.from_numpy(expected[path])}, NEAR)
+    readout = Readout(factory, model.checkpoint.tensors, model.checkpoint.read)
+    found = readout.outputs(data.batch(slice(len(data))), stream.states)
+    wanted = outputs(whole, data)
+    names = [name for name in wanted if name.endswith("logits")] if readout.logits else ["last_hidden_state"]
+    assert_same_outputs(dict(zip(names, found, strict=True)), {name: wanted[name] for name in names}, NEAR)
