@@ -215,7 +215,7 @@ class Recipe(Strict):
         """
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
-            own["compensation"] = _without(own["compensation"], "candidates", "shares")
+            own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
         optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by")
         return json.dumps(_without(values, *optional), sort_keys=True)
 
@@ -253,11 +253,16 @@ class Recipe(Strict):
     def wish(self, space: SpaceName) -> Wish:
         """What the recipe says about a space, in the form that its kind is asked in."""
         own = self.spaces[space]
-        return Wish(own.score, own.compensation.method, self.target, self.allocation == "least-error")
+        fitted = own.compensation
+        return Wish(own.score, fitted.method, self.target, self.allocation == "least-error", bool(fitted.centre_keys))
 
     def needs_gram(self, space: SpaceName) -> bool:
         """Whether the space's score or compensation, or the target, needs the Gram of a consumer's input."""
         return self.gram_for(space) is not None
+
+    def measures_more(self, space: SpaceName) -> bool:
+        """Whether live moments of the space must hold more than the least (`kinds.Kind.measures_more`)."""
+        return kind_of(space).measures_more(self.wish(space))
 
     def gram_for(self, space: SpaceName) -> str | None:
         """What needs the Gram of the space's consumer, in words for a message; None where nothing does."""

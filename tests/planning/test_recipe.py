@@ -337,7 +337,7 @@ SIZE = "size={params: 5B}"
         ),
         (
             ("spaces.qk={score: logit-energy, compensation: {method: auto}}",),
-            "spaces.qk: method auto is not for this space; allowed here: none, logit",
+            "spaces.qk: method auto is not for this space; allowed here: none, logit, low-rank",
         ),
         (
             ("spaces.qk={score: obs}",),
