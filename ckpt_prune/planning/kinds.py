@@ -54,14 +54,12 @@ class Kind(ABC):
         scores: scores that rank the units, by name.
         methods: compensations, by name.
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
-        narrowed: why a unit saves less where units of a coupled space go (`spaces.COUPLED`); None where it does not.
         stock: whether any class of transformers can have fewer units.
     """
 
     scores: Mapping[str, AnyScore]
     methods: Mapping[str, Traits]
     unrankable: str | None = None
-    narrowed: str | None = None
     stock: bool = True
 
     def needs_moments(self, wish: Wish) -> bool:
@@ -120,7 +118,6 @@ class LogitKind(Kind):
     scores: Mapping[str, AnyScore] = LOGIT_SCORES
     methods = LOGIT_METHODS
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
-    narrowed = "a dimension of q and k saves less with fewer heads"
     stock = False
 
     def gram_for(self, wish: Wish) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from ckpt_prune.architectures.spaces import COUPLED, SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Ratio, Strict
@@ -168,13 +168,6 @@ class Recipe(Strict):
                 )
             if own.compensation.shares is not None and self.target != "drift":
                 raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
-        for coupled in COUPLED if self.allocation == "least-error" else ():
-            if coupled <= self.spaces.keys():
-                narrowed = " and ".join(filter(None, (kind_of(space).narrowed for space in sorted(coupled))))
-                raise ValueError(
-                    f"allocation least-error adds up what units of every space save, and {narrowed}: "
-                    f"leave out {' or '.join(f'spaces.{space}' for space in sorted(coupled))}"
-                )
         if self.widths == "per_layer" and self.container not in ("auto", "any", "remote"):
             raise ValueError(f"widths per_layer may need remote code, which container {self.container} rules out")
         if self.weigh_by is not None and self.allocation != "least-error":

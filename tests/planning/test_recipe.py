@@ -343,11 +343,6 @@ SIZE = "size={params: 5B}"
             ("spaces.qk={score: obs}",),
             "spaces.qk: score obs does not rank its units; allowed here: logit-energy, magnitude",
         ),
-        (
-            ("spaces.qk={score: logit-energy}",),
-            "allocation least-error adds up what units of every space save, and a dimension of q and k saves less with "
-            "fewer heads: leave out spaces.heads or spaces.qk",
-        ),
         (("container=llama",), "widths per_layer may need remote code, which container llama rules out"),
     ],
 )

@@ -34,6 +34,11 @@ class LogitSolver(Solver):
         """How queries and keys make up for what they lose."""
         return LOGIT_METHODS[self.own.compensation.method]
 
+    @property
+    def tried_out(self) -> bool:
+        """Not where the method tells the errors of every width: what CORP's loses is no measure of it."""
+        return self.method.width_errors is None
+
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Samples whose Grams span the unknowns of a head."""
         rows, columns = self.method.unknowns(self.model.units(self.space), kept)
