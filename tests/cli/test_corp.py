@@ -333,6 +333,11 @@ def test_data_of_the_wrong_kind(here):
 def test_lambda_zero_with_too_few_samples(here):
     """6 of 8 dimensions: 36 unknowns, of which an image of five tokens settles 25 at most."""
     bare = ("--recipe", "corp-qk", "--ratio", "0.25", "--set", "spaces.qk.compensation.lambda=0")
+    low_rank = (*bare, "--set", "spaces.qk.compensation.method=low-rank")
+    assert refused("prune", "small", *low_rank, "--images", "images", "--samples", "1", "-o", "out") == (
+        "low-rank with lambda 0 needs at least 2 images for the 8 x 6 unknowns of a head, and there are 1: give more, "
+        "or a lambda above 0"
+    )
     said = (
         "logit with lambda 0 needs at least 2 images for the 6 x 6 unknowns of a head, and there are 1: "
         "give more, or a lambda above 0"
