@@ -5,9 +5,9 @@ from typing import Literal, TypeVar
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
 
-Collect = Literal["moments", "gram", "logits", "linears", "fisher"]
+Collect = Literal["moments", "gram", "logits", "linears", "fisher", "taylor"]
 """Vectors and Grams of consumers' inputs; moments of queries and keys; the former of every other linear's input; the
-Fisher metric at the outputs of consumers and of queries."""
+Fisher metric at the outputs of consumers and of queries; Taylor importances of units, by gradients of the loss."""
 
 SpaceMoments = tuple[Moments, ...] | tuple[LogitMoments, ...]
 """Moments of one space, one for each fold: of the consumer's input, or of queries and keys."""
