@@ -25,10 +25,10 @@ from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
-from ckpt_prune.transform.gradients import MANY, SPACE_POINTS
 from ckpt_prune.transform.measured_effects import SHALLOW
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
+from ckpt_prune.transform.space_effects import MANY, SPACE_POINTS
 from ckpt_prune.transform.work import (
     BACK,
     BYTES_OF_LOGIT,
@@ -295,7 +295,7 @@ def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: boo
         if model.blocks > SHALLOW:
             runs = len(dropped_counts(site.units, SPACE_POINTS))
             runs += len(CANDIDATES) if site.units >= MANY else 0
-            own = ranked(site) + factored(site) * min(runs, len(CANDIDATES)) + tried(site, runs)
+            own = factored(site) * min(runs, len(CANDIDATES)) + tried(site, runs)
             spaces += (own + shape.run(few, tokens) * runs) * shape.blocks + shape.logits(count) * (2 * runs)
     held = _of_gradients(shape, few, tokens) + 8 * 6 * shape.widest**2
     return [Stage("gradients", block * shape.blocks + logits + spaces, held)]

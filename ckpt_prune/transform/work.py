@@ -9,6 +9,8 @@ from typing import Self
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.moments import ROWS
+from ckpt_prune.calibration.products import strips
 from ckpt_prune.calibration.streams import TOKENS_PER_BATCH
 from ckpt_prune.machine import Rates
 
@@ -19,9 +21,9 @@ CALLS_OF_BLOCK = 60
 """Operations of one run of a block."""
 BACK = 2.35
 """A run of a block with its gradient at the input, in runs without."""
-REDUCTIONS = 2.6
-"""What the vectors of moments take for a number, in squares added up."""
-BYTES_OF_LOGIT = 800
+REDUCTIONS = 0.3
+"""What the vectors of moments take for a number, in squares added up out of a cache."""
+BYTES_OF_LOGIT = 300
 """Moved for each logit by a softmax, a draw of labels and the gradient."""
 POLAR = 25
 """FLOPs of a polar factor, in widths cubed."""
@@ -177,10 +179,12 @@ class Shape:
 
 def moments(count: int, width: int, *, gram: bool) -> Work:
     """Moments of `count` tokens of one input."""
+    products = sum((part.stop - part.start) * part.stop for part in strips(width))
+    batches = count / TOKENS_PER_BATCH
     return Work(
         reduced=REDUCTIONS * count * width,
-        gemm=2 * count * width**2 if gram else 0,
-        calls=20,
+        gemm=2 * count * products if gram else 0,
+        calls=20 + 8 * TOKENS_PER_BATCH / ROWS * batches,
     )
 
 
