@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Residual
+from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
 from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
@@ -53,8 +53,10 @@ class Family(Description):
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
         multiples: dimensions that the config says as multiples of the hidden size.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
+        norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
         residual: how blocks read from and add to the residual stream, where rotations can be absorbed.
         unrotatable: why not, where they cannot.
+        refused: settings of the config under which the description does not hold.
         relabel: config key → value, of a config that another family's model is stored under.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
@@ -81,8 +83,10 @@ class Family(Description):
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
     sliding_window: str | None = None
+    norm_offset: float = 0.0
     residual: Residual | None = None
     unrotatable: str | None = None
+    refused: list[Refusal] = Field(default_factory=list)
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
 
@@ -107,6 +111,11 @@ class Family(Description):
     def causal(self) -> bool:
         """Whether this is a causal language model."""
         return self.auto_class == "AutoModelForCausalLM"
+
+    @property
+    def has_causal(self) -> bool:
+        """Whether some class of the family is a causal language model."""
+        return any(own.auto == "AutoModelForCausalLM" for own in self.architectures.values())
 
     def on_disk(self, path: str) -> str:
         """A module path, or the beginning of one, as tensors on disk have it."""
@@ -165,6 +174,19 @@ class Family(Description):
         """On-disk name of a block's tensor."""
         return f"{self.block.format(block=block)}{module}.{kind}"
 
+    def check_config(self, config: Any) -> None:
+        """Refuse a config that the description does not hold for.
+
+        Raises:
+            UserError: it has one of the settings in `refused`.
+        """
+        for refusal in self.refused:
+            if refusal.holds(config, lambda name: self.dimension(config, name)):
+                found = json.dumps(getattr(config, refusal.key))
+                raise UserError(
+                    f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
+                )
+
     def scale(self, block: int, space: SpaceName) -> str | None:
         """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
         own = self.columns[space].scale
@@ -221,8 +243,10 @@ OF_THE_FUNCTION = (
     "rope",
     "bias_slots",
     "sliding_window",
+    "norm_offset",
     "residual",
     "unrotatable",
+    "refused",
     "stand_ins",
     "variants",
 )

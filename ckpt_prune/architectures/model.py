@@ -47,9 +47,12 @@ class Model:
         """The model that a checkpoint holds.
 
         Raises:
-            UserError: its family is not known, or transformers refuses its config.
+            UserError: its family is not known, its config has a setting that the family's description does not hold
+                for, or transformers refuses it.
         """
-        return cls(checkpoint, fitting_family(checkpoint), parse_config(checkpoint.config))
+        family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
+        family.check_config(config)
+        return cls(checkpoint, family, config)
 
     @classmethod
     def open(cls, path: str | Path) -> "Model":

@@ -39,14 +39,14 @@ class Attention(Description):
 
 
 class Refusal(Description):
-    """A setting of the config under which a model's residual stream cannot be rotated.
+    """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
 
     Attributes:
         key: of the config; a config without it does not have the setting.
         value: what it is then; or, where `unlike` is given, nothing.
         unlike: a dimension that the key's value then differs from.
         kind: the one kind of rotation that it rules out, or None for all that turn the stream.
-        why: in words, after "cannot be rotated:".
+        why: in words, after "KEY:" or "cannot be rotated:".
     """
 
     key: str

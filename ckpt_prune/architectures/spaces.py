@@ -96,6 +96,8 @@ class Space(Description):
         rows: linear modules that make the space.
         config: config key → dimensions whose product, times the units kept, is its new value.
         fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.
+        whole: why no class, remote code included, computes the same function with fewer units of it; or None. It is
+            measured and masked, never pruned.
     """
 
     unit: str
@@ -105,6 +107,7 @@ class Space(Description):
     rows: list[Incidence]
     config: dict[str, list[str]]
     fixed: str | None = None
+    whole: str | None = None
 
     @property
     @abstractmethod
@@ -162,11 +165,16 @@ class ColumnSpace(Space):
         columns: where it lies on the consumer.
         scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
             the residual stream (layer scale), or None.
+        multiplier: the config key of a number that multiplies it before, or None.
+        norm: the RMSNorm of a block that the consumer's output passes before it is added (post-norm of a sandwich), or
+            None.
     """
 
     ends: Literal["columns"]
     columns: Incidence
     scale: str | None = None
+    multiplier: str | None = None
+    norm: str | None = None
 
     @property
     def consumer(self) -> str:

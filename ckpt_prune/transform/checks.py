@@ -233,7 +233,8 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     """Refuse a recipe that prunes what a family has not.
 
     Raises:
-        UserError: a space that the family has not, such as q and k where it rotates them by position.
+        UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
+            unit can go.
     """
     missing = [space for space in recipe.spaces if space not in family.spaces]
     if missing and ENDS[missing[0]] == "logits" and family.rope:
@@ -247,3 +248,11 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
             f"{', '.join(family.spaces)}"
         )
+    for name in recipe.spaces:
+        if family.spaces[name].whole is not None:
+            others = [other for other, space in family.spaces.items() if space.whole is None]
+            raise UserError(
+                f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: "
+                f"{family.spaces[name].whole}. Leave out spaces.{name}: {' and '.join(others)} can be pruned, by "
+                f"itself in {' and '.join(f'recipe corp-{other}' for other in others)}"
+            )

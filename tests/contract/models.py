@@ -29,6 +29,20 @@ MULTIPLE = 4
 SHARED = {"tie_word_embeddings": False, "pad_token_id": None, "num_labels": 2}
 TEXT = {"vocab_size": VOCAB, "max_position_embeddings": 32, "bos_token_id": BOS, "eos_token_id": EOS}
 PICTURES = {"image_size": IMAGE, "patch_size": PATCH}
+SWITCHES: dict[str, Any] = {
+    "residual_multiplier": 0.6,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "logit_scale": 0.7,
+    "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+    "no_rope_layers": [1, 0],
+}
+"""Config keys that change the function, at values that show; where the config class knows them."""
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+"""Where single layers have a window: one that is shorter than the samples, in the first of them."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,12 @@ class Case:
             if name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
                 values[keys[0]] = sizes[name]
         values |= {multiple.key: MULTIPLE for multiple in family.multiples.values()}
+        values |= {key: value for key, value in SWITCHES.items() if getattr(known, key, None) is not None}
+        if getattr(known, "layer_types", None) and family.sliding_window is None:
+            values |= MIXED
+        values |= {k: values[k][: self.blocks] for k in ("layer_types", "no_rope_layers") if k in values}
+        if "partial_rotary_factor" in (getattr(known, "rope_parameters", None) or {}):
+            values["partial_rotary_factor"] = 0.5
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
         if self.variant:
@@ -96,7 +116,7 @@ class Case:
     def ratios(self) -> dict[str, float]:
         """By space: a head or KV group goes, and of other units a quarter or a half."""
         wanted = {"heads": 1 / self.kv_heads, "mlp": 0.25, "qk": 0.5}
-        return {space: wanted[space] for space in self.family.spaces}
+        return {name: wanted[name] for name, space in self.family.spaces.items() if space.whole is None}
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""
@@ -137,6 +157,10 @@ def cases() -> list[Case]:
 
 
 CASES = cases()
+
+
+ALIKE = {"qwen2", "gemma", "olmo2", "exaone4", "granite", "smollm3", "ernie4_5", "cohere", "starcoder2", "nemotron"}
+"""Families whose blocks are made of parts that others have, too: what takes seconds is held for those."""
 
 
 @cache

@@ -92,7 +92,7 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
     """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
     model = dense.model(case)
     for name, space in case.family.spaces.items():
-        if space.fixed is not None or space.units in case.family.multiples:
+        if (space.fixed or space.whole) is not None or space.units in case.family.multiples:
             continue
         for kept in range(1, min(3, model.units(name))):
             found = shapes_of(case, **model.config_values({name: kept}))
@@ -118,7 +118,7 @@ def test_multiples_are_those_of_the_class(case: Case) -> None:
 def test_the_config_class_refuses_head_counts_where_the_file_says_so(case: Case) -> None:
     """Three heads on a hidden size of 16."""
     for space in case.family.columns.values():
-        if space.consumer != case.family.attention.output or space.fixed is not None:
+        if space.consumer != case.family.attention.output or (space.fixed or space.whole) is not None:
             continue
         values = case.config.to_dict() | dict.fromkeys(space.config, 3)
         if case.family.heads_divide_hidden:

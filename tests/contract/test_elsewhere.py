@@ -59,7 +59,7 @@ def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory: pytes
 
 def methods(case: Case) -> dict[str, str]:
     """With a bias for every consumer, whether its class has a slot or not."""
-    return {space: "logit" if space in case.family.logits else "affine" for space in case.family.spaces}
+    return {space: "logit" if space in case.family.logits else "affine" for space in case.ratios}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
