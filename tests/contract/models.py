@@ -159,7 +159,8 @@ def cases() -> list[Case]:
 CASES = cases()
 
 
-ALIKE = {"qwen2", "gemma", "olmo2", "exaone4", "granite", "smollm3", "ernie4_5", "cohere", "starcoder2", "nemotron"}
+ALIKE = {"qwen2", "gemma", "olmo2", "olmo3", "exaone4", "granite", "smollm3", "ernie4_5", "cohere", "starcoder2"}
+ALIKE |= {"nemotron", "glm", "glm4"}
 """Families whose blocks are made of parts that others have, too: what takes seconds is held for those."""
 
 

@@ -31,11 +31,8 @@ def _of_norm(name: str, offset: float) -> Scale:
     return scale
 
 
-def _sandwich(offset: float) -> dict[str, Scale]:
-    return {
-        "heads": _of_norm("post_attention_layernorm", offset),
-        "mlp": _of_norm("post_feedforward_layernorm", offset),
-    }
+def _sandwich(offset: float, attention: str = "post_attention", mlp: str = "post_feedforward") -> dict[str, Scale]:
+    return {"heads": _of_norm(f"{attention}_layernorm", offset), "mlp": _of_norm(f"{mlp}_layernorm", offset)}
 
 
 def _multiplied(_block: nn.Module, output: Tensor) -> Tensor:
@@ -50,6 +47,7 @@ SCALES: dict[str, dict[str, Scale]] = {
     "gemma2": _sandwich(1),
     "gemma3_text": _sandwich(1),
     "olmo2": _sandwich(0),
+    "glm4": _sandwich(0, "post_self_attn", "post_mlp"),
     "granite": {"heads": _multiplied, "mlp": _multiplied},
     "cohere": {"heads": _plain, "mlp": _plain},
 }
