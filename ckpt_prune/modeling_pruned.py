@@ -20,7 +20,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 
 import copy
 import inspect
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import transformers
@@ -55,11 +55,14 @@ class Blocks(TypedDict):
         layers: path of the list of blocks in the model.
         attention: of blocks whose heads may be any number and whose queries and keys may be narrower than values, the
             same in number; None where attention is the stock class's.
+        heads: of blocks whose class fills the hidden size with heads and reads their number off itself, so that fewer
+            of them are put in its place; None, or absent, elsewhere.
         widths: config key of an inner width that the stock class does not read, or not as it stands → where it lies.
     """
 
     layers: str
     attention: AttentionPaths | None
+    heads: NotRequired[AttentionPaths | None]
     widths: dict[str, WidthPaths]
 
 
@@ -84,7 +87,7 @@ class PrunedMixin:
         blocks: Blocks = config.ckpt_prune_blocks
         first = layer_config(config, 0)
         # What the stock class is built from has blocks that it accepts; they are replaced.
-        super().__init__(_one_head(first) if blocks["attention"] else first)  # type: ignore[call-arg]
+        super().__init__(_accepted(first, blocks))  # type: ignore[call-arg]
         model: Any = self
         # Attention looks up its implementation when it runs: masks and blocks must read it from the same config. One
         # inside another model reads that one's.
@@ -135,12 +138,15 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     narrow = getattr(config, "qk_head_dim", None) or head_dim
-    stock = attention is None or (narrow == head_dim and heads * head_dim == config.hidden_size)
-    arguments = (config if stock else _one_head(config), index)
+    stock = narrow == head_dim and heads * head_dim == config.hidden_size
+    arguments = (config if stock else _accepted(config, blocks), index)
     # Some blocks are not told their index.
     layer = layer_class(*arguments[: len(inspect.signature(layer_class).parameters)])
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow)
+    filling = blocks.get("heads")
+    if filling is not None and not stock:
+        _take_heads(layer, config, filling, head_dim)
     for key, paths in blocks["widths"].items():
         width = getattr(config, key, None)
         if width is not None:
@@ -150,11 +156,30 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
     return layer
 
 
-def _one_head(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of one head, which every stock class accepts."""
-    shell = copy.copy(config)
-    shell.num_attention_heads = 1
+def _accepted(config: PreTrainedConfig, blocks: Blocks) -> PreTrainedConfig:
+    """A config that the stock class accepts, of whatever number of heads."""
+    shell, head_dim = copy.copy(config), getattr(config, "head_dim", None)
+    if blocks["attention"]:
+        shell.num_attention_heads = 1
+    elif blocks.get("heads") and head_dim is not None:
+        group = config.num_attention_heads // config.num_key_value_heads
+        shell.num_attention_heads = config.hidden_size // head_dim
+        shell.num_key_value_heads = shell.num_attention_heads // group
+    else:
+        return config
     return shell
+
+
+def _take_heads(layer: nn.Module, config: PreTrainedConfig, paths: AttentionPaths, head_dim: int) -> None:
+    """Give a block's attention the numbers of heads in its config, as wide as they are."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    for path, count in ((paths["query"], heads), (paths["key"], kv_heads), (paths["value"], kv_heads)):
+        _replace(layer, path, rows=count * head_dim)
+    _replace(layer, paths["output"], columns=heads * head_dim)
+    attention: Any = layer.get_submodule(paths["query"].rpartition(".")[0])
+    for name, count in (("num_heads", heads), ("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if hasattr(attention, name):
+            setattr(attention, name, count)
 
 
 # ---- blocks with a basis of their own ---------------------------------------------------------------------------

@@ -41,22 +41,24 @@ def _module_paths(model_type: str, variant: str | None, architecture: str) -> Ma
 def block_facts(family: Family) -> Blocks:
     """What `modeling_pruned` has to know of a family to rebuild its blocks.
 
-    A family with a space that ends in logits has attention of any shape; the classes of others have to take the shapes
-    that their config says.
+    A family with a space that ends in logits has attention of any shape. So many heads as wanted are put into classes
+    that have a fixed number. The classes of others have to take the shapes that their config says.
     """
     paths = module_paths(family)
-    attention: AttentionPaths | None = None
-    if family.logits:
-        own = family.attention
-        attention = AttentionPaths(
-            query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
-        )
+    own = family.attention
+    found = AttentionPaths(
+        query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
+    )
+    attention = found if family.logits else None
+    ends = [space for space in family.columns.values() if space.consumer == own.output]
+    heads = found if not family.logits and any(space.fixed is not None for space in ends) else None
     widths = {
         next(iter(space.config)): _width(space, paths)
         for space in family.columns.values()
         if space.consumer != family.attention.output and (family.logits or space.units in family.multiples)
     }
-    return Blocks(layers=family.layers, attention=attention, widths=widths)
+    facts = Blocks(layers=family.layers, attention=attention, widths=widths)
+    return facts if heads is None else Blocks(**facts, heads=heads)
 
 
 def _width(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]]) -> WidthPaths:

@@ -235,7 +235,7 @@ def _build(
     values |= model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
-    if decoupled or (remote and family.logits):
+    if decoupled or (remote and (family.logits or whole)):
         values["head_dim"] = model.dimension("head_dim")
     switches, opened = _open_slots(candidate, biases)
     values |= switches

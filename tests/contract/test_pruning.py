@@ -69,7 +69,6 @@ def test_equals_a_whole_model_pruned_by_hand(
 WHOLE = {
     "olmo2": "queries and keys are normalised over all heads together, so that every head changes with the others",
     "olmo3": "queries and keys are normalised over all heads together, so that every head changes with the others",
-    "stablelm": "its class has as many heads as fill the hidden size",
 }
 """Families whose heads all stay, and why."""
 
