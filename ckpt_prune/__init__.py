@@ -13,6 +13,7 @@ from ckpt_prune.errors import UserError
 if TYPE_CHECKING:
     from ckpt_prune.api.benchmark import benchmark
     from ckpt_prune.api.calibrate import calibrate
+    from ckpt_prune.api.compare import compare
     from ckpt_prune.api.evaluate import evaluate
     from ckpt_prune.api.export import export
     from ckpt_prune.api.inspect import inspect
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "benchmark",
     "calibrate",
+    "compare",
     "evaluate",
     "export",
     "inspect",

@@ -255,6 +255,17 @@ class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOpti
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
+class CompareOptions(SampleOptions, ImageOptions, PlaceOptions):
+    """Which two models to compare, and on what."""
+
+    reference: Folder = Field(description="Folder of a model, or a Hub id.")
+    model: Folder = Field(description="Folder of the model that is held against it, or a Hub id.")
+    lens: bool = Field(False, description="Also compare what each model's own head makes of every block's states.")
+    plot: Path | None = Field(None, description="HTML file to write.")
+    state_memory: float = Field(8.0, ge=0, description="GiB of hidden states that are kept in memory.")
+    overwrite: bool = Field(False, description="Replace an existing page.")
+
+
 class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
     """What to measure statistics of."""
 

@@ -130,6 +130,7 @@ def recover(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform import recover as recovering
     from ckpt_prune.transform.asked import asked_after, training_dtype
+    from ckpt_prune.transform.pairs import check_models, check_same_reader
     from ckpt_prune.transform.publish import wanted_names
 
     with progress_shown(progress):
@@ -145,9 +146,9 @@ def recover(
             inputs=[options.images, options.labels, *options.text],
             wants=wanted_names(ours.checkpoint),
         )
-        recovering.check_models(ours, theirs)
+        check_models(ours, theirs, recovering.WHY)
         chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
-        recovering.check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
+        check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryRequest(
             ours,
             theirs,

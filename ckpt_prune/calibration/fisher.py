@@ -20,6 +20,7 @@ from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.products import add_gram
 from ckpt_prune.calibration.readout import Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
@@ -30,7 +31,7 @@ from ckpt_prune.progress import track
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
-READOUT_TOKENS = 2048
+READOUT_TOKENS = 512
 """Tokens whose outputs are held together: the vocabulary is what makes these large."""
 _SEED = 0
 """Of the labels that are drawn from the model's own predictions."""
@@ -196,7 +197,7 @@ def _backward(
                 g = at[consumer].flatten(0, -2).float()
                 if space not in found:
                     found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
-                found[space].addmm_(g.T, g, alpha=gradient.weight)
+                add_gram(found[space], g, gradient.weight)
                 if watcher is not None:
                     watcher.see(space, inputs[consumer].flatten(0, -2), g, gradient, len(entering))
             for space, (query, key, *_) in readers.items():

@@ -14,8 +14,8 @@ from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.outside import ReadTensors, give_buffers
 
-CHUNK = 2**24
-"""Logits that are compared at once: 64 MiB in each of a few float32 tensors, however large the vocabulary."""
+CHUNK = 2**20
+"""Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
 
 
 DRAWS = 8

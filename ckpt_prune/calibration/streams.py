@@ -158,7 +158,8 @@ class HiddenStream:
         Args:
             index: the block.
             tensors: its on-disk tensors, of any widths.
-            gram: spaces and linear modules to observe, and whether with the Gram (queries and keys have nothing else).
+            gram: spaces and linear modules to observe, and whether with the Gram (queries and keys: with that of
+                centred keys).
             advance: also let the block's output become the next block's input.
         """
         block = self.factory.block(index, tensors)
@@ -193,6 +194,10 @@ class HiddenStream:
         for _, rows in self.batches:
             self.states[rows] = self.run(block, index, self.states[rows]).cpu()
 
+    def readout(self) -> Readout:
+        """What makes the model's outputs of hidden states after the last block."""
+        return Readout(self.factory, self._tensors, self._read)
+
     @torch.no_grad()
     def nll(self, states: Iterable[Tensor] | None = None, rows: Tensor | None = None) -> float:
         """Mean negative log likelihood in nats per scored token after the last block (evaluation/README.md, section 1).
@@ -204,7 +209,7 @@ class HiddenStream:
             rows: which samples, int64 (R,); all by default.
         """
         assert self.factory.family.causal
-        readout = Readout(self.factory, self._tensors, self._read)
+        readout = self.readout()
         loss, tokens = 0.0, 0
         numbers = range(len(self.samples)) if rows is None else rows.tolist()
         for hidden, number in zip(self.states if states is None else states, numbers, strict=True):

@@ -1,6 +1,5 @@
 """`ckpt-prune report`."""
 
-import os
 from pathlib import Path
 
 import click
@@ -56,18 +55,11 @@ def _default(source: Path) -> Path:
 
 
 def _check_place(source: Path, out: Path, overwrite: bool) -> None:
-    """Refuse a place for the page; --overwrite replaces a page of this tool and nothing else."""
+    """Refuse a place for the page."""
     from ckpt_prune.errors import UserError
-    from ckpt_prune.reporting.page import MARKER
+    from ckpt_prune.reporting.place import check_page
 
     folder = _folder(source)
     if folder is not None and folder.resolve() in out.resolve().parents:
         raise UserError(f"{out} is inside {folder}, a checkpoint: choose a place outside it")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.absolute().parent} does not exist")
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise UserError(f"{out} exists: choose another name or say --overwrite")
-    if not out.is_file() or MARKER.encode() not in out.read_bytes():
-        raise UserError(f"{out} exists and is not a report: it is not overwritten")
+    check_page(out, overwrite)

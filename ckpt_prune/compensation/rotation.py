@@ -12,11 +12,12 @@ The paper takes Q = U Vᵀ of svd(C W_Kᵀ), (d_out, d_out). This module departs
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.calibration.products import add_gram, strips
 from ckpt_prune.compensation.fit import Fit, Solution
 
 SMALLEST = 1e-7
@@ -91,32 +92,22 @@ def _float32_pays(x: Tensor) -> bool:
     return exact and x.shape[1] >= SINGLE_PRECISION_FROM
 
 
-def _strips(n: int) -> Iterator[slice]:
-    """Strips of columns, wide enough for full speed and narrow enough to skip nearly half of a triangular product."""
-    width = max(256, -(-n // 8))
-    return (slice(start, min(start + width, n)) for start in range(0, n, width))
-
-
 def _gram(x: Tensor) -> Tensor:
-    """xᵀx (n, n) of x (m, n), with little more than half the work of `x.T @ x`: one triangle mirrors the other."""
-    n = x.shape[1]
-    gram = x.new_empty(n, n)
-    for strip in _strips(n):
-        block = x[:, strip].T @ x[:, : strip.stop]
-        gram[strip, : strip.stop] = block
-        gram[: strip.start, strip] = block[:, : strip.start].T
+    """xᵀx (n, n) of x (m, n)."""
+    gram = x.new_zeros(x.shape[1], x.shape[1])
+    add_gram(gram, x)
     return gram
 
 
 def _times_lower(left: Tensor, lower: Tensor) -> Tensor:
     """`left` (m, n) times a lower triangular (n, n), its zeros skipped."""
-    parts = (left[:, strip.start :] @ lower[strip.start :, strip] for strip in _strips(lower.shape[0]))
+    parts = (left[:, strip.start :] @ lower[strip.start :, strip] for strip in strips(lower.shape[0]))
     return torch.cat(list(parts), 1)
 
 
 def _times_upper(left: Tensor, lower: Tensor) -> Tensor:
     """`left` (m, n) times the transpose of a lower triangular (n, n), its zeros skipped."""
-    parts = (left[:, : strip.stop] @ lower[strip, : strip.stop].T for strip in _strips(lower.shape[0]))
+    parts = (left[:, : strip.stop] @ lower[strip, : strip.stop].T for strip in strips(lower.shape[0]))
     return torch.cat(list(parts), 1)
 
 

@@ -19,10 +19,9 @@ from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
+from ckpt_prune.reporting.place import MARKER
 from ckpt_prune.reporting.plots import Figure, count_of_steps, figures, outcome, shown, words
 
-MARKER = '<meta name="generator" content="ckpt-prune report">'
-"""By which a page of this tool is known."""
 # The browser itself then refuses whatever a page like this has no business loading or running.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MISSING = "–"
@@ -30,29 +29,44 @@ _MISSING = "–"
 
 def page(document: Document) -> str:
     """The HTML of a report, the same for the same input."""
-    style = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
     perplexities = document.recovered.perplexities if document.recovered else []
     plots = figures(document.sites, document.layers, document.linears, document.learned, perplexities)
+    return shell(
+        document.title,
+        [
+            *_header(document),
+            *(over_depth(plots) if plots else [_nothing(document)]),
+            *_site_tables(document.sites),
+            *_linear_table(document.linears),
+            *_rotation_table(document.learned),
+            *_layer_table(document.layers),
+            *_perplexity_table(perplexities),
+            *_stage_table(document.stages),
+        ],
+    )
+
+
+def shell(title: str, body: Iterable[str]) -> str:
+    """A page with a title and a body, complete in itself."""
+    style = resources.files("ckpt_prune.reporting").joinpath("style.css").read_text(encoding="utf-8")
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         MARKER,
-        f"<title>{text(document.title)}</title>",
+        f"<title>{text(title)}</title>",
         f"<style>\n{style}</style>\n</head>\n<body>",
-        *_header(document),
-        '<h2>Over depth</h2>\n<div class="plots">' if plots else "",
-        *(_figure(plot) for plot in plots),
-        "</div>" if plots else _nothing(document),
-        *_site_tables(document.sites),
-        *_linear_table(document.linears),
-        *_rotation_table(document.learned),
-        *_layer_table(document.layers),
-        *_perplexity_table(perplexities),
-        *_stage_table(document.stages),
+        *body,
         "</body>\n</html>\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def over_depth(plots: Sequence[Figure]) -> Iterable[str]:
+    """The part of a page that holds its plots."""
+    yield '<h2>Over depth</h2>\n<div class="plots">'
+    yield from (_figure(plot) for plot in plots)
+    yield "</div>"
 
 
 def _header(document: Document) -> Iterable[str]:
@@ -279,14 +293,14 @@ def _site_tables(sites: Sequence[SiteRecord]) -> Iterable[str]:
         for site in sites
     ]
     names = [name for name, _ in columns]
-    yield _details("Every site", ("block", "space", "compensation", "λ", "kept", *names), rows, left=3)
+    yield details("Every site", ("block", "space", "compensation", "λ", "kept", *names), rows, left=3)
     heads = [
         (str(site.block), words(site.space).label, str(head.head), *(_cell(_of(head, n)) for n in _HEAD_COLUMNS))
         for site in sites
         for head in site.heads or []
     ]
     if heads:
-        yield _details("Every head", ("block", "space", "head", *_HEAD_COLUMNS), heads, left=2)
+        yield details("Every head", ("block", "space", "head", *_HEAD_COLUMNS), heads, left=2)
 
 
 def _linear_table(linears: Sequence[MaskedLinear]) -> Iterable[str]:
@@ -306,7 +320,7 @@ def _linear_table(linears: Sequence[MaskedLinear]) -> Iterable[str]:
         for linear in linears
     ]
     headers = ("block", "linear", "weight", "shape", "zeros", "share", *columns)
-    yield _details("Every linear", headers, rows, left=3)
+    yield details("Every linear", headers, rows, left=3)
 
 
 def _rotation_table(learned: Sequence[Learned]) -> Iterable[str]:
@@ -319,7 +333,7 @@ def _rotation_table(learned: Sequence[Learned]) -> Iterable[str]:
         rows.append((block, _cell(before), _cell(after), told, _cell(entry.steps)))
     if rows:
         headers = ("blocks", "entropy before (nats)", "entropy after (nats)", "change", "steps")
-        yield _details("Every rotation", headers, rows, left=1)
+        yield details("Every rotation", headers, rows, left=1)
 
 
 def _layer_table(layers: Sequence[RecoveredLayer]) -> Iterable[str]:
@@ -330,13 +344,13 @@ def _layer_table(layers: Sequence[RecoveredLayer]) -> Iterable[str]:
     ]
     if rows:
         names = ("MSE before", "MSE at the start", "MSE after", "CKA before", "CKA after")
-        yield _details("Every block", ("block", "outcome", "epochs run", *names), rows, left=2)
+        yield details("Every block", ("block", "outcome", "epochs run", *names), rows, left=2)
 
 
 def _perplexity_table(perplexities: Sequence[Perplexity]) -> Iterable[str]:
     rows = [(f"{entry.blocks:,}", _cell(entry.figure("perplexity"))) for entry in perplexities]
     if rows:
-        yield _details("Every perplexity", ("blocks recovered", "perplexity"), rows, left=1)
+        yield details("Every perplexity", ("blocks recovered", "perplexity"), rows, left=1)
 
 
 def _stage_table(stages: Sequence[Stage]) -> Iterable[str]:
@@ -354,7 +368,7 @@ def _stage_table(stages: Sequence[Stage]) -> Iterable[str]:
         for stage in stages
     ]
     headers = ("stage", "seconds", "memory, largest so far", *(["device memory"] if device else []))
-    yield _details("Every stage", headers, rows, left=1)
+    yield details("Every stage", headers, rows, left=1)
 
 
 def _bytes(size: int | None) -> str:
@@ -369,7 +383,8 @@ def _cell(value: float | None) -> str:
     return _MISSING if value is None else shown(value)
 
 
-def _details(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+def details(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """A table that is folded away, its first `left` columns words."""
     return (
         f"<details>\n<summary>{title}</summary>\n"
         f'<div class="scroll">{_table(headers, rows, left=left)}</div>\n</details>'

@@ -62,17 +62,23 @@ class Pruner:
         recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
         spaces = [space for space in self.model.family.spaces if space in recipe.spaces]
-        for stage in source.stages(spaces):
-            moments = source.moments(block, current, stage)
+        decided = {space: self.decisions.of(self.model, Site(block, space)) for space in spaces}
+        # What stays whole is not measured again: it is most of what a budget leaves of attention.
+        whole = [
+            space for space, own in decided.items() if own.scores is not None and own.keep == self.model.units(space)
+        ]
+        measured = source.stages([space for space in spaces if space not in whole])
+        for stage in [whole, *measured]:
+            moments = source.moments(block, current, stage) if stage and stage is not whole else {}
             for space in stage:
                 solver = solver_of(self.model, recipe, space, self.device, diagnostics=self.diagnostics)
-                decision = self.decisions.of(self.model, Site(block, space))
-                plan, new = solver.solve(block, current, moments.get(space), decision)
+                plan, new = solver.solve(block, current, moments.get(space), decided[space])
                 plans.append(plan)
                 if new is not None:
                     before = dict(kept)
                     kept[space] = torch.tensor(plan.kept)
                     self._cut(block, before, kept, current, new)
+        plans.sort(key=lambda plan: spaces.index(plan.space))
         fill_biases(self.model.family, block, self.biases, current)
         check_overflow(tensors, current)
         self._pad(block, kept, current)

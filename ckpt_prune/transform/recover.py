@@ -2,26 +2,20 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.text import load_tokenizer, token_stream
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.containers.checking import check_source, check_stored
-from ckpt_prune.containers.container import Container, stored_container
-from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import REPORT, ROTATIONS
-from ckpt_prune.planning.names import RotationKind
+from ckpt_prune.containers.container import Container
+from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.recoverer import Recoverer
@@ -29,16 +23,18 @@ from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import layout_of
+from ckpt_prune.transform.pairs import check_models, container_of, rotated_as
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
 from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent
 from ckpt_prune.transform.steps import RecoverStep
 from ckpt_prune.transform.walk import Sink, walk
+
+WHY = "a model is recovered against the dense one it was made from"
 
 
 @dataclass(frozen=True)
@@ -148,80 +144,11 @@ def settle_recovery(request: RecoveryRequest) -> SettledRecovery:
     """
     # It is added to when all is done: damaged, it would cost all the training.
     report = report_of(request.pruned.checkpoint.path)
-    check_models(request.pruned, request.dense)
+    check_models(request.pruned, request.dense, WHY)
     check_trainable(len(request.samples))
     request.settings.blocks(request.pruned.blocks)
-    biases = frozenset(m for m in request.pruned.family.linears if request.pruned.has(m, "bias"))
-    container = replace(stored_container(request.pruned.checkpoint), biases=biases)
-    return SettledRecovery(request, container, report, _rotated(request, report))
-
-
-def _rotated(request: RecoveryRequest, report: Report | None) -> RotatedCheckpoint | None:
-    named = report.rotation.kind if report and report.rotation else None
-    if named is None or named == "values":
-        return None
-    folder = request.pruned.checkpoint.path
-    kinds: dict[str, RotationKind] = {kind: kind for kind in get_args(RotationKind)}
-    if named not in kinds:
-        raise UserError(f"{folder / REPORT} names an unknown rotation {named!r}: prune again")
-    kind = kinds[named]
-    rotations = WrittenRotations.of_output(folder, RotationSizes.of(kind, request.dense))
-    return RotatedCheckpoint(request.dense, kind, rotations, request.device)
-
-
-def check_models(pruned: Model, dense: Model) -> None:
-    """Refuse two models of which one cannot have been made from the other.
-
-    Raises:
-        UserError: with what differs.
-    """
-    ours, theirs = pruned.family, dense.family
-    here, there = pruned.checkpoint.path, dense.checkpoint.path
-    check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).names())
-    check_source(dense)
-    related = ours.model_type == theirs.model_type or ours.model_type in theirs.stand_ins
-    if not related:
-        raise UserError(
-            f"{here} is of type {ours.model_type} and {there} of type {theirs.model_type}: "
-            "a model is recovered against the dense one it was made from"
-        )
-    for name, what in (("layers", "blocks"), ("hidden", "hidden dimensions")):
-        own, other = pruned.dimension(name), dense.dimension(name)
-        if own != other:
-            raise UserError(
-                f"{here} has {own} {what} and {there} has {other}: "
-                "a model is recovered against the dense one it was made from, block by block"
-            )
-    sizes = [getattr(config, "vocab_size", None) for config in (pruned.config, dense.config)]
-    if sizes[0] != sizes[1]:
-        raise UserError(f"{here} and {there} have vocabularies of {sizes[0]} and {sizes[1]} tokens")
-
-
-def check_same_reader(pruned: Model, dense: Model, text: str, *, trust: bool = False) -> None:
-    """Refuse two checkpoints that read the same data differently, where the pruned one says how it reads.
-
-    Args:
-        pruned: what is recovered.
-        dense: whose tokenizer or image processor is used.
-        text: what a language model is recovered on.
-        trust: run an image processor's own code.
-
-    Raises:
-        UserError: they do.
-    """
-    ours, theirs = pruned.reader_fingerprint, dense.reader_fingerprint
-    if ours is None or ours == theirs:
-        return
-    here, there = pruned.checkpoint.path, dense.checkpoint.path
-    if dense.family.modality == "image":
-        settings = [load_processor(each, trust_remote_code=trust).to_json_string() for each in (here, there)]
-        if settings[0] != settings[1]:
-            raise UserError(f"{here} and {there} have different image processors")
-        return
-    # The files may differ in what does not matter, such as the version that wrote them.
-    streams = [token_stream(load_tokenizer(each), text) for each in (here, there)]
-    if not torch.equal(*streams):
-        raise UserError(f"{here} and {there} have different tokenizers: they read the text differently")
+    rotated = rotated_as(request.pruned, request.dense, request.device, report)
+    return SettledRecovery(request, container_of(request.pruned), report, rotated)
 
 
 def recover(

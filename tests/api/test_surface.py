@@ -14,7 +14,19 @@ import ckpt_prune
 from ckpt_prune import UserError
 from tests.cli.running import refused
 
-VERBS = ["benchmark", "calibrate", "evaluate", "export", "inspect", "plan", "prune", "recover", "validate", "verify"]
+VERBS = [
+    "benchmark",
+    "calibrate",
+    "compare",
+    "evaluate",
+    "export",
+    "inspect",
+    "plan",
+    "prune",
+    "recover",
+    "validate",
+    "verify",
+]
 OF_THE_SHELL = {"as_json", "sweep"}
 """What a function has no use for: it returns objects, and a sweep is a function of its own."""
 

@@ -28,6 +28,10 @@ TAKES = {
         *["--patience", "--perplexity-after", "--state-memory", "--resume", "--overwrite", "--device", "--json"],
         *["--compute-dtype", "--labels", "--max-corrupt", "--output"],
     ],
+    "compare": [
+        *["A", "B", "--text", "--images", "--samples", "--window", "--seed", "--choose", "--bos", "--compute-dtype"],
+        *["--lens", "--plot", "--state-memory", "--overwrite", "--trust-remote-code", "--device", "--json"],
+    ],
     "verify": ["OUT", "--against MODEL", "--json"],
     "report": ["OUT", "--output", "--overwrite"],
     "evaluate": [

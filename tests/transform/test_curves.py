@@ -11,11 +11,12 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration import readout
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.samples import Part
 from ckpt_prune.calibration.statistics import with_effects
 from ckpt_prune.planning.kinds import CANDIDATES
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.transform import gradients
+from ckpt_prune.transform import space_effects
 from ckpt_prune.transform.budgets import decide, dense_ranking, effects_on
 from ckpt_prune.transform.messages import predicted_line
 from ckpt_prune.transform.planned import make_plan
@@ -92,6 +93,17 @@ def test_errors_of_logits_are_their_energies_in_the_metric(dense):
             assert found[k] == pytest.approx(sum(lost), rel=1e-5)
 
 
+def lost_by_hand(weight: Tensor, moments: Moments, kept: list[int], *, biased: bool) -> tuple[Tensor, Tensor]:
+    """W − Ŵ of a ridge refit of some columns, and the mean of the inputs that a bias makes up for (else 0)."""
+    mean = moments.mean if biased else torch.zeros_like(moments.mean)
+    gram = moments.gram.double() - moments.count * torch.outer(mean, mean)
+    strength, lost = 0.01 * gram.diagonal().mean(), weight.clone()
+    damped = gram[kept][:, kept] + strength * torch.eye(len(kept))
+    target = weight @ gram[:, kept] + strength * weight[:, kept]
+    lost[:, kept] -= torch.linalg.solve(damped, target.T).T
+    return lost, mean
+
+
 # ---- what gradients predict --------------------------------------------------------------------------------------
 
 
@@ -123,17 +135,11 @@ def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch,
     tensors, folds = solver.read(block), fitted.block(block)[name]
     weight, moments = model.get_submodule(path).weight.detach().double(), folds[0]
     biased = model.get_submodule(path).bias is not None
-    mean = moments.mean if biased else torch.zeros_like(moments.mean)
-    gram = moments.gram.double() - moments.count * torch.outer(mean, mean)
     whole = variant == "vit"
     for score in CANDIDATES:
         order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
         for count, value in statistics.index.predicted[name][score]:
-            kept = sorted(order[count:])
-            damped = gram[kept][:, kept] + 0.01 * gram.diagonal().mean() * torch.eye(len(kept))
-            lost = weight.clone()
-            target = weight @ gram[:, kept] + 0.01 * gram.diagonal().mean() * weight[:, kept]
-            lost[:, kept] -= torch.linalg.solve(damped, target.T).T
+            lost, mean = lost_by_hand(weight, moments, sorted(order[count:]), biased=biased)
             moved = (g.double() * ((x.double() - mean) @ lost.T)).sum(-1)
             square = moved.sum(1).square() if whole else moved.square().sum(1)
             assert value == pytest.approx(float(square.sum()) / 2 / len(some), rel=5e-3)
@@ -277,13 +283,8 @@ def test_spaces_are_measured_on_the_whole_model(variant, monkeypatch, dense, tmp
                 order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
                 columns = oracle.columns(sorted(order[count:]), source.unit_columns(space))
                 consumer = pruned.get_submodule(by_hand.path(block, source.family.columns[space].consumer))
-                mean = folds[0].mean if consumer.bias is not None else torch.zeros_like(folds[0].mean)
-                gram = folds[0].gram.double() - folds[0].count * torch.outer(mean, mean)
-                strength, weight = 0.01 * gram.diagonal().mean(), consumer.weight.detach().double()
-                damped = gram[columns][:, columns] + strength * torch.eye(len(columns))
-                target = weight @ gram[:, columns] + strength * weight[:, columns]
-                lost = weight.clone()
-                lost[:, columns] -= torch.linalg.solve(damped, target.T).T
+                weight = consumer.weight.detach().double()
+                lost, mean = lost_by_hand(weight, folds[0], columns, biased=consumer.bias is not None)
                 with torch.no_grad():
                     consumer.weight.copy_(weight - lost)
                     if consumer.bias is not None:
@@ -309,14 +310,14 @@ def test_errors_are_scaled_to_what_a_space_does_as_a_whole(dense, tmp_path):
 def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_path, monkeypatch):
     """Each single score is tried at the first point of a space of many units; the best of all is kept."""
     monkeypatch.setattr("ckpt_prune.transform.gradients.SHALLOW", 1)
-    monkeypatch.setattr("ckpt_prune.transform.gradients.MANY", 20)
+    monkeypatch.setattr("ckpt_prune.transform.space_effects.MANY", 20)
     folder, tried = dense.folder("opt"), []
 
     def divergences(_readout, _samples, _dense, states):
         tried.append(len(states))
         return [0.5, 0.7, 0.4, 0.45, 0.3, 0.9, 0.8]
 
-    monkeypatch.setattr("ckpt_prune.transform.gradients.divergences", divergences)
+    monkeypatch.setattr("ckpt_prune.transform.space_effects.divergences", divergences)
     statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
     # Two points of the heads; of the mlp the best of each site, three scores, and the second point.
     assert tried == [2 + 1 + len(CANDIDATES) + 1]
@@ -337,4 +338,4 @@ def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_pa
     ],
 )
 def test_of_what_does_about_as_well_the_least_learned_is_taken(obs, rcpu, wanda, mixed, chosen):
-    assert gradients._robust({"obs": obs, "rcpu": rcpu, "wanda-sp": wanda}, mixed) == chosen
+    assert space_effects._robust({"obs": obs, "rcpu": rcpu, "wanda-sp": wanda}, mixed) == chosen

@@ -1,0 +1,117 @@
+"""`ckpt_prune.compare`."""
+
+from typing import TYPE_CHECKING
+
+from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.calibration.text_files import check_texts
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import CompareOptions, checked, has_data
+from ckpt_prune.progress import Notices, progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.evaluation.comparing import Comparison
+
+WHY = "two models are compared"
+
+
+def compare(
+    reference: AnyModel,
+    model: AnyModel,
+    *,
+    text: Texts = (),
+    images: AnyPath | None = None,
+    labels: AnyPath | None = None,
+    max_corrupt: float = 0.05,
+    samples: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    choose: Choose = "random",
+    bos: Bos = "auto",
+    compute_dtype: ComputeDtype = "float32",
+    lens: bool = False,
+    plot: AnyPath | None = None,
+    state_memory: float = 8.0,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> "Comparison":
+    """Compare what leaves every block of two models, as `ckpt-prune compare` does. One block of each is held at a time.
+
+    Args:
+        reference: usually the dense model: a folder, a Hub id or a result.
+        model: what is held against it, of the same depth and hidden size.
+        text: files to run language models on.
+        images: folder of images to run vision models on.
+        labels: CSV with a column file and perhaps split (calib).
+        max_corrupt: share of the images that may fail to decode.
+        samples: windows, or images; None for 128 windows, or all images up to 4000.
+        window: tokens per window; None for the model's context, at most 2048.
+        seed: of the choice of samples.
+        choose: random samples, or the first ones.
+        bos: begin-of-sequence token before the text.
+        compute_dtype: in which blocks run.
+        lens: also compare what each model's own head makes of every block's states.
+        plot: HTML file to write.
+        state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
+        overwrite: replace an existing page.
+        trust_remote_code: accept a model that asks for code of its own.
+        device: auto, cpu, cuda or cuda:i.
+        progress: show bars and notices on stderr.
+
+    Raises:
+        UserError: bad input, or two models that cannot be compared block by block.
+    """
+    options = checked(CompareOptions, locals())
+    # Before torch is imported, what can be told without it.
+    if not has_data(options, options):
+        raise UserError("compare needs --text FILE, or --images DIR for vision models")
+    for each in (options.reference, options.model):
+        check_supported(each)
+    check_texts(options.text)
+    if options.plot is not None:
+        from ckpt_prune.reporting.place import check_page
+
+        check_page(options.plot, options.overwrite)
+
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from ckpt_prune.calibration.choosing import chosen_samples
+    from ckpt_prune.calibration.states import StateMemory
+    from ckpt_prune.calibration.text import read_text
+    from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.evaluation import comparing
+    from ckpt_prune.report.reading import report_of
+    from ckpt_prune.reporting.comparison import comparison_page
+    from ckpt_prune.transform.dense import Dense
+    from ckpt_prune.transform.pairs import check_models, check_same_reader, container_of, rotated_as
+
+    trust = options.trust_remote_code
+    with progress_shown(progress):
+        say = Notices()
+        target = resolve_device(options.device)
+        theirs, ours = (open_model(each, trust=trust) for each in (options.reference, options.model))
+        check_models(ours, theirs, WHY)
+        chosen = chosen_samples(theirs, options, options, trust=trust, say=say)
+        check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
+        for source in (theirs, ours):
+            source.checkpoint.check_finite()
+        container = container_of(ours)
+        rotated = rotated_as(ours, theirs, target, report_of(ours.checkpoint.path))
+        found = comparing.compare(
+            Dense(theirs, target, rotated, None if rotated is None else container),
+            Dense(ours, target, container=container),
+            chosen,
+            compute_dtype=getattr(torch, options.compute_dtype),
+            allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
+            lens=options.lens,
+        )
+        if options.plot is not None:
+            write_whole(options.plot, comparison_page(found))
+        return found

@@ -1,0 +1,135 @@
+"""Two models of one shape run side by side, block by block; neither is ever loaded as a whole."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.calibration.fisher import READOUT_TOKENS
+from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.samples import Samples, batches_of
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.evaluation.similarity import Similarity, SimilaritySums
+from ckpt_prune.progress import track
+from ckpt_prune.transform.dense import Dense
+
+
+@dataclass(frozen=True)
+class BlockComparison:
+    """Hidden states that leave a block.
+
+    Attributes:
+        block: its index.
+        states: how alike they are.
+        divergence: of what each model's own head makes of them, as `Comparison.divergence` (the logit lens); None where
+            it was not asked for.
+    """
+
+    block: int
+    states: Similarity
+    divergence: float | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        found = {"block": self.block, **asdict(self.states)}
+        return found if self.divergence is None else found | {"divergence": self.divergence}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same samples.
+
+    Attributes:
+        reference: what the other one is held against.
+        model: the other one.
+        blocks: in order.
+        divergence: of the outputs: KL(reference ‖ model) in nats, the mean over positions and samples; where there is
+            no head ‖h′ − h‖² / ‖h‖² of the last hidden states.
+        logits: whether there is a head.
+        samples: how many windows or images.
+        tokens: of each.
+    """
+
+    reference: Path
+    model: Path
+    blocks: Sequence[BlockComparison]
+    divergence: float
+    logits: bool
+    samples: int
+    tokens: int
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "reference": str(self.reference),
+            "model": str(self.model),
+            "samples": self.samples,
+            "tokens_per_sample": self.tokens,
+            "measure": "kl" if self.logits else "relative_error",
+            "divergence": self.divergence,
+            "blocks": [each.data() for each in self.blocks],
+        }
+
+
+def compare(
+    reference: Dense,
+    model: Dense,
+    samples: Samples,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    allocate: Allocate = in_memory,
+    lens: bool = False,
+) -> Comparison:
+    """Run two models side by side and compare what leaves every block.
+
+    Every block of both is run once. Memory: two blocks, the hidden states of both, and in the end everything outside
+    the blocks of both with the outputs of `READOUT_TOKENS` tokens (with `lens` all along).
+
+    Args:
+        reference: as many blocks and hidden dimensions as `model`, in the same basis.
+        model: what is compared with it.
+        samples: that both are run on.
+        compute_dtype: in which they run.
+        allocate: makes the tensors that hold hidden states.
+        lens: also compare what each model's own head makes of every block's states.
+    """
+    theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
+    readouts = (theirs.readout(), ours.readout()) if lens else None
+    found: list[BlockComparison] = []
+    blocks = model.model.blocks
+    for block in track(range(blocks), "comparing", total=blocks):
+        for stream, source in ((theirs, reference), (ours, model)):
+            stream.advance(block, source.block(block))
+        sums = SimilaritySums()
+        for _, rows in ours.batches:
+            sums.add(*(each.states[rows].to(ours.factory.device) for each in (theirs, ours)))
+        divergence = None if readouts is None else _divergence(readouts, (theirs, ours), samples)
+        found.append(BlockComparison(block, sums.figures(), divergence))
+    readouts = readouts or (theirs.readout(), ours.readout())
+    last = found[-1].divergence
+    return Comparison(
+        reference.model.checkpoint.path,
+        model.model.checkpoint.path,
+        found,
+        _divergence(readouts, (theirs, ours), samples) if last is None else last,
+        readouts[0].logits,
+        len(samples),
+        samples.tokens,
+    )
+
+
+def _divergence(
+    readouts: tuple[Readout, Readout], streams: tuple[HiddenStream, HiddenStream], samples: Samples
+) -> float:
+    """Mean over samples of what the second model's outputs diverge from the first one's."""
+    total = 0.0
+    for rows in batches_of(samples, READOUT_TOKENS):
+        batch = samples.batch(rows)
+        theirs, ours = (
+            readout.outputs(batch, stream.states[rows]) for readout, stream in zip(readouts, streams, strict=True)
+        )
+        total += readouts[0].divergence(theirs, ours)
+    return total / len(samples)

@@ -1,0 +1,107 @@
+"""`compare`: figures against whole stock models, exact output, the page, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+import ckpt_prune
+from ckpt_prune.calibration import choosing
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, ok, refused
+from tests.evaluation.test_similarity import by_hand
+from tests.evaluation.tiny import tiny_llama
+
+BOTH = ("compare", "dense", "pruned", *TEXT)
+
+
+def whole(folder: str, ids: torch.Tensor) -> tuple[list[np.ndarray], torch.Tensor]:
+    """What leaves every block of a stock model, and its log-probabilities."""
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _m, _args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    return [each.flatten(0, 1).double().numpy() for each in seen], functional.log_softmax(logits.double(), -1)
+
+
+@pytest.mark.usefixtures("place")
+def test_figures_are_those_of_whole_models(monkeypatch):
+    taken, chosen = [], choosing.chosen_samples
+    monkeypatch.setattr(choosing, "chosen_samples", lambda *a, **k: taken.append(chosen(*a, **k)) or taken[-1])
+    found = json.loads(ok(*BOTH, "--lens", "--json"))
+    ids = taken[0].batch(slice(0, len(taken[0])))["input_ids"]
+    (theirs, p), (ours, q) = whole("dense", ids), whole("pruned", ids)
+    assert len(found["blocks"]) == len(theirs) == 2
+    for block, a, b in zip(found["blocks"], theirs, ours, strict=True):
+        figures = [block[name] for name in ("mse", "relative_error", "cosine", "cka")]
+        assert figures == pytest.approx(by_hand(a, b), rel=1e-4)
+    kl = float((p.exp() * (p - q)).sum(-1).mean())
+    assert found["divergence"] == pytest.approx(kl, rel=1e-4)
+    assert found["blocks"][-1]["divergence"] == found["divergence"]
+    assert found["blocks"][0]["divergence"] > 0
+    assert {name: found[name] for name in ("reference", "model", "samples", "tokens_per_sample", "measure")} == {
+        "reference": "dense",
+        "model": "pruned",
+        "samples": 8,
+        "tokens_per_sample": 16,
+        "measure": "kl",
+    }
+
+
+@pytest.mark.usefixtures("place")
+def test_a_model_beside_itself():
+    assert ok("compare", "dense", "dense", *TEXT) == (
+        "block  MSE  relative error  cosine  CKA\n"
+        "0        0               0       1    1\n"
+        "1        0               0       1    1\n"
+        "\n"
+        "KL divergence of the outputs 0 nats, mean over 8 samples of 16 tokens\n"
+    )
+
+
+@pytest.mark.usefixtures("place")
+def test_the_page():
+    said = ok(*BOTH, "--plot", "page.html")
+    assert said.endswith("drawn in page.html\n")
+    page = Path("page.html").read_text()
+    for name in ("MSE", "relative error", "cosine", "CKA"):
+        assert f"<h3>{name}</h3>" in page
+    assert "logit lens" not in page
+    assert page.count("<svg viewBox") == 4
+    assert refused(*BOTH, "--plot", "page.html") == "page.html exists: choose another name or say --overwrite"
+    ok(*BOTH, "--plot", "page.html", "--overwrite", "--lens")
+    assert "logit lens" in Path("page.html").read_text()
+    Path("mine.html").write_text("mine")
+    assert refused(*BOTH, "--plot", "mine.html", "--overwrite") == (
+        "mine.html exists and is not a report: it is not overwritten"
+    )
+
+
+@pytest.mark.usefixtures("place")
+def test_states_under_rotations_are_compared_in_one_basis():
+    """The residual stream of the output is turned; with nothing zeroed nothing else differs."""
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,linears,gram", "-o", "grams")
+    rotate = ("--recipe", "denoise-rotator-shared-wanda-50", "--set", "rotation.steps=2")
+    ok("prune", "dense", *rotate, "--ratio", "0", "--statistics", "grams", "-o", "turned")
+    found = ckpt_prune.compare("dense", "turned", text="calib.txt", samples=8, window=16, progress=False)
+    assert max(each.states.relative_error for each in found.blocks) < 1e-8
+    assert found.divergence < 1e-6
+
+
+@pytest.mark.usefixtures("place")
+def test_what_is_refused():
+    assert refused("compare", "dense", "pruned") == "compare needs --text FILE, or --images DIR for vision models"
+    assert refused("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
+    assert refused(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist")
+    with quiet_transformers():
+        tiny_llama(num_hidden_layers=1).save_pretrained("short")
+    assert refused("compare", "dense", "short", *TEXT) == (
+        "short has 1 blocks and dense has 2: two models are compared, block by block"
+    )
