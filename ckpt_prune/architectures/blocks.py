@@ -51,7 +51,8 @@ def block_facts(family: Family) -> Blocks:
     )
     attention = found if family.logits else None
     ends = [space for space in family.columns.values() if space.consumer == own.output]
-    heads = found if not family.logits and any(space.fixed is not None for space in ends) else None
+    apart = len(own.modules) == len(found)
+    heads = found if apart and not family.logits and any(space.fixed is not None for space in ends) else None
     widths = {
         next(iter(space.config)): _width(space, paths)
         for space in family.columns.values()
