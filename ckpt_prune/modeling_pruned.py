@@ -240,8 +240,8 @@ class PlainNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.centred = isinstance(norm, nn.LayerNorm)
-        self.eps = norm.eps if self.centred else norm.variance_epsilon
+        self.centred = "LayerNorm" in type(norm).__name__
+        self.eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         self.weight = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1)) if getattr(norm, "bias", None) is not None else None
 
@@ -257,7 +257,7 @@ class PlainNorm(nn.Module):
 
 def _drop_gains(layer: nn.Module) -> None:
     for name, child in layer.named_children():
-        if hasattr(child, "variance_epsilon") or isinstance(child, nn.LayerNorm):
+        if "Norm" in type(child).__name__ and not isinstance(child, PlainNorm):
             setattr(layer, name, PlainNorm(child))
 
 

@@ -25,6 +25,9 @@ def _module_paths(model_type: str, variant: str | None, architecture: str) -> Ma
     family = load_family(model_type, variant).of(architecture)
     config = AutoConfig.for_model(model_type, **({variant: True} if variant else {}))
     setattr(config, family.dimensions["layers"][0], 1)
+    for dimension, keys in family.dimensions.items():
+        if keys and getattr(config, keys[0], 0) is None:  # some classes do not fill in their own defaults
+            setattr(config, keys[0], family.dimension(config, dimension))
     names, prefix = Names(build_skeleton(config, architecture)), f"{family.layers}.0."
     held = {module: names.parameters(family.tensor(0, module)) for module in family.linears}
     return MappingProxyType(

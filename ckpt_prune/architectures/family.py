@@ -57,6 +57,7 @@ class Family(Description):
         multiples: dimensions that the config says as multiples of the hidden size.
         tuples: whether a block returns its hidden states as the first of several things.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
+        norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
         residual: how blocks read from and add to the residual stream, where rotations can be absorbed.
         unrotatable: why not, where they cannot.
         refused: settings of the config under which the description does not hold.
@@ -90,6 +91,7 @@ class Family(Description):
     multiples: dict[str, Multiple] = Field(default_factory=dict)
     tuples: bool = False
     sliding_window: str | None = None
+    norm_offset: float = 0.0
     residual: Residual | None = None
     unrotatable: str | None = None
     refused: list[Refusal] = Field(default_factory=list)
@@ -118,6 +120,11 @@ class Family(Description):
     def causal(self) -> bool:
         """Whether this is a causal language model."""
         return self.auto_class == "AutoModelForCausalLM"
+
+    @property
+    def has_causal(self) -> bool:
+        """Whether some class of the family is a causal language model."""
+        return any(own.auto == "AutoModelForCausalLM" for own in self.architectures.values())
 
     def on_disk(self, path: str) -> str:
         """A module path, or the beginning of one, as tensors on disk have it."""
@@ -248,6 +255,7 @@ OF_THE_FUNCTION = (
     "rope",
     "bias_slots",
     "sliding_window",
+    "norm_offset",
     "residual",
     "unrotatable",
     "refused",

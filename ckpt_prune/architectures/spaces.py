@@ -173,11 +173,16 @@ class ColumnSpace(Space):
         columns: where it lies on the consumer.
         scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
             the residual stream (layer scale), or None.
+        multiplier: the config key of a number that multiplies it before, or None.
+        norm: the RMSNorm of a block that the consumer's output passes before it is added (post-norm of a sandwich), or
+            None.
     """
 
     ends: Literal["columns"]
     columns: Incidence
     scale: str | None = None
+    multiplier: str | None = None
+    norm: str | None = None
 
     @property
     def consumer(self) -> str:

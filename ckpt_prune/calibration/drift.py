@@ -33,9 +33,10 @@ def observe_drift(
     bias aside; where the block multiplies its output by a layer scale s, (…) / s element by element. What is stored
     is δ = y* − W x, where x and W are the input and the weight of the consumer in the block as `tensors` have it:
     ([dense residual stream after] − [pruned residual stream after]) / s, the target of compensation/README.md,
-    section 4 (this project's). Where an element of s is zero nothing the consumer does is seen, and δ is zero. Queries
-    and keys have no output of their own in the stream: of them, and of linear modules that no space names, the moments
-    are those of `HiddenStream.observe`.
+    section 4 (this project's). Where an element of s is zero nothing the consumer does is seen, and δ is zero. An
+    RMSNorm with gains g that the output passes on its way is such a scale, g over the root mean square of each token's
+    own output: the norm forgets that length, so y* keeps it. Queries and keys have no output of their own in the
+    stream: of them, and of linear modules that no space names, the moments are those of `HiddenStream.observe`.
 
     Both blocks run batch by batch, one after the other; two blocks and two streams are held, and a third set of hidden
     states is not. δ is made in float64. A block runs no further than what is asked for.
@@ -133,6 +134,16 @@ class _Residual:
         self.block = factory.block(index, tensors)
         names = {space: family.scale(index, space) for space in spaces}
         self._scales = {s: tensors[n].to(factory.device, torch.float64) for s, n in names.items() if n is not None}
+        for space in spaces:
+            key = self._columns[space].multiplier
+            if key is not None:
+                self._scales[space] = torch.tensor(float(getattr(factory.config, key)), dtype=torch.float64)
+        norms = {space: own.norm for space, own in self._columns.items() if space in spaces and own.norm is not None}
+        self._norms = {space: self.block.get_submodule(norm) for space, norm in norms.items()}
+        self._gains = {
+            space: tensors[family.tensor(index, norm)].to(factory.device, torch.float64) + family.norm_offset
+            for space, norm in norms.items()
+        }
         self.whole = False
         self._brief = all(self._attention(space) for space in spaces)
         self.inputs: dict[str, Tensor] = {}
@@ -162,7 +173,12 @@ class _Residual:
 
     @property
     def _post_norm(self) -> bool:
-        """Whether norms stand after the additions: then queries are made of the very input of the block."""
+        """Whether norms stand after the additions: then queries are made of the very input of the block.
+
+        They are, too, where the only norms stand before the additions.
+        """
+        if any(space.norm is not None for space in self._columns.values()):
+            return False
         return torch.equal(self.inputs[self._stream.factory.family.attention.query], self._entered)
 
     def _attention(self, space: SpaceName) -> bool:
@@ -177,11 +193,20 @@ class _Residual:
         if self.ends(space):
             return _rows(self.left)
         before = self._entered if self._attention(space) else self.inputs[self._columns[space].readers[0]]
-        added = _rows(self._outputs[self._columns[space].consumer])
+        output = self._outputs[self._columns[space].consumer]
+        added = _rows(self._norms[space](output) if space in self._norms else output)
         return _rows(before) + (added * self._scales[space] if space in self._scales else added)
 
     def unscaled(self, space: SpaceName, residual: Tensor) -> Tensor:
         """What a space's consumer would have to give for a difference of the residual stream; 0 where its scale is."""
+        if space in self._gains:
+            output = self._outputs[self._columns[space].consumer]
+            gain, own = self._gains[space], _rows(output)
+            normed = torch.where(gain == 0, 0.0, _rows(self._norms[space](output)) / gain)
+            # Its length over that of what the norm makes of it, the same elements counted.
+            length = torch.where(gain == 0, 0.0, own).norm(dim=1, keepdim=True)
+            length = length / normed.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+            return torch.where(gain == 0, 0.0, length * residual / gain)
         if space not in self._scales:
             return residual
         scale = self._scales[space]

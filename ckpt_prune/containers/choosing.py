@@ -181,8 +181,10 @@ def choose_container(
             if not lacking_slots:
                 reasons.append(reason)
     advice = "Choose a compensation without a bias, another ratio, or container: remote for remote code"
+    if remote:
+        advice = "Choose another ratio, or a recipe that takes as much from every block"
     lacking = stockless(model, widths)
-    if lacking:
+    if lacking and not remote:
         advice = (
             "Say container: remote to accept self-contained remote code, or container: padded to fill up with zeros, "
             "which saves nothing there"

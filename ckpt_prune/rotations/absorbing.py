@@ -25,16 +25,15 @@ def sides(family: Family, module: str, *, residual: bool) -> tuple[Side | None, 
     """Which rotation acts on the left (rows) and on the right (columns) of a linear module's weight.
 
     Args:
-        family: with a description of its residual stream.
+        family: with a description of its residual stream, where that is rotated.
         module: a linear module of a block.
         residual: whether the residual stream is rotated, beside the values.
     """
-    described = residual_of(family)
     left: Side | None = None
     right: Side | None = None
-    if residual and module in described.writes:
+    if residual and module in residual_of(family).writes:
         left = "residual"
-    if residual and any(module in fed for fed in described.reads.values()):
+    if residual and any(module in fed for fed in residual_of(family).reads.values()):
         right = "residual"
     if module == family.attention.value:
         left = "heads"
@@ -52,6 +51,16 @@ def residual_of(family: Family) -> Residual:
     if family.residual is None:
         raise ValueError(f"{family.model_type} has no description of its residual stream")
     return family.residual
+
+
+def gains(family: Family, weight: Tensor | None) -> Tensor | None:
+    """What a norm with this weight multiplies by, float64; None for ones."""
+    return None if weight is None else weight.double() + family.norm_offset
+
+
+def no_gains(family: Family, weight: Tensor) -> Tensor:
+    """The weight of a norm that multiplies by nothing."""
+    return torch.full_like(weight, 1 - family.norm_offset)
 
 
 def reading_norm(family: Family, module: str) -> str | None:
@@ -78,15 +87,16 @@ def fused(family: Family, block: int, tensors: Mapping[str, Tensor]) -> dict[str
     described = residual_of(family)
     found = dict(tensors)
     for norm, modules in described.reads.items():
-        gain, shift = (found.get(family.tensor(block, norm, kind)) for kind in KINDS)
+        stored, shift = (found.get(family.tensor(block, norm, kind)) for kind in KINDS)
+        gain = gains(family, stored)
         for module in modules:
             name, bias = family.tensor(block, module), family.tensor(block, module, "bias")
             weight = found[name].double()
             if shift is not None:
                 found[bias] = weight @ shift.double() + (found[bias].double() if bias in found else 0)
-            found[name] = weight if gain is None else weight * gain.double()
-        if gain is not None:
-            found[family.tensor(block, norm)] = torch.ones_like(gain)
+            found[name] = weight if gain is None else weight * gain
+        if stored is not None:
+            found[family.tensor(block, norm)] = no_gains(family, stored)
         if shift is not None:
             found[family.tensor(block, norm, "bias")] = torch.zeros_like(shift)
     if described.norm == "layer":
@@ -104,7 +114,7 @@ def turned(
     """A block's tensors under its rotations.
 
     Args:
-        family: with a description of its residual stream.
+        family: with a description of its residual stream, where that is rotated.
         block: index.
         tensors: of the block, its norms fused where the residual stream is rotated.
         residual: R1, (d, d) float64 orthogonal, or None.
@@ -196,8 +206,8 @@ def unnormed(family: Family, block: int, module: str, tensors: Mapping[str, Tens
     norm = reading_norm(family, module)
     if norm is None:
         return moments
-    gain, shift = (tensors.get(family.tensor(block, norm, kind)) for kind in KINDS)
-    return before_norm(moments, gain, shift)
+    stored, shift = (tensors.get(family.tensor(block, norm, kind)) for kind in KINDS)
+    return before_norm(moments, gains(family, stored), shift)
 
 
 def after_rotation(moments: Moments, right: Side | None, residual: Tensor | None, heads: Tensor | None) -> Moments:

@@ -14,7 +14,7 @@ from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.names import RotationKind
-from ckpt_prune.rotations.absorbing import fused, residual_of, turned
+from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of, turned
 
 Added = dict[str, tuple[str, tuple[int, ...]]]
 """A tensor that the source has not → one of its tensors, whose file and dtype it shares, and its shape."""
@@ -50,13 +50,15 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
     """
     family, config = model.family, model.config
     what = f"{family.model_type} cannot be rotated"
-    if kind == "values" and family.residual is None:
-        raise UserError(f"{what}: which of its modules make values is described for causal language models only")
-    if family.unrotatable is not None or family.residual is None:
-        raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}")
-    if kind != "values" and family.head is None:
+    if kind == "values":
+        if not family.has_causal:
+            raise UserError(f"{what}: which of its modules make values is described for causal language models only")
+    elif family.unrotatable is not None or family.residual is None:
+        remedy = "; rotation kind values leaves the stream as it is" if family.has_causal else ""
+        raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}{remedy}")
+    elif family.head is None:
         raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")
-    for refusal in family.residual.refused:
+    for refusal in family.residual.refused if family.residual is not None else []:
         concerned = refusal.kind == kind or (refusal.kind is None and kind != "values")
         if concerned and refusal.holds(config, model.dimension):
             raise UserError(f"{what}{' per layer' if refusal.kind == 'per-layer' else ''}: {refusal.why}")
@@ -190,7 +192,8 @@ class RotatedCheckpoint:
         if residual is not None:
             tensors = fused(self.family, index, tensors)
         tensors = turned(self.family, index, tensors, residual, heads)
-        tensors |= {name: tensors[name][:1] for name in self._gainless if name in tensors}
+        # The norms that one number is left of add nothing to it.
+        tensors |= {n: torch.full_like(tensors[n][:1], n.endswith(".weight")) for n in self._gainless if n in tensors}
         dtype = self.source.tensors[self._values(index)].dtype
         if index in self.turns.get("entry", []):
             assert residual is not None
@@ -235,18 +238,18 @@ class RotatedCheckpoint:
         final, shift = (f"{self.family.on_disk(described.final)}.{kind}" for kind in KINDS)
         if name == self._head:
             table = name if name in self.source.tensors else self._embedding
-            weight, gain = self.source.read([table])[table], self._tensor(final)
-            return self._in_rows(weight, lambda part: (part if gain is None else part * gain.double()) @ last)
+            weight, gain = self.source.read([table])[table], gains(self.family, self._tensor(final))
+            return self._in_rows(weight, lambda part: (part if gain is None else part * gain) @ last)
         if name in starts:
             tensor = self.source.read([name])[name]
             layer = described.norm == "layer"
             return self._in_rows(tensor, lambda part: (part - part.mean(1, keepdim=True) if layer else part) @ first)
         if name == final:
-            return torch.ones_like(self.source.read([name])[name])
+            return no_gains(self.family, self.source.read([name])[name])
         if name == shift:
             shifts = self._tensor(shift)
             assert shifts is not None
-            return self._final_shift(shifts, self._tensor(final), last).cpu()
+            return self._final_shift(shifts, gains(self.family, self._tensor(final)), last).cpu()
         return self.source.read([name])[name]
 
     def _tensor(self, name: str) -> Tensor | None:
@@ -266,7 +269,7 @@ class RotatedCheckpoint:
         if not self.absorbs_ends:
             return
         final = self.family.on_disk(residual_of(self.family).final)
-        gain, shift = self._tensor(f"{final}.weight"), self._tensor(f"{final}.bias")
+        gain, shift = gains(self.family, self._tensor(f"{final}.weight")), self._tensor(f"{final}.bias")
         if gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
             raise UserError(
                 "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
@@ -277,7 +280,7 @@ class RotatedCheckpoint:
         """The final norm's bias, before gains and R1 that now stand in the head."""
         wide = shift.double()
         if gain is not None:
-            wide = torch.where(gain == 0, 0.0, wide / gain.double())
+            wide = torch.where(gain == 0, 0.0, wide / gain)
         return (wide @ last).to(shift.dtype)
 
 

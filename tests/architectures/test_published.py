@@ -179,29 +179,6 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-ALIBI = "every head adds a bias of its own to its logits (alibi), which its class makes from the number of heads"
-WHOLE = {
-    Case("bloom", "BloomForCausalLM"): ALIBI,
-    Case("mpt", "MptForCausalLM"): ALIBI,
-    Case("falcon", "FalconForCausalLM", "alibi"): ALIBI,
-}
-
-
-@pytest.mark.parametrize("case", WHOLE, ids=str)
-def test_heads_that_cannot_go_are_refused(case: Case, tmp_path: Path) -> None:
-    recipe = Recipe.model_validate(
-        {"version": 1, "name": "test", "spaces": {space: {"score": "magnitude"} for space in ("heads", "mlp")}}
-    )
-    with pytest.raises(UserError) as caught:
-        Dense(tmp_path).prune(case, recipe, tmp_path / "out")
-    assert str(caught.value) == (
-        f"recipe test prunes heads, of which none can go in {case.model_type}: {WHOLE[case]}. Leave out spaces.heads: "
-        "mlp can be pruned, by itself in recipe corp-mlp"
-    )
-    inspected = ckpt_prune.inspect(str(tmp_path / str(case)))
-    assert inspected.spaces["heads"].containers == {"weights": "none", "weights and bias": "none"}
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

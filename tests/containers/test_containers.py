@@ -170,6 +170,14 @@ def test_uneven_widths_need_consent_and_remote_code():
     }
 
 
+def test_a_class_that_checks_its_heads_takes_no_uneven_ones():
+    """And there is no remote code that would help: it is what is refused."""
+    assert refusal("gemma2", config_of("gemma2", head_dim=4), widths=UNEVEN, per_layer=True) == (
+        "no stock container fits: gemma2 refuses head counts that differ per block. Choose another ratio, or a recipe "
+        "that takes as much from every block"
+    )
+
+
 def test_even_widths_stay_stock_though_uneven_ones_were_allowed():
     container = choose("mistral", config_of("mistral"), per_layer=True)
     assert (container.remote_class, "auto_map" in container.config) == (None, False)

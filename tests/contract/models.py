@@ -37,6 +37,20 @@ TEXT = {
     "rotary_dim": 2,
 }
 PICTURES = {"image_size": IMAGE, "patch_size": PATCH}
+SWITCHES: dict[str, Any] = {
+    "residual_multiplier": 0.6,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "logit_scale": 0.7,
+    "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+    "no_rope_layers": [1, 0],
+}
+"""Config keys that change the function, at values that show; where the config class knows them."""
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+"""Where single layers have a window: one that is shorter than the samples, in the first of them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,12 @@ class Case:
             if keys and name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
                 values[keys[0]] = sizes[name]
         values |= {multiple.key: MULTIPLE for multiple in family.multiples.values()}
+        values |= {key: value for key, value in SWITCHES.items() if getattr(known, key, None) is not None}
+        if getattr(known, "layer_types", None) and family.sliding_window is None:
+            values |= MIXED
+        values |= {k: values[k][: self.blocks] for k in ("layer_types", "no_rope_layers") if k in values}
+        if "partial_rotary_factor" in (getattr(known, "rope_parameters", None) or {}):
+            values["partial_rotary_factor"] = 0.5
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
         values |= {variant: variant == self.variant for variant in variants_of(self.model_type)}
@@ -149,6 +169,11 @@ def cases() -> list[Case]:
 
 
 CASES = cases()
+
+
+ALIKE = {"qwen2", "gemma", "olmo2", "olmo3", "exaone4", "granite", "smollm3", "ernie4_5", "cohere", "starcoder2"}
+ALIKE |= {"nemotron", "glm", "glm4", "gpt_neox", "phi", "phi3", "falcon", "mpt"}
+"""Families whose blocks are made of parts that others have, too: what takes seconds is held for those."""
 
 
 @cache

@@ -22,7 +22,7 @@ from tests.exporting.exports import (
 from tests.graphs import undisturbed
 
 from .dense import Dense, spaces_recipe
-from .models import Case, first_cases
+from .models import ALIKE, Case, first_cases
 
 EXACT = 1e-5
 """Share of the largest output that float32 leaves."""
@@ -30,20 +30,12 @@ EXACT = 1e-5
 
 ELSEWHERE = {"llama", "mistral", "opt", "vit"}
 """Graphs of theirs are held in `tests/exporting`, of stock blocks and of outputs, in float32."""
-LIKE_ANOTHER = {
-    "gpt_neox": "gpt2",
-    "phi": "gptj",
-    "phi3": "qwen2",
-    "falcon": "gptj",
-    "mpt": "bloom",
-}
-"""Families whose attention and blocks have no trait that a graph sees and the other's have not."""
 WAYS = {"qwen3": {"opset": 23}, "seed_oss": {"optimize": "cpu"}}
 """Ways to export, dealt to families; `tests/exporting` has the others."""
 SHALLOW = [
     replace(case, blocks=1)
     for case in first_cases()
-    if case.variant is None and case.model_type not in ELSEWHERE | LIKE_ANOTHER.keys()
+    if case.variant is None and case.model_type not in ELSEWHERE | ALIKE
 ]
 """Tracing is slow, and what holds for one block next to another is held in `tests/exporting`."""
 

@@ -5,9 +5,12 @@ import pytest
 import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS
+from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
+from tests.encoders import DEFAULTS
 from tests.families import contents
 from tests.interrupting import interrupt_at
 
@@ -19,7 +22,7 @@ KEPT, COMPUTED = 1e-5, 5e-4
 """Share of the largest output that rounding to float32 may leave: of weights that stay, and of those computed."""
 
 
-RUNS = 4
+RUNS = 2
 """Of each family, at least; families share out what is paired."""
 
 
@@ -61,6 +64,36 @@ def test_equals_a_whole_model_pruned_by_hand(
     assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
     other = case.samples(6, seed=9)
     assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(whole.model, other), COMPUTED)
+
+
+TOGETHER = "queries and keys are normalised over all heads together, so that every head changes with the others"
+ALIBI = "every head adds a bias of its own to its logits (alibi), which its class makes from the number of heads"
+WHOLE = {
+    ("olmo2", None): TOGETHER,
+    ("olmo3", None): TOGETHER,
+    ("bloom", None): ALIBI,
+    ("mpt", None): ALIBI,
+    ("falcon", "alibi"): ALIBI,
+}
+"""Families and variants whose heads all stay, and why."""
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=str)
+def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> None:
+    whole = {name for name, space in case.family.spaces.items() if space.whole is not None}
+    assert whole == ({"heads"} if (case.model_type, case.variant) in WHOLE else set())
+    described = ckpt_prune.inspect(str(dense.folder(case))).spaces
+    assert whole == {name for name, space in described.items() if "none" in space.containers.values()}
+    for name in whole:
+        spaces = {space: DEFAULTS[space] for space in case.family.spaces}
+        recipe = Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
+        with pytest.raises(UserError) as caught:
+            settle(dense.request(case, recipe))
+        assert str(caught.value) == (
+            f"recipe test prunes {name}, of which none can go in {case.model_type}: "
+            f"{WHOLE[case.model_type, case.variant]}. Leave out spaces.{name}: mlp can be pruned, by itself in recipe "
+            "corp-mlp"
+        )
 
 
 @pytest.mark.parametrize("case", first_cases(), ids=str)
