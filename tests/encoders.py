@@ -22,6 +22,7 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.planning.kinds import FITS_LOGITS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.gradients import add_gradients
 from ckpt_prune.transform.request import LiveSamples, Request
@@ -346,7 +347,7 @@ def recipe(ratios: Mapping[str, float], *, methods: Mapping[str, Any] | str | No
         own: dict[str, Any] = DEFAULTS[space] | {"ratio": ratio}
         method = methods.get(space) if isinstance(methods, Mapping) else methods
         if isinstance(method, str):
-            strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method == "logit" else {}
+            strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method in FITS_LOGITS else {}
             own["compensation"] = {"method": method} | strength
         elif method is not None:
             own["compensation"] = method
@@ -540,7 +541,7 @@ class Whole:
         consumer.bias += torch.from_numpy(bias).float()
 
     def _logits(self, block: int, space: str, seen: dict[str, Array], keep: int, method: str) -> None:
-        """All of I + M goes into the queries: what it is split into does not show in the logits."""
+        """What a product of factors is split into does not show in the logits: all of I + M goes into the queries."""
         chosen = VARIANTS[self.variant]
         paths = [chosen.module(block, role) for role in ("query", "key")]
         projections: list[Any] = [self.model.get_submodule(path) for path in paths]
@@ -553,11 +554,14 @@ class Whole:
             M = np.zeros((keep, keep))
             if method == "logit":
                 M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
-            mix = torch.from_numpy(np.eye(keep) + M).T
-            query = projections[0]
-            query.weight[rows] = (mix @ query.weight[rows].double()).float()
-            if query.bias is not None:
-                query.bias[rows] = (mix @ query.bias[rows].double()).float()
+            left, right = np.eye(HEAD_DIM)[:, S] @ (np.eye(keep) + M), np.eye(HEAD_DIM)[:, S]
+            if method == "low-rank":
+                left, right = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=3)
+            own = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+            for projection, factor in zip(projections, (left, right), strict=True):
+                mix = torch.from_numpy(factor).T
+                for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):
+                    tensor[rows] = (mix @ tensor[own].double()).float()
         self.kept[block, space] = kept
         gone = [row for row in range(HIDDEN) if row not in kept]
         for projection in projections:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EFFECTS = "effects"
 """What `collect` calls the effects of single sites."""
+CENTRED = "centred"
+"""What `collect` calls moments of keys less their mean, which are nothing without the others."""
 
 
 def calibrate(
@@ -54,8 +56,8 @@ def calibrate(
         bos: begin-of-sequence token before the text.
         compute_dtype: in which blocks run.
         folds: runs of samples whose moments are kept apart.
-        collect: kinds of statistics; None for all that the model's family can use, `effects` only of up to
-            `measured_effects.SHALLOW` blocks.
+        collect: kinds of statistics; None for all that the model's family can use but `centred`, `effects` only of
+            up to `measured_effects.SHALLOW` blocks.
         overwrite: replace an existing statistics folder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
@@ -97,6 +99,10 @@ def calibrate(
         asked = _kinds(options.collect, (*known, EFFECTS), family.model_type)
         if options.collect is None and source.blocks > SHALLOW:
             asked.remove(EFFECTS)
+        if options.collect is None and CENTRED in asked:
+            asked.remove(CENTRED)
+        if CENTRED in asked and "logits" not in asked:
+            raise UserError(f"--collect {options.collect}: {CENTRED} keys are those of logits, add logits")
         if EFFECTS in asked and "gram" not in asked:
             raise UserError(f"--collect {options.collect}: effects need Grams, add gram")
         kinds = tuple(kind for kind in known if kind in asked)

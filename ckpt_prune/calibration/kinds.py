@@ -5,8 +5,9 @@ from typing import Literal, TypeVar
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
 
-Collect = Literal["moments", "gram", "logits", "linears", "fisher"]
-"""Vectors and Grams of consumers' inputs; moments of queries and keys; the former of every other linear's input; the
+Collect = Literal["moments", "gram", "logits", "centred", "linears", "fisher"]
+"""Vectors and Grams of consumers' inputs; moments of queries and keys, and with keys less
+their mean over each sample; the former of every other linear's input; the
 Fisher metric at the outputs of consumers and of queries."""
 
 SpaceMoments = tuple[Moments, ...] | tuple[LogitMoments, ...]

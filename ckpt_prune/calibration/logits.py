@@ -5,8 +5,12 @@ See compensation/README.md, section 7.
 The logits of a sample are Q Kᵀ, head by head. The error of replacing them by Q_S X K_Sᵀ depends on Q and K through the
 sample's Grams A = QᵀQ and B = KᵀK alone, and over many samples through Σ A ⊗ B alone. So a head's moments are either
 the Grams of every sample or the sum of their products, exact either way: whichever takes less room.
+
+The softmax does not see what is constant over the keys of a sample. So moments may hold the Grams of keys less their
+mean over the sample, too, for a fit that does not spend anything on it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import torch
@@ -40,7 +44,7 @@ class LogitMoments:
 
     With A_b = Q_bᵀ Q_b and B_b = K_bᵀ K_b of sample b (Q, K: tokens × d, what the logits multiply, before their scale)
     and vech the upper triangle packed row by row into p = d (d + 1) / 2 numbers, these hold either each vech(A_b) and
-    vech(B_b), or Σ_b vech(A_b) vech(B_b)ᵀ.
+    vech(B_b), or Σ_b vech(A_b) vech(B_b)ᵀ. Centred moments hold the same of B_b with keys less their mean, beside it.
 
     Args:
         samples: N.
@@ -50,6 +54,7 @@ class LogitMoments:
         queries: vech(A_b), (H, N, p) float32; with `keys`.
         keys: vech(B_b), (H, N, p) float32.
         fourth: Σ_b vech(A_b) vech(B_b)ᵀ, (H, p, p) float32; instead of the two.
+        centred: `keys`, or `fourth`, with keys less their mean over each sample; None where that is not measured.
 
     Raises:
         ValueError: neither form, or both.
@@ -64,6 +69,7 @@ class LogitMoments:
         queries: Tensor | None = None,
         keys: Tensor | None = None,
         fourth: Tensor | None = None,
+        centred: Tensor | None = None,
     ) -> None:
         if (queries is None) != (keys is None) or (queries is None) == (fourth is None):
             raise ValueError("logit moments are either queries and keys, or fourth")
@@ -72,18 +78,21 @@ class LogitMoments:
         self.heads = heads
         self.head_dim = head_dim
         self.fourth = fourth
+        self._centred = centred if fourth is not None else None
         # Batches are joined when first read: joining at every batch would copy all that came before it.
-        self._batches: tuple[tuple[Tensor, Tensor], ...] = ()
+        self._batches: tuple[tuple[Tensor, ...], ...] = ()
         if queries is not None and keys is not None:
-            self._batches = ((queries, keys),)
+            self._batches = ((queries, keys) if centred is None else (queries, keys, centred),)
 
     @classmethod
-    def zeros(cls, heads: int, head_dim: int, *, form: Form, device: torch.device | str = "cpu") -> Self:
+    def zeros(
+        cls, heads: int, head_dim: int, *, form: Form, centred: bool = False, device: torch.device | str = "cpu"
+    ) -> Self:
         """The moments of no sample."""
         p = packed_width(head_dim)
-        if form == "fourth-order":
-            return cls(0, 0, heads, head_dim, fourth=torch.zeros(heads, p, p, device=device))
-        return cls(0, 0, heads, head_dim, *(torch.zeros(heads, 0, p, device=device) for _ in range(2)))
+        names = (["fourth"] if form == "fourth-order" else ["queries", "keys"]) + ["centred"] * centred
+        rows = p if form == "fourth-order" else 0
+        return cls(0, 0, heads, head_dim, **{name: torch.zeros(heads, rows, p, device=device) for name in names})
 
     @property
     def form(self) -> Form:
@@ -100,6 +109,41 @@ class LogitMoments:
         """vech(B_b), (H, N, p) contiguous, or None in fourth-order form."""
         return self.grams()[1] if self._batches else None
 
+    @property
+    def has_centred(self) -> bool:
+        """Whether these are measured with centred keys, too."""
+        return self._centred is not None or any(len(parts) > 2 for parts in self._batches)
+
+    @property
+    def centred(self) -> Tensor | None:
+        """`keys`, or `fourth`, of keys less their mean; None where that is not measured."""
+        if not self._batches:
+            return self._centred
+        parts = self._joined()
+        return parts[2] if len(parts) > 2 else None
+
+    def with_keys(self, *, centred: bool) -> "LogitMoments":
+        """These moments with keys as they are, or less their mean over each sample, and nothing beside.
+
+        Raises:
+            ValueError: these are not measured with keys less their mean.
+        """
+        shape = (self.samples, self.tokens, self.heads, self.head_dim)
+        chosen = self.centred
+        if centred and chosen is None:
+            raise ValueError("these logit moments are not of centred keys")
+        if chosen is None:
+            return self
+        if self.fourth is not None:
+            return LogitMoments(*shape, fourth=chosen if centred else self.fourth)
+        queries, keys = self.grams()
+        return LogitMoments(*shape, queries, chosen if centred else keys)
+
+    @property
+    def device(self) -> torch.device:
+        """Where these are."""
+        return self._batches[0][0].device if self.fourth is None else self.fourth.device
+
     def grams(self) -> tuple[Tensor, Tensor]:
         """`queries` and `keys` where the samples are held one by one.
 
@@ -108,14 +152,18 @@ class LogitMoments:
         """
         if not self._batches:
             raise ValueError("these logit moments are summed over samples")
+        queries, keys, *_ = self._joined()
+        return queries, keys
+
+    def _joined(self) -> tuple[Tensor, ...]:
         if len(self._batches) > 1:
-            queries, keys = zip(*self._batches, strict=True)
-            self._batches = ((torch.cat(queries, 1), torch.cat(keys, 1)),)
+            self._batches = (tuple(torch.cat(parts, 1) for parts in zip(*self._batches, strict=True)),)
         return self._batches[0]
 
-    def _with_batches(self, samples: int, tokens: int, batches: tuple[tuple[Tensor, Tensor], ...]) -> Self:
+    def _with_batches(self, samples: int, tokens: int, batches: tuple[tuple[Tensor, ...], ...]) -> Self:
         """Per-sample moments of `batches`, each (H, n, p), not yet joined."""
-        made = type(self)(samples, tokens, self.heads, self.head_dim, *batches[0])
+        queries, keys, *_ = batches[0]
+        made = type(self)(samples, tokens, self.heads, self.head_dim, queries, keys)
         made._batches = batches
         return made
 
@@ -127,12 +175,17 @@ class LogitMoments:
             keys: (B, T, H d), likewise.
         """
         batch, tokens, _ = queries.shape
-        packed = (self._packed_grams(queries), self._packed_grams(keys))
+        packed = [self._packed_grams(queries), self._packed_grams(keys)]
+        if self.has_centred:
+            packed.append(self._packed_grams(keys.float() - keys.float().mean(1, keepdim=True)))
         samples, tokens = self.samples + batch, self.tokens + batch * tokens
         if self.fourth is None:
-            return self._with_batches(samples, tokens, (*self._batches, packed))
+            return self._with_batches(samples, tokens, (*self._batches, tuple(packed)))
         self.fourth.baddbmm_(packed[0].mT, packed[1])
-        return type(self)(samples, tokens, self.heads, self.head_dim, fourth=self.fourth)
+        if self._centred is not None:
+            self._centred.baddbmm_(packed[0].mT, packed[2])
+        shape = (samples, tokens, self.heads, self.head_dim)
+        return type(self)(*shape, fourth=self.fourth, centred=self._centred)
 
     def _packed_grams(self, projection: Tensor) -> Tensor:
         """The packed Gram of each sample of `projection` (B, T, H d), head by head: (H, B, p) float32."""
@@ -142,38 +195,55 @@ class LogitMoments:
         return (x.mT @ x)[..., rows, columns]
 
     def __add__(self, other: "LogitMoments") -> "LogitMoments":
-        """Moments of the samples of both; fourth-order where either is, or where that takes less room by now."""
+        """Moments of the samples of both; fourth-order where either is, or where that takes less room by now.
+
+        Raises:
+            ValueError: one of the two is measured with centred keys, and the other is not.
+        """
+        if self.has_centred != other.has_centred:
+            raise ValueError("moments of centred keys do not add to moments without")
         samples, tokens = self.samples + other.samples, self.tokens + other.tokens
         summed = self.fourth if self.fourth is not None else other.fourth
         if summed is None and smaller_form(samples, self.head_dim) == "per-sample":
             return self._with_batches(samples, tokens, self._batches + other._batches)
         dtype = torch.float32 if summed is None else summed.dtype
-        fourth = self._fourth_order(dtype) + other._fourth_order(dtype)
-        return LogitMoments(samples, tokens, self.heads, self.head_dim, fourth=fourth)
+        sums = [x + y for x, y in zip(self._fourth_order(dtype), other._fourth_order(dtype), strict=True)]
+        return self._of_sums(samples, tokens, sums)
 
     def as_fourth(self, dtype: torch.dtype = torch.float32) -> "LogitMoments":
         """These moments in fourth-order form: exact, summed in float64 and rounded once to `dtype`."""
         if self.fourth is not None:
             return self
-        return LogitMoments(self.samples, self.tokens, self.heads, self.head_dim, fourth=self._fourth_order(dtype))
+        return self._of_sums(self.samples, self.tokens, self._fourth_order(dtype))
 
-    def _fourth_order(self, dtype: torch.dtype) -> Tensor:
+    def _of_sums(self, samples: int, tokens: int, sums: Sequence[Tensor]) -> "LogitMoments":
+        """Fourth-order moments of these heads, of keys as they are and perhaps of centred ones."""
+        fourth, *centred = sums
+        shape = (samples, tokens, self.heads, self.head_dim)
+        return LogitMoments(*shape, fourth=fourth, centred=centred[0] if centred else None)
+
+    def _fourth_order(self, dtype: torch.dtype) -> list[Tensor]:
+        """Sums of products with keys, and with centred ones where these are measured, (H, p, p) each."""
         if self.fourth is not None:
-            return self.fourth
+            return [self.fourth] if self._centred is None else [self.fourth, self._centred]
+        queries, *others = self._joined()
+        return [
+            torch.stack([(q.double().T @ k.double()).to(dtype) for q, k in zip(queries, keys, strict=True)])
+            for keys in others
+        ]
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], heads: int, head_dim: int) -> "LogitMoments":
+        """Moments of other heads or dimensions, every tensor of them changed alike."""
+        shape = (self.samples, self.tokens, heads, head_dim)
+        centred = None if self.centred is None else change(self.centred)
+        if self.fourth is not None:
+            return LogitMoments(*shape, fourth=change(self.fourth), centred=centred)
         queries, keys = self.grams()
-        p = queries.shape[2]
-        fourth = torch.empty(self.heads, p, p, dtype=dtype, device=queries.device)
-        for head in range(self.heads):
-            fourth[head] = queries[head].double().T @ keys[head].double()
-        return fourth
+        return LogitMoments(*shape, change(queries), change(keys), centred=centred)
 
     def of_head(self, head: int) -> "LogitMoments":
         """The moments of one head, as views."""
-        one = slice(head, head + 1)
-        if self.fourth is not None:
-            return LogitMoments(self.samples, self.tokens, 1, self.head_dim, fourth=self.fourth[one])
-        queries, keys = self.grams()
-        return LogitMoments(self.samples, self.tokens, 1, self.head_dim, queries[one], keys[one])
+        return self._mapped(lambda tensor: tensor[head : head + 1], 1, self.head_dim)
 
     def restricted(self, kept: Tensor) -> "LogitMoments":
         """The moments of the dimensions `kept` (H, d') int64 of each head, in the same form."""
@@ -182,27 +252,24 @@ class LogitMoments:
         positions = packed_positions(self.head_dim, kept.device)
         # One row of positions a head: the kept pairs, in the order of a packed (d', d') triangle.
         pairs = positions[kept[:, rows], kept[:, columns]]
-        shape = (self.samples, self.tokens, self.heads, size)
-        if self.fourth is not None:
-            fourth = [matrix[at[:, None], at] for matrix, at in zip(self.fourth, pairs, strict=True)]
-            return LogitMoments(*shape, fourth=torch.stack(fourth))
-        queries, keys = (
-            torch.stack([matrix[:, at] for matrix, at in zip(packed, pairs, strict=True)]) for packed in self.grams()
-        )
-        return LogitMoments(*shape, queries, keys)
+
+        def chosen(tensor: Tensor) -> Tensor:
+            by_head = zip(tensor, pairs, strict=True)
+            if self.fourth is not None:
+                return torch.stack([matrix[at[:, None], at] for matrix, at in by_head])
+            return torch.stack([matrix[:, at] for matrix, at in by_head])
+
+        return self._mapped(chosen, self.heads, size)
 
     def to(self, device: torch.device | str) -> "LogitMoments":
         """The same moments on another device."""
-        shape = (self.samples, self.tokens, self.heads, self.head_dim)
-        if self.fourth is not None:
-            return LogitMoments(*shape, fourth=self.fourth.to(device))
-        queries, keys = self.grams()
-        return LogitMoments(*shape, queries.to(device), keys.to(device))
+        return self._mapped(lambda tensor: tensor.to(device), self.heads, self.head_dim)
 
     @property
     def finite(self) -> bool:
         """Whether no moment is NaN or Inf."""
-        return all(bool(torch.isfinite(t).all()) for t in (self.queries, self.keys, self.fourth) if t is not None)
+        held = (self.queries, self.keys, self.fourth, self.centred)
+        return all(bool(torch.isfinite(tensor).all()) for tensor in held if tensor is not None)
 
     def logit_energy(self) -> Tensor:
         """E_b[‖q_j‖² ‖k_j‖²] of each dimension j, norms over a sample's tokens: (H, d) float64 (CORP's ranking)."""

@@ -47,7 +47,7 @@ def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool)
 
 def everything(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
-    return tuple(kind for kind in get_args(Collect) if kind != "logits" or model.family.logits)
+    return tuple(kind for kind in get_args(Collect) if kind not in ("logits", "centred") or model.family.logits)
 
 
 def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
@@ -64,7 +64,8 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
             for run in fold_slices(samples, folds):
                 count = run.stop - run.start
                 per_sample = smaller_form(count, head_dim) == "per-sample"
-                per_block += 4 * heads * (2 * count * packed if per_sample else packed**2)
+                kinds = 1 + ("centred" in collect)
+                per_block += 4 * heads * ((1 + kinds) * count * packed if per_sample else kinds * packed**2)
     if "fisher" in collect:
         for space in model.family.columns.values():
             outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
@@ -178,7 +179,7 @@ def measure_into(
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
     wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
     if "logits" in collect:
-        wanted |= dict.fromkeys(family.logits, False)
+        wanted |= dict.fromkeys(family.logits, "centred" in collect)
     if "linears" in collect:
         wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
     known: dict[str, str] = {} if journal is None else journal.notes

@@ -87,15 +87,17 @@ def _of_columns(
 
 
 def _of_logits(
-    factory: BlockFactory, block: nn.Module, index: int, space: Any, _gram: bool, samples: list[int]
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, centred: bool, samples: list[int]
 ) -> Logits:
     query, key = (block.get_submodule(factory.module_path(index, module)) for module in space.readers)
     output: Any = block.get_submodule(factory.module_path(index, factory.family.attention.output))
     heads = int(output.weight.shape[1]) // factory.model.dimension("head_dim")
     head_dim = int(query.weight.shape[0]) // heads  # type: ignore[index]
     forms = [smaller_form(count, head_dim) for count in samples]
-    return Logits(query, key, [LogitMoments.zeros(heads, head_dim, form=form, device=factory.device) for form in forms])
+    begin = [LogitMoments.zeros(heads, head_dim, form=form, centred=centred, device=factory.device) for form in forms]
+    return Logits(query, key, begin)
 
 
 OBSERVERS: dict[Ends, Callable[..., Inputs | Logits]] = {"columns": _of_columns, "logits": _of_logits}
-"""What watches a space: called with factory, block, its index, the space, whether with a Gram, samples of each fold."""
+"""What watches a space: called with factory, block, its index, the space, whether with a Gram
+(of logits: with one of centred keys), samples of each fold."""

@@ -43,7 +43,7 @@ from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
-_LOGITS = ("queries", "keys", "fourth")
+_LOGITS = ("queries", "keys", "fourth", "centred")
 
 
 BlockMoments = dict[str, SpaceMoments]
@@ -72,6 +72,7 @@ class StatisticsIndex(BaseModel):
             totals.
         folds: moments are kept apart for this many contiguous runs of samples.
         collect: moments (vectors), gram (Grams), both of consumers' inputs; logits (moments of queries and keys);
+            centred (with keys less their mean over each sample, too);
             linears (vectors, and Grams where asked for, also of the inputs of all other linears); fisher (the Fisher
             metric at the outputs of consumers and of queries).
         compute_dtype: in which the model ran.

@@ -158,7 +158,8 @@ class HiddenStream:
         Args:
             index: the block.
             tensors: its on-disk tensors, of any widths.
-            gram: spaces and linear modules to observe, and whether with the Gram (queries and keys have nothing else).
+            gram: spaces and linear modules to observe, and whether with the Gram (queries and keys: with that of
+                centred keys).
             advance: also let the block's output become the next block's input.
         """
         block = self.factory.block(index, tensors)

@@ -123,6 +123,12 @@ def logit_system(moments: LogitMoments, kept: Tensor) -> LogitSystem:
     return _system(moments, kept, _operator_form(moments.samples, kept.shape[1]))
 
 
+def whole_system(moments: LogitMoments) -> LogitSystem:
+    """The system of keeping every dimension of each head: its operator is E ↦ Σ_b A_b E B_b."""
+    every = torch.arange(moments.head_dim, device=moments.device)
+    return logit_system(moments, every.expand(moments.heads, -1))
+
+
 def _operator_form(samples: int, size: int) -> Form:
     """How the operator is held where the moments are per sample: with cheap products, in a size that fits."""
     return "fourth-order" if size <= DENSE_LIMIT and samples >= DENSE_FROM * size else "per-sample"
@@ -309,6 +315,13 @@ class LogitDiagnostics:
     floor: Tensor
     rho2: Tensor
 
+    @classmethod
+    def of(cls, uncompensated: Tensor, floor: Tensor) -> "LogitDiagnostics":
+        """With the ρ² that follows."""
+        some = uncompensated > 0
+        rho2 = 1 - torch.where(some, floor / torch.where(some, uncompensated, 1.0), 0.0)
+        return cls(uncompensated, floor, rho2)
+
 
 def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
     """The diagnostics of a system."""
@@ -320,9 +333,7 @@ def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
     for head, strengths in enumerate(tried):
         M, _, _ = _conjugate_gradients(system, head, strengths, CHOICE_TOLERANCE, MAX_STEPS)
         found.append(_errors(system, head, M).amin())
-    floor = torch.minimum(torch.stack(found), lost)
-    rho2 = 1 - torch.where(lost > 0, floor / torch.where(lost > 0, lost, 1.0), 0.0)
-    return LogitDiagnostics(lost, floor, rho2)
+    return LogitDiagnostics.of(lost, torch.minimum(torch.stack(found), lost))
 
 
 def choose_strength(
@@ -342,32 +353,46 @@ def choose_strength(
     Raises:
         ValueError: fewer than two folds, an empty grid, or a negative strength.
     """
+    form = _operator_form(sum(fold.samples for fold in folds), kept.shape[1])
+    # One head at a time: the summed systems of all heads and all folds would not fit beside a large layer.
+    systems: dict[int, list[LogitSystem]] = {}
+
+    def errors(head: int, held: int) -> tuple[Tensor, Tensor]:
+        if head not in systems:
+            systems.clear()
+            systems[head] = [_system(fold.of_head(head), kept[head : head + 1], form) for fold in folds]
+        own = systems[head]
+        train = reduce(add, own[:held] + own[held + 1 :])
+        strengths = torch.cat([absolute_strength(value, units, train) for value in grid])
+        M, _, _ = _conjugate_gradients(train, 0, strengths, CHOICE_TOLERANCE, MAX_STEPS)
+        return _errors(own[held], 0, M), own[held].energy.sum()
+
+    return least_held_out(folds, kept.shape[0], grid, errors)
+
+
+def least_held_out(
+    folds: Sequence[LogitMoments],
+    heads: int,
+    grid: Sequence[float],
+    errors: Callable[[int, int], tuple[Tensor, Tensor]],
+) -> Choice:
+    """The strength of the least error over all heads and folds.
+
+    Args:
+        folds: moments of disjoint samples.
+        heads: how many.
+        grid: strengths to try.
+        errors: of a head and the fold that is held out: held-out errors of all strengths (g,), and the fold's energy.
+
+    Raises:
+        ValueError: fewer than two folds, or an empty grid.
+    """
     if len(folds) < 2:
         raise ValueError(f"choosing lambda on held-out samples needs at least 2 folds, not {len(folds)}")
     if not grid:
         raise ValueError("choosing lambda needs at least one value to try")
-    form = _operator_form(sum(fold.samples for fold in folds), kept.shape[1])
-    held_out = torch.zeros(len(grid), dtype=torch.float64, device=kept.device)
-    energy = 0.0
-    # One head at a time: the summed systems of all heads and all folds would not fit beside a large layer.
-    for head in range(kept.shape[0]):
-        systems = [_system(fold.of_head(head), kept[head : head + 1], form) for fold in folds]
-        energy += sum(float(system.energy) for system in systems)
-        for i, fold in enumerate(systems):
-            train = reduce(add, systems[:i] + systems[i + 1 :])
-            strengths = torch.cat([absolute_strength(value, units, train) for value in grid])
-            M, _, _ = _conjugate_gradients(train, 0, strengths, CHOICE_TOLERANCE, MAX_STEPS)
-            held_out += _errors(fold, 0, M)
-    errors = {value: float(error) / energy if energy > 0 else 0.0 for value, error in zip(grid, held_out, strict=True)}
-    return Choice(min(errors, key=lambda value: (errors[value], -value)), errors)
-
-
-def held_out_error(folds: Sequence[LogitMoments], kept: Tensor, value: float, units: Units = "relative") -> float:
-    """Relative held-out logit error at one strength, over all heads and folds.
-
-    M is fitted to all folds but one, and scored on that one. The errors of all folds are summed, over Σ ‖Q Kᵀ‖².
-
-    Raises:
-        ValueError: fewer than two folds, or a negative strength.
-    """
-    return choose_strength(folds, kept, [value], units).errors[value]
+    found = [errors(head, held) for head in range(heads) for held in range(len(folds))]
+    lost = torch.stack([own for own, _ in found]).sum(0)
+    energy = sum(float(own) for _, own in found)
+    shares = {value: float(each) / energy if energy > 0 else 0.0 for value, each in zip(grid, lost, strict=True)}
+    return Choice(min(shares, key=lambda value: (shares[value], -value)), shares)

@@ -146,23 +146,6 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the drift that are tried where a recipe does not list its own."""
 
 
-LOGIT_METHODS: dict[str, Traits] = {
-    traits.name: traits
-    for traits in (
-        Traits("none", "keep the surviving rows of q and k as they are", "no compensation", False, False, False),
-        Traits(
-            "logit",
-            "refit the attention logits on the kept dimensions, absorbed into q and k",
-            "CORP eq. 14-16",
-            False,
-            True,
-            False,
-        ),
-    )
-}
-"""Every way to make the kept dimensions of q and k make up for the dropped ones (`compensation.logit`)."""
-
-
 def absolute_strength(value: float, units: Units, fit: Fit) -> float:
     """A strength on the scale of Gram sums. An absolute one is so already; a relative one is times mean(diag(G_KK)).
 

@@ -1,4 +1,4 @@
-"""Absorbing what logit compensation has solved into the projections of queries and keys (CORP eq. 17)."""
+"""Absorbing what was solved of the attention logits into the projections of queries and keys."""
 
 import torch
 from torch import Tensor
@@ -18,33 +18,43 @@ def split_factors(M: Tensor) -> tuple[Tensor, Tensor]:
     return U * root, Vt.mT * root
 
 
-def absorb_mixing(
-    query: Tensor,
-    key: Tensor,
-    query_bias: Tensor | None,
-    key_bias: Tensor | None,
-    kept: Tensor,
-    M: Tensor,
+def selection(kept: Tensor, dims: int) -> Tensor:
+    """The columns of the identity that keep some of `dims` dimensions, (H, d, d') float64, `kept` being (H, d')."""
+    return torch.nn.functional.one_hot(kept, dims).double().mT
+
+
+def mixed(M: Tensor, kept: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+    """P and Q, (H, d, d') each, whose logits are Q_S (I + M) K_Sᵀ.
+
+    Args:
+        M: (H, d', d').
+        kept: S of each head, (H, d') int64.
+        dims: d.
+    """
+    chosen = selection(kept, dims)
+    left, right = split_factors(M)
+    return chosen @ left, chosen @ right
+
+
+def absorb(
+    query: Tensor, key: Tensor, query_bias: Tensor | None, key_bias: Tensor | None, left: Tensor, right: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The narrow projections whose logits are Q_S (I + M) K_Sᵀ. The scale of the softmax is left to the caller.
+    """The narrow projections that give Pᵀq and Qᵀk, head by head. The scale of the softmax is left to the caller.
 
     Args:
         query: W_q, (H d, hidden), any floating dtype.
         key: W_k, (H d, hidden).
         query_bias: (H d,), or None.
         key_bias: (H d,), or None.
-        kept: (H, d') int64.
-        M: (H, d', d').
+        left: P, (H, d, d').
+        right: Q, (H, d, d').
 
     Returns:
         W_q and W_k (H d', hidden) and their biases (H d',), float64. A bias that was None is None.
     """
-    left, right = split_factors(M)
 
     def absorbed(rows: Tensor, factor: Tensor) -> Tensor:
-        """`rows` (H d, n) of the kept dimensions, mixed within each head by `factor`ᵀ: (H d', n)."""
-        by_head = rows.double().view(kept.shape[0], -1, rows.shape[1])
-        return (factor.mT @ torch.stack([w[at] for w, at in zip(by_head, kept, strict=True)])).flatten(0, 1)
+        return (factor.mT @ rows.double().view(len(factor), -1, rows.shape[1])).flatten(0, 1)
 
     def absorbed_bias(bias: Tensor | None, factor: Tensor) -> Tensor | None:
         return None if bias is None else absorbed(bias[:, None], factor).squeeze(1)

@@ -116,8 +116,47 @@ class Curve:
 
 
 @dataclass(frozen=True, eq=False)
+class Crossed:
+    """Two sites of one block whose units cross on a tensor: a unit of one costs less where units of the other are gone.
+
+    Both errors add up, as if no unit of one made those of the other matter less.
+
+    Attributes:
+        first, second: the curve of each, with the cost of a unit while all units of the other stay.
+        crossing: what a unit of one costs less for every unit of the other that is gone; zero or more.
+    """
+
+    first: Curve
+    second: Curve
+    crossing: float
+
+    def widths(self, choice: int) -> tuple[int, int]:
+        """Units of both that stay, of a choice as `least_error` returns it."""
+        first, second = divmod(choice, self.second.units + 1)
+        return first, second
+
+    @cached_property
+    def choices(self) -> "_Choices":
+        """Every pair of widths that no other beats in both cost and error, and the full one."""
+        first, second = self.first.choices, self.second.choices
+        codes = np.add.outer(first.widths * (self.second.units + 1), second.widths).ravel()
+        gone = np.multiply.outer(self.first.units - first.widths, self.second.units - second.widths)
+        costs = (np.add.outer(first.costs, second.costs) + self.crossing * gone).ravel()
+        errors = np.add.outer(first.errors, second.errors).ravel()
+        order = np.lexsort((-codes, errors, costs))
+        before = np.minimum.accumulate(np.append(np.inf, errors[order][:-1]))
+        stays = errors[order] < before
+        stays[-1] = True  # the full one costs most: nothing that is as good is as wide
+        order = order[stays]
+        return _Choices(codes[order], costs[order], np.minimum.accumulate(errors[order]))
+
+
+@dataclass(frozen=True, eq=False)
 class _Choices:
-    """Widths a site may have in ascending order (n,) int64, with their costs (n,) and errors (n,)."""
+    """Widths a site may have, with their costs, ascending, and errors, never rising, (n,) each.
+
+    Widths are int64; of crossed sites they are codes of two.
+    """
 
     widths: NDArray[np.int64]
     costs: Array
@@ -173,7 +212,7 @@ def merged(curves: Sequence[Curve]) -> Curve:
     return Curve(torch.from_numpy(errors), cost, lcm(*(curve.multiple_of for curve in curves)))
 
 
-def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
+def least_error(curves: Mapping[K, Curve | Crossed], budget: float) -> dict[K, int]:
     """Widths whose total cost is within the budget and whose total error is least.
 
     The result is exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS`
@@ -184,11 +223,11 @@ def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
     most choices counts as the last.
 
     Args:
-        curves: site → its curve.
+        curves: site → its curve; or two sites that cross → both.
         budget: for Σ kept · unit_cost, in the units of `unit_cost`.
 
     Returns:
-        site → units kept. Where everything fits, nothing is dropped.
+        site → units kept, of two the code of both (`Crossed.widths`). Where everything fits, nothing is dropped.
 
     Raises:
         BudgetError: the smallest widths do not fit.
@@ -201,7 +240,7 @@ def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
     if least > budget:
         raise BudgetError(budget, least)
     if sum(c.costs[-1] for c in choices) <= budget:
-        return {key: curve.units for key, curve in curves.items()}
+        return {key: int(curve.choices.widths[-1]) for key, curve in curves.items()}
     most = max(range(len(choices)), key=lambda site: (len(choices[site]), site))
     combinations = prod(len(c) for site, c in enumerate(choices) if site != most)
     at = _enumerate(choices, most, budget) if combinations <= MOST_COMBINATIONS else _relax(choices, budget)

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
 from ckpt_prune.calibration.kinds import Collect
-from ckpt_prune.compensation.methods import COLUMN_METHODS, LOGIT_METHODS, Traits
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
+from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
@@ -36,12 +37,14 @@ class Wish:
         method: name of the compensation.
         target: the recipe's target.
         by_error: whether widths are found from predicted errors (allocation least-error).
+        centred: whether the logits are fitted with keys less their mean over a sample.
     """
 
     score: str
     method: str
     target: str
     by_error: bool
+    centred: bool = False
 
 
 class Kind(ABC):
@@ -51,14 +54,12 @@ class Kind(ABC):
         scores: scores that rank the units, by name.
         methods: compensations, by name.
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
-        narrowed: why a unit saves less where units of a coupled space go (`spaces.COUPLED`); None where it does not.
         stock: whether any class of transformers can have fewer units.
     """
 
     scores: Mapping[str, AnyScore]
     methods: Mapping[str, Traits]
     unrankable: str | None = None
-    narrowed: str | None = None
     stock: bool = True
 
     def needs_moments(self, wish: Wish) -> bool:
@@ -72,6 +73,10 @@ class Kind(ABC):
     @abstractmethod
     def collects(self, wish: Wish) -> set[Collect]:
         """What statistics must hold for this space, beside the vectors of consumers' inputs."""
+
+    @abstractmethod
+    def measures_more(self, wish: Wish) -> bool:
+        """Whether moments that are measured live must hold more than the least: Grams, or Grams of centred keys."""
 
     @abstractmethod
     def scores_columns(self, score: str) -> bool:
@@ -98,6 +103,10 @@ class ColumnKind(Kind):
         """The Gram of the consumer's input, where something needs it."""
         return set() if self.gram_for(wish) is None else {"gram"}
 
+    def measures_more(self, wish: Wish) -> bool:
+        """Grams, where something needs them."""
+        return self.gram_for(wish) is not None
+
     def scores_columns(self, score: str) -> bool:
         """Every score but those of whole units."""
         return score in SCORES
@@ -109,7 +118,6 @@ class LogitKind(Kind):
     scores: Mapping[str, AnyScore] = LOGIT_SCORES
     methods = LOGIT_METHODS
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
-    narrowed = "a dimension of q and k saves less with fewer heads"
     stock = False
 
     def gram_for(self, wish: Wish) -> str | None:
@@ -118,7 +126,12 @@ class LogitKind(Kind):
 
     def collects(self, wish: Wish) -> set[Collect]:
         """Moments of queries and keys, for the score, the compensation or the error of every width."""
-        return {"logits"} if self.needs_moments(wish) or wish.by_error else set()
+        found: set[Collect] = {"logits"} if self.needs_moments(wish) or wish.by_error else set()
+        return found | {"centred"} if wish.centred else found
+
+    def measures_more(self, wish: Wish) -> bool:
+        """Grams of centred keys, where logits are fitted with these."""
+        return wish.centred
 
     def scores_columns(self, score: str) -> bool:
         """None: dimensions are scored as they are."""
@@ -131,6 +144,9 @@ SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values
 """Every score that some space has."""
 TRAITS: dict[str, Traits] = {name: traits for kind in KINDS.values() for name, traits in kind.methods.items()}
 """Every compensation that some space has. Kinds that share a name agree on its traits, wording aside."""
+
+FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "none")
+"""Compensations that are fitted to attention logits."""
 
 
 def kind_of(space: SpaceName) -> Kind:

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from ckpt_prune.architectures.spaces import COUPLED, SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Ratio, Strict
@@ -168,13 +168,6 @@ class Recipe(Strict):
                 )
             if own.compensation.shares is not None and self.target != "drift":
                 raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
-        for coupled in COUPLED if self.allocation == "least-error" else ():
-            if coupled <= self.spaces.keys():
-                narrowed = " and ".join(filter(None, (kind_of(space).narrowed for space in sorted(coupled))))
-                raise ValueError(
-                    f"allocation least-error adds up what units of every space save, and {narrowed}: "
-                    f"leave out {' or '.join(f'spaces.{space}' for space in sorted(coupled))}"
-                )
         if self.widths == "per_layer" and self.container not in ("auto", "any", "remote"):
             raise ValueError(f"widths per_layer may need remote code, which container {self.container} rules out")
         if self.weigh_by is not None and self.allocation != "least-error":
@@ -215,7 +208,7 @@ class Recipe(Strict):
         """
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
-            own["compensation"] = _without(own["compensation"], "candidates", "shares")
+            own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
         optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by")
         return json.dumps(_without(values, *optional), sort_keys=True)
 
@@ -253,11 +246,16 @@ class Recipe(Strict):
     def wish(self, space: SpaceName) -> Wish:
         """What the recipe says about a space, in the form that its kind is asked in."""
         own = self.spaces[space]
-        return Wish(own.score, own.compensation.method, self.target, self.allocation == "least-error")
+        fitted = own.compensation
+        return Wish(own.score, fitted.method, self.target, self.allocation == "least-error", bool(fitted.centre_keys))
 
     def needs_gram(self, space: SpaceName) -> bool:
         """Whether the space's score or compensation, or the target, needs the Gram of a consumer's input."""
         return self.gram_for(space) is not None
+
+    def measures_more(self, space: SpaceName) -> bool:
+        """Whether live moments of the space must hold more than the least (`kinds.Kind.measures_more`)."""
+        return kind_of(space).measures_more(self.wish(space))
 
     def gram_for(self, space: SpaceName) -> str | None:
         """What needs the Gram of the space's consumer, in words for a message; None where nothing does."""

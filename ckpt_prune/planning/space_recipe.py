@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from ckpt_prune.architectures.spaces import Rounding
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
 from ckpt_prune.planning.fields import OneOf, Ratio, Strict
-from ckpt_prune.planning.kinds import SCORE_NAMES, TRAITS
+from ckpt_prune.planning.kinds import FITS_LOGITS, SCORE_NAMES, TRAITS
 
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
 MethodName = Annotated[str, OneOf("method", TRAITS)]
@@ -17,9 +17,14 @@ CandidateName = Annotated[str, OneOf("candidate", METHODS)]
 class Compensation(Strict):
     """How the weights that stay make up for dropped units (compensation/README.md, sections 2 and 7)."""
 
-    method: MethodName = Field("none", description="Closed form that the consumer absorbs; logit: that q and k absorb.")
+    method: MethodName = Field(
+        "none", description="Closed form that the consumer absorbs; logit and low-rank: that q and k absorb."
+    )
     lam: float | None = Field(
-        None, alias="lambda", ge=0, description="Ridge strength, for ridge, affine, grail and logit. Default 0.01."
+        None,
+        alias="lambda",
+        ge=0,
+        description="Ridge strength, for ridge, affine, grail, logit, low-rank. Default 0.01.",
     )
     lambda_units: Literal["relative", "absolute"] = Field(
         "relative", description="relative: times the mean diagonal of the kept Gram; absolute: as it stands."
@@ -46,6 +51,12 @@ class Compensation(Strict):
         "for method auto and lambda_by: folds; else 1.",
     )
 
+    centre_keys: bool | None = Field(
+        None,
+        description="For logit and low-rank: fit with keys less their mean over each sample, to which the softmax is "
+        "blind. Default: false, as published.",
+    )
+
     @classmethod
     def nothing(cls) -> "Compensation":
         """No compensation."""
@@ -57,6 +68,8 @@ class Compensation(Strict):
         given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
         if given and not uses:
             raise ValueError(f"method {self.method} has no lambda")
+        if self.centre_keys and self.method not in FITS_LOGITS:
+            raise ValueError(f"centre_keys is for {' and '.join(FITS_LOGITS)}, not {self.method}")
         if self.method == AUTO and (self.lam is not None or self.lambda_by is not None):
             raise ValueError("method auto chooses lambda on folds: lambda and lambda_by do not go with it")
         if self.method != AUTO and (self.lambda_grid is None) != (self.lambda_by is None):

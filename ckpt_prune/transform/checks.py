@@ -60,6 +60,11 @@ def check_fit(request: Request) -> None:
                 f"recipe {request.recipe.name} prunes q and k, and {request.statistics.folder} has no moments of them: "
                 f"calibrate with --collect {','.join(request.recipe.collect)}"
             )
+        if "centred" in request.recipe.collect and "centred" not in request.statistics.index.collect:
+            raise UserError(
+                f"recipe {request.recipe.name} says centre_keys, and {request.statistics.folder} has no moments of "
+                f"centred keys: calibrate with --collect {','.join(request.recipe.collect)}"
+            )
     check_reachable(request)
     if request.recipe.perplexity_grid and not request.model.family.causal:
         raise UserError("lambda_by: perplexity is for causal language models: choose by folds, or fix lambda")

@@ -156,7 +156,7 @@ class Settled:
         if masked_blindly or not recipe.needs_moments:
             return NoMoments()
         if request.sequential:
-            gram: dict[str, bool] = {space: recipe.needs_gram(space) for space in recipe.spaces}
+            gram: dict[str, bool] = {space: recipe.measures_more(space) for space in recipe.spaces}
             if recipe.mask is not None:
                 # Wanda needs norms alone; the Gram is for the error that the report states.
                 wanted = request.diagnostics or recipe.mask.method == "sparsegpt"

@@ -1,7 +1,7 @@
 """Meeting a size with one ratio: the least that reaches it, and the finest space as near to it as it goes."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -195,6 +195,23 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
         widths[0][space] -= 1
         found[space] = float(whole - cost_in(kind, cost_at(request, widths)))
     return found
+
+
+def crossing_cost(request: Request, kind: SizeKind, pair: Sequence[SpaceName]) -> float:
+    """What a unit of one space costs less for every unit of the other that is gone from its block."""
+    model = request.model
+    units = {space: model.units(space) for space in request.recipe.spaces}
+    if any(units[space] == 1 for space in pair):
+        return 0.0  # one of the two stays as it is
+
+    def cost(*narrowed: SpaceName) -> int:
+        widths = [dict(units) for _ in range(model.blocks)]
+        for space in narrowed:
+            widths[0][space] -= 1
+        return cost_in(kind, cost_at(request, widths))
+
+    first, second = pair
+    return float(cost() - cost(first) - cost(second) + cost(first, second))
 
 
 def cost_at(request: Request, widths: Widths) -> Cost:

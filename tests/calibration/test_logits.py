@@ -222,3 +222,49 @@ def test_moments_are_of_one_form(parts):
 def test_grams_of_a_sum_are_refused():
     with pytest.raises(ValueError, match="summed"):
         LogitMoments.zeros(1, 2, form="fourth-order").grams()
+
+
+# ---- centred keys --------------------------------------------------------------------------------------------------
+
+
+def about_means(keys: torch.Tensor) -> torch.Tensor:
+    return keys - keys.mean(1, keepdim=True)
+
+
+def centred(form: str, queries: torch.Tensor, keys: torch.Tensor) -> LogitMoments:
+    return LogitMoments.zeros(HEADS, DIM, form=form, centred=True).accumulate(queries, keys)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_centred_moments_hold_both(form):
+    queries, keys = projections(9)
+    moments = centred(form, queries, keys)
+    assert moments.has_centred
+    assert_moments_of(moments.with_keys(centred=False), queries, keys)
+    assert_moments_of(moments.with_keys(centred=True), queries, about_means(keys))
+    assert not moments.with_keys(centred=True).has_centred
+    bare = measured(form, queries, keys)
+    assert bare.with_keys(centred=False) is bare
+    with pytest.raises(ValueError, match="not of centred keys"):
+        bare.with_keys(centred=True)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(FORMS, FORMS)))
+def test_centred_moments_add_and_are_cut(one, other):
+    queries, keys = projections(9)
+    both = centred(one, queries[:4], keys[:4]) + centred(other, queries[4:], keys[4:])
+    assert_moments_of(both.with_keys(centred=True), queries, about_means(keys))
+    kept = torch.tensor([[0, 2], [1, 3], [2, 3]])
+    for chosen in (both, both.as_fourth(), both.to("cpu")):
+        cut, first = ((each.restricted(kept), each.of_head(1)) for each in (chosen, chosen.with_keys(centred=True)))
+        for ours, expected in zip(cut, first, strict=True):
+            again = ours.with_keys(centred=True)
+            for name in ("queries", "keys", "fourth"):
+                held, wanted = getattr(again, name), getattr(expected, name)
+                assert (held is None) == (wanted is None)
+                assert held is None or torch.equal(held, wanted)
+    with pytest.raises(ValueError, match="do not add to moments without"):
+        both + measured("per-sample", queries, keys)
+    assert both.finite
+    both.centred[0, 0, 0] = torch.nan
+    assert not both.finite

@@ -115,6 +115,76 @@ def test_the_ratios_apart(here):
     assert {(s["space"], len(s["kept"])) for s in sites} == {("qk", 4), ("mlp", 16)}
 
 
+def weights(folder: str) -> bytes:
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def test_low_rank_is_nearer_at_the_same_cost(here):
+    """Errors of the logits, before and after, in plan and report; a plan gives the same bytes as the recipe."""
+    sites = {}
+    for recipe in ("corp-qk", "corp-qk-low-rank"):
+        ok("plan", "vit", "--recipe", recipe, "--statistics", "stats", "-o", f"{recipe}.json")
+        ok("prune", "vit", "--plan", f"{recipe}.json", "-o", recipe)
+        report = read_json(f"{recipe}/ckpt_prune.json")
+        sites[recipe] = report["sites"], report["after"], report["container"]
+        assert json.loads(ok("verify", recipe, "--against", "vit", "--json"))["passed"]
+    (selected, after, container), (mixed, same_after, same_container) = sites.values()
+    assert (same_after, same_container) == (after, container)
+    assert {site["method"] for site in mixed} == {"low-rank"}
+    for one, other in zip(selected, mixed, strict=True):
+        assert other["error_uncompensated"] == pytest.approx(one["error_uncompensated"], rel=1e-6)
+        assert other["error_compensated"] < 0.9 * one["error_compensated"]
+        assert other["floor"] <= other["error_compensated"] / other["error_uncompensated"] * other["j0"] * (1 + 1e-9)
+        assert other["residual"] is None
+        for head, own in zip(one["heads"], other["heads"], strict=True):
+            assert own["error_compensated"] <= head["error_compensated"]
+    ok("prune", "vit", "--recipe", "corp-qk-low-rank", "--statistics", "stats", "-o", "again")
+    assert weights("again") == weights("corp-qk-low-rank")
+
+
+def test_centred_keys(here):
+    """Measured on request, or by a recipe that is given images, and seen by nothing else."""
+    said = ok("calibrate", "vit", *IMAGES, "--collect", "moments,logits,centred", "-o", "centred")
+    assert said.startswith("centred: 12 images of 10 tokens, 3 blocks, moments+logits+centred, folds 1, ")
+    low_rank = ("--recipe", "corp-qk-low-rank")
+    centre = ("--set", "spaces.qk.compensation.centre_keys=true")
+    ok("prune", "vit", *low_rank, *centre, "--statistics", "centred", "-o", "cached")
+    ok("prune", "vit", *low_rank, *centre, *IMAGES, "-o", "live")
+    assert same_files("cached", "live")
+    ok("prune", "vit", *low_rank, "--statistics", "centred", "-o", "plain")
+    ok("prune", "vit", *low_rank, "--statistics", "stats", "-o", "from-stats")
+    assert weights("plain") == weights("from-stats") != weights("cached")
+    ok("prune", "vit", *low_rank, *centre, "--set", "target=sequential", *IMAGES, "-o", "sequential")
+    errors = [
+        [site["error_compensated"] for site in read_json(f"{out}/ckpt_prune.json")["sites"]]
+        for out in ("cached", "sequential")
+    ]
+    assert errors[0][0] == pytest.approx(errors[1][0], rel=1e-3)  # nothing is pruned before the first block
+    assert errors[0][1] != errors[1][1]
+
+
+def test_centred_keys_that_were_not_measured(here):
+    centre = ("--set", "spaces.qk.compensation.centre_keys=true")
+    assert refused("plan", "vit", "--recipe", "corp-qk-low-rank", *centre, "--statistics", "stats") == (
+        "recipe corp-qk-low-rank says centre_keys, and stats has no moments of centred keys: calibrate with --collect "
+        "moments,logits,centred"
+    )
+    assert refused("calibrate", "vit", *IMAGES, "--collect", "moments,centred", "-o", "out") == (
+        "--collect moments,centred: centred keys are those of logits, add logits"
+    )
+    none = ("--set", "spaces.qk.compensation.method=none", "--set", "spaces.qk.compensation.lambda=null")
+    said = refused("plan", "vit", "--recipe", "corp-qk", *none, *centre, "--statistics", "stats")
+    assert said.endswith("centre_keys is for logit and low-rank, not none")
+
+
+def test_low_rank_of_columns(here):
+    said = refused(
+        *("plan", "vit", "--recipe", "corp-mlp", "--statistics", "stats"),
+        *("--set", "spaces.mlp.compensation.method=low-rank"),
+    )
+    assert "spaces.mlp: method low-rank is not for this space; allowed here: none, bias, rotation" in said
+
+
 @pytest.mark.parametrize("container", ["padded", "remote"])
 def test_containers(here, container):
     ok("prune", "vit", "--recipe", "corp", "--statistics", "stats", "--container", container, "-o", "out")
@@ -126,17 +196,16 @@ def test_containers(here, container):
     assert_same_outputs(ours, ckpt_prune.load("pruned"), samples("vit", 3), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads"])
+@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads", "corp-low-rank", "corp-qk-low-rank"])
 def test_every_recipe_on_opt(here, recipe):
     ok("prune", "opt", "--recipe", recipe, *TEXT, "-o", "out")
     checks = json.loads(ok("verify", "out", "--against", "opt", "--json"))
     assert checks["passed"]
-    stored = {"corp": True, "corp-mlp": False, "corp-qk": True, "corp-heads": True}[recipe]
-    assert read_json("out/ckpt_prune.json")["container"]["remote_code"] == stored
+    assert read_json("out/ckpt_prune.json")["container"]["remote_code"] == (recipe != "corp-mlp")
     assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
 
 
-@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads"])
+@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads", "corp-low-rank", "corp-qk-low-rank"])
 def test_dry_runs_say_the_size_that_is_written(here, recipe):
     arguments = ("prune", "vit", "--recipe", recipe, "--statistics", "stats", "-o", "out")
     told = json.loads(ok(*arguments, "--dry-run", "--json"))
@@ -205,7 +274,7 @@ def test_images_that_do_not_decode_are_counted_and_named(here):
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["corp", "corp-qk"])
+@pytest.mark.parametrize("recipe", ["corp", "corp-qk", "corp-low-rank", "corp-qk-low-rank"])
 def test_queries_and_keys_of_a_rope_family(here, recipe):
     said = QK_OF_LLAMA.format(recipe)
     assert refused("prune", "llama", "--recipe", recipe, *TEXT, "-o", "out") == said
@@ -237,7 +306,7 @@ def test_what_a_family_cannot_collect(here):
         "--collect logits: of a llama, one or more of moments,gram,linears,fisher,effects can be collected"
     )
     assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
-        "--collect grams: of a vit, one or more of moments,gram,logits,linears,fisher,effects can be collected"
+        "--collect grams: of a vit, one or more of moments,gram,logits,centred,linears,fisher,effects can be collected"
     )
 
 
@@ -264,6 +333,11 @@ def test_data_of_the_wrong_kind(here):
 def test_lambda_zero_with_too_few_samples(here):
     """6 of 8 dimensions: 36 unknowns, of which an image of five tokens settles 25 at most."""
     bare = ("--recipe", "corp-qk", "--ratio", "0.25", "--set", "spaces.qk.compensation.lambda=0")
+    low_rank = (*bare, "--set", "spaces.qk.compensation.method=low-rank")
+    assert refused("prune", "small", *low_rank, "--images", "images", "--samples", "1", "-o", "out") == (
+        "low-rank with lambda 0 needs at least 2 images for the 8 x 6 unknowns of a head, and there are 1: give more, "
+        "or a lambda above 0"
+    )
     said = (
         "logit with lambda 0 needs at least 2 images for the 6 x 6 unknowns of a head, and there are 1: "
         "give more, or a lambda above 0"

@@ -32,7 +32,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 4, 18, 3, 9]
+    assert [len(own) for own in named.values()] == [4, 1, 6, 18, 3, 9]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -129,13 +129,13 @@ def test_schema():
         (
             GOOD.replace("method", "methd"),
             "r.yaml, line 4: unknown key spaces.mlp.compensation.methd: did you mean 'method'? "
-            "allowed here: method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares",
+            "allowed here: method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys",
         ),
         (
             GOOD.replace("rotation", "rotate"),
             "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
             "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
-            "grail, auto, logit",
+            "grail, auto, logit, low-rank",
         ),
         (
             GOOD + "ratio: ten\n",

@@ -17,12 +17,11 @@ from ckpt_prune.compensation.logit import (
     absolute_strength,
     choose_strength,
     diagnose_logit,
-    held_out_error,
     logit_error,
     logit_system,
     solve_logit,
 )
-from ckpt_prune.compensation.mixing import absorb_mixing, split_factors
+from ckpt_prune.compensation.mixing import absorb, mixed, split_factors
 from tests.oracles import logits as oracle
 
 FORMS = ("per-sample", "fourth-order")
@@ -454,7 +453,7 @@ def test_chooses_what_refitting_chooses(form, samples, units):
     assert choice.errors == pytest.approx(expected, rel=1e-6)
     assert choice.value == min(expected, key=expected.get)
     for value in GRID[1:3]:
-        assert held_out_error(folds, a.kept, value, units) == pytest.approx(expected[value], rel=1e-6)
+        assert choose_strength(folds, a.kept, [value], units).errors[value] == pytest.approx(expected[value], rel=1e-6)
 
 
 def test_little_data_wants_more_strength():
@@ -523,7 +522,7 @@ def test_absorbed_projections_give_the_compensated_logits(size, biases, dtype):
     )
     kept = torch.stack([torch.randperm(d, generator=torch.Generator().manual_seed(h))[:size] for h in range(heads)])
     M = normal(heads, size, size, seed=5)
-    found = absorb_mixing(query, key, query_bias, key_bias, kept, M)
+    found = absorb(query, key, query_bias, key_bias, *mixed(M, kept, d))
     assert [None if t is None else (tuple(t.shape), t.dtype) for t in found] == [
         ((heads * size, hidden), torch.float64),
         ((heads * size, hidden), torch.float64),
@@ -548,7 +547,7 @@ def test_with_nothing_dropped_the_absorbed_logits_are_the_old():
     a = attention(d=5, size=5)
     query, key, bias = normal(10, 7, seed=1), normal(10, 7, seed=2), normal(10, seed=3)
     M = solve_logit(a.system(), torch.zeros(2)).M
-    new_query, new_key, new_bias, none = absorb_mixing(query, key, bias, None, a.kept, M)
+    new_query, new_key, new_bias, none = absorb(query, key, bias, None, *mixed(M, a.kept, 5))
     assert none is None
     x = normal(6, 7, seed=4)
     for head in range(2):
@@ -569,7 +568,7 @@ def test_end_to_end_the_absorbed_logits_have_the_predicted_error():
     kept = moments.logit_energy().topk(4, dim=1).indices.sort(dim=1).values
     system = logit_system(moments, kept)
     M = solve_logit(system, absolute_strength(1e-3, "relative", system)).M
-    new = absorb_mixing(query, key, query_bias, key_bias, kept, M)
+    new = absorb(query, key, query_bias, key_bias, *mixed(M, kept, d))
     narrow_q, narrow_k = x @ new[0].T + new[2], x @ new[1].T + new[3]
     predicted = logit_error(system, M)
     for head in range(heads):

@@ -9,6 +9,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.planning.kinds import FITS_LOGITS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
@@ -67,7 +68,7 @@ def spaces_recipe(case: Case, methods: dict[str, str], container: str = "any", *
     """Prune these spaces by the case's ratios."""
     spaces = {}
     for space, method in methods.items():
-        strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method == "logit" else {}
+        strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method in FITS_LOGITS else {}
         compensation = {"method": method} | strength
         spaces[space] = DEFAULTS[space] | {"ratio": case.ratios[space], "compensation": compensation}
     return Recipe.model_validate({"version": 1, "name": "test", "container": container, "spaces": spaces, **top})

@@ -4,7 +4,8 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.compensation.methods import LOGIT_METHODS, METHODS
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
+from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe import Recipe
@@ -37,7 +38,7 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
     for turn, case in enumerate(turns):
         # The second space goes through the methods at another pace than the first, the target turns at each round.
         others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
-        others["qk"] = logits[turn % len(logits)]
+        others["qk"] = logits[turn // len(logits) % len(logits)]
         methods = {space: others[space] for space in case.ratios}
         found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
     return found

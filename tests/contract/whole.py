@@ -144,7 +144,7 @@ class Whole:
         consumer.bias += torch.from_numpy(bias)
 
     def _logits(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
-        """All of I + M goes into the queries: what it is split into does not show in the logits."""
+        """What a product of factors is split into does not show in the logits: all of I + M goes into the queries."""
         paths = [self.path(block, module) for module in self.family.spaces[space].solved_from]
         query, key = (self.model.get_submodule(path) for path in paths)
         heads, width = self.dimension("query_heads"), self.dimension("head_dim")
@@ -160,10 +160,14 @@ class Whole:
             M = np.zeros((keep, keep))
             if method == "logit":
                 M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
-            mix = torch.from_numpy(np.eye(keep) + M).T
-            query.weight[rows] = mix @ query.weight[rows]
-            if query.bias is not None:
-                query.bias[rows] = mix @ query.bias[rows]
+            left = np.eye(width)[:, S] @ (np.eye(keep) + M)
+            right = np.eye(width)[:, S]
+            if method == "low-rank":
+                left, right = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=3)
+            for projection, factor in ((query, left), (key, right)):
+                mix = torch.from_numpy(factor).T
+                for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):
+                    tensor[rows] = mix @ tensor[own]
         self.kept[block, space] = kept
         gone = [row for row in range(heads * width) if row not in kept]
         for projection in (query, key):

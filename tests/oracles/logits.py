@@ -106,3 +106,56 @@ def logit_energy(samples: Samples) -> Array:
         for Q, K in samples:
             scores[j] += sum(q * q for q in Q[:, j]) * sum(k * k for k in K[:, j])
     return scores / len(samples)
+
+
+def low_rank_error(samples: Samples, left: Array, right: Array) -> float:
+    """Σ_b ‖Q Kᵀ − (Q P)(K R)ᵀ‖², logits in full."""
+    return float(sum(np.sum((Q @ K.T - (Q @ left) @ (K @ right).T) ** 2) for Q, K in samples))
+
+
+def _other_factor(samples: Samples, right: Array, strength: float) -> Array:
+    """The P that is best beside a given R, by least squares on the logits themselves."""
+    d = right.shape[0]
+    rows = np.vstack([np.kron(Q, K @ right) for Q, K in samples] + [np.sqrt(strength) * np.kron(np.eye(d), right)])
+    targets = np.concatenate([(Q @ K.T).flatten() for Q, K in samples] + [np.sqrt(strength) * np.eye(d).flatten()])
+    return np.linalg.lstsq(rows, targets, rcond=None)[0].reshape(d, -1)
+
+
+def low_rank(samples: Samples, size: int, strength: float, starts: int = 1, rounds: int = 3000) -> tuple[Array, Array]:
+    """P and R (d, d') of the least Σ_b ‖Q Kᵀ − (Q P)(K R)ᵀ‖² + λ ‖I − P Rᵀ‖²: by alternating least squares.
+
+    Starts are the leading singular vectors of all samples' logits' form, then random.
+    """
+    d = samples[0][0].shape[1]
+    flipped = [(K, Q) for Q, K in samples]
+    generator = np.random.default_rng(0)
+    best: tuple[float, Array, Array] | None = None
+    for start in range(starts):
+        right = generator.normal(size=(d, size))
+        if start == 0:
+            form = sum(Q.T @ Q @ K.T @ K for Q, K in samples)
+            right = np.linalg.svd(form)[2][:size].T
+        last = np.inf
+        for _ in range(rounds):
+            right = np.linalg.qr(right)[0]
+            left = _other_factor(samples, right, strength)
+            left = np.linalg.qr(left)[0]
+            right = _other_factor(flipped, left, strength)
+            found = low_rank_error(samples, left, right) + strength * float(np.sum((np.eye(d) - left @ right.T) ** 2))
+            if last - found <= 1e-14 * abs(found):
+                break
+            last = found
+        if best is None or found < best[0]:
+            best = (found, left, right)
+    assert best is not None
+    return best[1:]
+
+
+def centred(samples: Samples) -> Samples:
+    """Keys less their mean over a sample."""
+    return [(Q, K - K.mean(0)) for Q, K in samples]
+
+
+def whole_mean(samples: Samples) -> float:
+    """Mean diagonal of E ↦ Σ_b A_b E B_b."""
+    return diagonal_mean(samples, range(samples[0][0].shape[1]))

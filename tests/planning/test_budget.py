@@ -1,3 +1,4 @@
+import itertools
 import math
 from itertools import accumulate
 from unittest.mock import patch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning import budget as module
-from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
+from ckpt_prune.planning.budget import BudgetError, Crossed, Curve, least_error, merged
 from tests.oracles.budget import Site, brute_force, dynamic_programme, error, hull_segments, steepest_first, widths
 
 SITES = st.lists(
@@ -357,3 +358,56 @@ def test_sites_of_other_widths_share_none():
         merged([Curve([0, 1, 2], 1), Curve([0, 1], 1)])
     with pytest.raises(ValueError, match=r"^curves that share a width have the same number of units, not \[\]$"):
         merged([])
+
+
+CROSSED = st.builds(
+    lambda falls, others, cost, multiple: (
+        Site([0, *accumulate(falls)], cost, multiple),
+        Site([0, *accumulate(others)], cost + 1),
+    ),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.integers(0, 9),
+    st.integers(1, 3),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CROSSED, st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 3), st.floats(0, 1))
+def test_sites_that_cross_cost_what_both_leave(pair, falls, crossing, share):
+    """A block of h rows and w columns of a weight, with h and w of their own: c h w + a h + b w."""
+    rows, columns = pair
+    other = Site([0, *accumulate(falls)], 3)
+    full = [len(site.errors) - 1 for site in (rows, columns)]
+
+    def spent(h: int, w: int, rest: int) -> int:
+        return crossing * h * w + rows.cost * h + columns.cost * w + 3 * rest
+
+    least, most = spent(widths(rows)[0], widths(columns)[0], 1), spent(*full, len(falls))
+    budget = least + int(share * (most - least))
+    crossed = Crossed(
+        Curve(rows.errors, rows.cost + crossing * full[1], rows.multiple),
+        Curve(columns.errors, columns.cost + crossing * full[0]),
+        crossing,
+    )
+    # Costs of the pair are told but for what the full one is too dear by: c h w once too often.
+    kept = least_error({"pair": crossed, "other": Curve(other.errors, 3)}, budget + crossing * full[0] * full[1])
+    found = (*crossed.widths(kept["pair"]), kept["other"])
+    assert spent(*found) <= budget
+    assert found[0] in widths(rows)
+    tried = [
+        sum(error(site, width) for site, width in zip((rows, columns, other), each, strict=True))
+        for each in itertools.product(widths(rows), widths(columns), widths(other))
+        if spent(*each) <= budget
+    ]
+    assert sum(error(s, w) for s, w in zip((rows, columns, other), found, strict=True)) == min(tried)
+
+
+def test_sites_that_cross_stay_whole_where_everything_fits():
+    pair = Crossed(Curve([0, 0, 0], 5), Curve([0, 0, 0], 5), 1)
+    (kept,) = least_error({"pair": pair}, 20).values()
+    assert pair.widths(kept) == (2, 2)
+    with pytest.raises(BudgetError):
+        least_error({"pair": pair}, 10)
+    (kept,) = least_error({"pair": pair}, 11).values()
+    assert pair.widths(kept) == (1, 1)

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
-from ckpt_prune.compensation.methods import COLUMN_METHODS, LOGIT_METHODS
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
+from ckpt_prune.compensation.methods import COLUMN_METHODS
 from ckpt_prune.planning.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
 
 WISHES = {

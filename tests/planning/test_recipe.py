@@ -337,16 +337,11 @@ SIZE = "size={params: 5B}"
         ),
         (
             ("spaces.qk={score: logit-energy, compensation: {method: auto}}",),
-            "spaces.qk: method auto is not for this space; allowed here: none, logit",
+            "spaces.qk: method auto is not for this space; allowed here: none, logit, low-rank",
         ),
         (
             ("spaces.qk={score: obs}",),
             "spaces.qk: score obs does not rank its units; allowed here: logit-energy, magnitude",
-        ),
-        (
-            ("spaces.qk={score: logit-energy}",),
-            "allocation least-error adds up what units of every space save, and a dimension of q and k saves less with "
-            "fewer heads: leave out spaces.heads or spaces.qk",
         ),
         (("container=llama",), "widths per_layer may need remote code, which container llama rules out"),
     ],

@@ -11,7 +11,7 @@ KEYS = (
     "container, spaces, mask, rotation, recovery, export"
 )
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
-COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares"
+COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -166,6 +167,79 @@ def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
             assert all(len(set(own)) == 1 for own in widths_of(job))
         found.add(str(widths_of(job)))
     assert len(found) == 3
+
+
+LOW_RANK = {"score": "logit-energy", "compensation": {"method": "low-rank", "lambda": 0.01}}
+ATTENTION: dict[str, Any] = {
+    "qk": LOW_RANK,
+    "heads": {"score": "obs", "compensation": {"method": "affine"}},
+    "mlp": {"score": "obs", "compensation": {"method": "affine"}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_no_widths_of_heads_and_their_dimensions_do_better(dense, weighed, variant, kind):
+    """Costs of the two depend on each other: every combination is tried, at its own size."""
+    values = wanted(variant, widths="uniform", weigh_by="energy", size={kind: "62%"}).model_dump(by_alias=True)
+    recipe = Recipe.model_validate(values | {"spaces": ATTENTION})
+    job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
+    shares = {site: whole_best.as_shares(curve) for site, curve in curves_of(job).items()}
+    limit = int(cost(job, kind, before=True) * 0.62)
+
+    def error(width: dict[str, int]) -> float:
+        return sum(own[len(own) - 1 - width[space]] for (_, space, _), own in shares.items())
+
+    possible = []
+    for counts in itertools.product(*(range(1, job.model.units(space) + 1) for space in ATTENTION)):
+        width = dict(zip(ATTENTION, counts, strict=True))
+        found = cost_of(job.model, job.model.shapes_at([width] * BLOCKS))
+        if {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind] <= limit:
+            possible.append(error(width))
+    assert len({str(width) for width in job.widths}) == 1
+    assert cost(job, kind) <= limit
+    assert error(job.widths[0]) == pytest.approx(min(possible), rel=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["vit", "opt"])
+def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
+    """What is written has the size that was planned, block by block, and is whole."""
+    values = wanted(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)
+    statistics = dense.statistics(variant, 2)
+    shared, own = (
+        job_on(
+            dense.folder(variant), Recipe.model_validate(values | {"spaces": ATTENTION, "widths": widths}), statistics
+        )
+        for widths in ("uniform", "per_layer")
+    )
+    curves = curves_of(own)
+    lost = [
+        sum(float(curve[len(curve) - 1 - job.widths[block][space]]) for (block, space, _), curve in curves.items())
+        for job in (own, shared)
+    ]
+    assert lost[0] <= lost[1]
+    report = prune(own, tmp_path / "out")
+    numbers, taken = whole_best.sizes(tmp_path / "out")
+    assert numbers == own.output.cost.parameters == report["after"]["parameters"]
+    assert own.before.parameters * 0.6 < numbers <= own.before.parameters * 0.64
+    assert taken == own.output.cost.bytes
+    assert [check.detail for check in verify(tmp_path / "out", dense.folder(variant)) if check.passed is False] == []
+    assert len({str(width) for width in own.widths}) > 1
+
+
+def test_effects_that_another_compensation_was_measured_by_do_not_count(dense, weighed):
+    """What is measured of q and k is what CORP's compensation loses."""
+    found = {}
+    for method in ("logit", "low-rank"):
+        spaces = {"qk": {"score": "logit-energy", "compensation": {"method": method}}}
+        values = wanted("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
+        job = job_on(dense.folder("vit"), Recipe.model_validate(values | {"spaces": spaces}), weighed("vit"))
+        predicted = curves_of(job)
+        found[method] = [
+            torch.allclose(own.errors, torch.from_numpy(predicted[site]))
+            for site, (own,) in dense_ranking(job.request).items()
+        ]
+    assert found == {"logit": [False] * BLOCKS, "low-rank": [True] * BLOCKS}
 
 
 def test_effects_and_energies_are_not_the_same(dense, weighed):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -323,7 +324,8 @@ def test_once_per_block(dense, variant, tmp_path):
 )
 def test_a_resumed_run_is_byte_identical(dense, variant, target, container, tmp_path, monkeypatch):
     """Killed in the second block."""
-    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, target=target, container=container)
+    methods = {"qk": "low-rank"}
+    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods=methods, target=target, container=container)
     live = target == "sequential"
     run(dense, variant, tmp_path / "through", wanted, live=live)
     original = Pruner.block
@@ -368,7 +370,7 @@ def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "method", "container"),
-    pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], ["none", "logit"], CONTAINERS),
+    pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], list(LOGIT_METHODS), CONTAINERS),
 )
 def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path):
     """Also where heads are counted anew around padded queries and keys."""
@@ -437,19 +439,20 @@ def test_measured_while_pruning_is_measured_before(dense, tmp_path):
     assert ours[1:] != pytest.approx(theirs[1:], rel=1e-3)
 
 
-# Every kind of class with the joint one, which does what the other two do.
+# Every kind of class with the joint ones, which does what the other two do.
 @pytest.mark.parametrize(
     ("variant", "name"),
     [
         *((variant, "corp") for variant in ("vit", "dinov2-swiglu", "opt", "bert-mlm")),
         ("opt", "corp-mlp"),
         ("bert-mlm", "corp-qk"),
+        *((variant, "corp-low-rank") for variant in ("deit-teacher", "dinov2-swiglu")),
+        ("bert-mlm", "corp-qk-low-rank"),
     ],
 )
 def test_the_shipped_recipes(dense, variant, name, tmp_path):
     report, model = run(dense, variant, tmp_path / "out", load_recipe(name))
-    expected = {"corp": {"qk", "mlp"}, "corp-mlp": {"mlp"}, "corp-qk": {"qk"}}[name]
-    assert {s["space"] for s in report["sites"]} == expected
+    assert {s["space"] for s in report["sites"]} == set(load_recipe(name).spaces)
     for site in report["sites"]:
         assert site["strength"] == 0.001
         assert site["error_compensated"] < site["error_uncompensated"]

@@ -56,6 +56,11 @@ class Solver(ABC):
         """The family's description of the space."""
         return self.model.family.spaces[self.space]
 
+    @property
+    def tried_out(self) -> bool:
+        """Whether effects that are measured or predicted by `trial` are those of the recipe's compensation."""
+        return True
+
     def tensors(self, block: int) -> list[str]:
         """On-disk names of what a site is solved from; a bias may be absent."""
         return [self.model.tensor(block, module, kind) for module in self.description.solved_from for kind in KINDS]

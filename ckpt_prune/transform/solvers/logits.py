@@ -11,7 +11,8 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation import logit
-from ckpt_prune.compensation.mixing import absorb_mixing
+from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, unfitted
+from ckpt_prune.compensation.mixing import absorb
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import HeadErrors
@@ -28,9 +29,21 @@ class LogitSolver(Solver):
 
     collects = "logits"
 
+    @property
+    def method(self) -> LogitMethod:
+        """How queries and keys make up for what they lose."""
+        return LOGIT_METHODS[self.own.compensation.method]
+
+    @property
+    def tried_out(self) -> bool:
+        """Not where the method tells the errors of every width: what CORP's loses is no measure of it."""
+        return self.method.width_errors is None
+
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Samples whose Grams span the unknowns of a head."""
-        return -(-(kept**2) // min(tokens, kept) ** 2), f"{kept} x {kept} unknowns of a head"
+        rows, columns = self.method.unknowns(self.model.units(self.space), kept)
+        settled = min(tokens, rows) * min(tokens, columns)
+        return -(-rows * columns // settled), f"{rows} x {columns} unknowns of a head"
 
     @classmethod
     def trial(cls, *, biased: bool) -> dict[str, Any]:
@@ -54,14 +67,29 @@ class LogitSolver(Solver):
         scores: Tensor,
         fisher: Fisher | None = None,
     ) -> Tensor:
-        """The squared errors of the logits that dropped dimensions carry, as if nothing made up for them."""
-        energies = total(tuple(each.to(self.device) for each in _logits(folds))).logit_energy().double()
-        order = scores.to(energies.device).argsort(dim=-1, stable=True)
-        lost = energies.gather(-1, order).cumsum(-1)  # (heads, dimensions)
-        lost = torch.cat([lost.new_zeros(len(lost), 1), lost], 1)
+        """The squared errors of the logits, where the method tells those of every width.
+
+        Elsewhere those that dropped dimensions carry, as if nothing made up for them.
+        """
+        moments = total(tuple(each.to(self.device) for each in _logits(folds)))
+        if self.method.width_errors is not None:
+            lost = self.method.width_errors(self._fitted(moments)) / moments.samples
+        else:
+            lost = self._carried(moments, scores)
         if fisher is None:
             return lost.sum(0).cpu()
         return (fisher.mean.to(lost.device) @ lost).cpu() / 2
+
+    def _fitted(self, moments: LogitMoments) -> LogitMoments:
+        """The moments that logits are fitted with."""
+        return moments.with_keys(centred=bool(self.own.compensation.centre_keys))
+
+    def _carried(self, moments: LogitMoments, scores: Tensor) -> Tensor:
+        """Energies of the k dimensions of least score of each head, for k = 0 … d, (heads, d + 1)."""
+        energies = self._fitted(moments).logit_energy().double()
+        order = scores.to(energies.device).argsort(dim=-1, stable=True)
+        lost = energies.gather(-1, order).cumsum(-1)
+        return torch.cat([lost.new_zeros(len(lost), 1), lost], 1)
 
     def divergence(
         self,
@@ -101,51 +129,40 @@ class LogitSolver(Solver):
         if kept.numel() == scores.numel():
             return plan, None
         dimensions = in_heads(kept, heads, head_dim).to(self.device)
-        plan.method = self.own.compensation.method
-        M = torch.zeros(heads, *[dimensions.shape[1]] * 2, dtype=torch.float64, device=self.device)
+        plan.method = self.method.name
+        fit = unfitted(dimensions, head_dim)
         if whole is not None:
-            M = self._solve_logits(plan, dimensions, folds, whole, decision.plan, M)
+            fit = self._fit(plan, dimensions, [self._fitted(each) for each in folds], decision.plan)
         values = [tensors[name].to(self.device) if name in tensors else None for name in biases]
-        if plan.method == "none":
-            rows = kept.to(self.device)
-            new = [query[rows].double(), key[rows].double(), *(v if v is None else v[rows].double() for v in values)]
-        else:
-            new = list(absorb_mixing(query, key, values[0], values[1], dimensions, M))
+        new = absorb(query, key, values[0], values[1], fit.left, fit.right)
         found = zip([*names, *biases], new, strict=True)
         return plan, {name: tensor.cpu() for name, tensor in found if tensor is not None}
 
-    def _solve_logits(
-        self,
-        plan: SitePlan,
-        dimensions: Tensor,
-        folds: Sequence[LogitMoments],
-        whole: LogitMoments,
-        settled: SitePlan | None,
-        M: Tensor,
-    ) -> Tensor:
-        """Solve, and enter errors and diagnostics into the plan."""
-        own = self.own.compensation
+    def _fit(
+        self, plan: SitePlan, dimensions: Tensor, folds: Sequence[LogitMoments], settled: SitePlan | None
+    ) -> LogitFit:
+        """Fit, and enter errors and diagnostics into the plan."""
+        own, method, whole = self.own.compensation, self.method, total(folds)
         system = logit.logit_system(whole, dimensions)
         energy = float(system.energy.sum())
         held_out = None
-        if own.method != "none":
+        if method.uses_strength:
             plan.strength = None if settled is None else settled.strength
             if plan.strength is None and own.lambda_by == "folds":
                 if len(folds) < 2:
                     raise UserError(NO_FOLDS)
                 assert own.lambda_grid is not None
-                choice = logit.choose_strength(folds, dimensions, own.lambda_grid, own.lambda_units)
+                choice = method.choose(folds, dimensions, own.lambda_grid, own.lambda_units)
                 plan.strength, held_out = choice.value, choice.errors[choice.value]
             elif plan.strength is None:
                 plan.strength = own.strength
-            solution = logit.solve_logit(system, logit.absolute_strength(plan.strength, own.lambda_units, system))
-            M, plan.residual = solution.M, float(solution.residual.max())
-        after = logit.logit_error(system, M)
+        fit = method.fit(whole, system, dimensions, plan.strength or 0.0, own.lambda_units)
+        plan.residual = fit.residual
         if energy > 0:
             plan.error_uncompensated = float(system.dropped_energy.sum()) / energy
-            plan.error_compensated = float(after.sum()) / energy
+            plan.error_compensated = float(fit.errors.sum()) / energy
         if self.diagnostics and energy > 0:
-            found = logit.diagnose_logit(system)
+            found = method.diagnose(whole, system, fit.errors)
             plan.j0 = float(found.uncompensated.sum()) / whole.samples
             plan.floor = float(found.floor.sum()) / whole.samples
             plan.rho2 = 1 - plan.floor / plan.j0 if plan.j0 > 0 else 1.0
@@ -153,7 +170,7 @@ class LogitSolver(Solver):
                 HeadErrors(
                     head=head,
                     error_uncompensated=float(found.uncompensated[head] / system.energy[head]),
-                    error_compensated=float(after[head] / system.energy[head]),
+                    error_compensated=float(fit.errors[head] / system.energy[head]),
                     floor=float(found.floor[head] / system.energy[head]),
                     rho2=float(found.rho2[head]),
                 )
@@ -164,9 +181,10 @@ class LogitSolver(Solver):
                 plan.error_held_out = plan.error_uncompensated
             elif len(folds) > 1 and plan.strength is not None:
                 if held_out is None:
-                    held_out = logit.held_out_error(folds, dimensions, plan.strength, own.lambda_units)
+                    chosen = method.choose(folds, dimensions, [plan.strength], own.lambda_units)
+                    held_out = chosen.errors[plan.strength]
                 plan.error_held_out = held_out
-        return M
+        return fit
 
 
 def _logits(folds: SpaceMoments | None) -> tuple[LogitMoments, ...]:
