@@ -56,8 +56,8 @@ def calibrate(
         bos: begin-of-sequence token before the text.
         compute_dtype: in which blocks run.
         folds: runs of samples whose moments are kept apart.
-        collect: kinds of statistics; None for all that the model's family can use but `centred`, `effects` only of
-            up to `measured_effects.SHALLOW` blocks.
+        collect: kinds of statistics; None for all that the model's family can use but `centred` and `taylor`, `effects`
+            only of up to `measured_effects.SHALLOW` blocks.
         overwrite: replace an existing statistics folder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
@@ -79,7 +79,7 @@ def calibrate(
     import torch
 
     from ckpt_prune.calibration.choosing import chosen_samples
-    from ckpt_prune.calibration.measure import everything, measure
+    from ckpt_prune.calibration.measure import collectable, everything, measure
     from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
@@ -95,12 +95,9 @@ def calibrate(
         target = resolve_device(options.device)
         source = open_model(options.model, trust=trust)
         checkpoint, family = source.checkpoint, source.family
-        known = everything(source)
-        asked = _kinds(options.collect, (*known, EFFECTS), family.model_type)
-        if options.collect is None and source.blocks > SHALLOW:
-            asked.remove(EFFECTS)
-        if options.collect is None and CENTRED in asked:
-            asked.remove(CENTRED)
+        known = collectable(source)
+        usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
+        asked = _kinds(options.collect, (*known, EFFECTS), usual, family.model_type)
         if CENTRED in asked and "logits" not in asked:
             raise UserError(f"--collect {options.collect}: {CENTRED} keys are those of logits, add logits")
         if EFFECTS in asked and "gram" not in asked:
@@ -137,10 +134,10 @@ def calibrate(
         )
 
 
-def _kinds(text: str | None, known: Sequence[str], family: str) -> list[str]:
+def _kinds(text: str | None, known: Sequence[str], usual: list[str], family: str) -> list[str]:
     """What `collect` asks for, in a fixed order; vectors always."""
     if text is None:
-        return list(known)
+        return usual
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:

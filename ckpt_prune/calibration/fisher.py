@@ -118,13 +118,7 @@ def measure_fisher(
     checkpoint, blocks = model.checkpoint, model.blocks
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
-    states = [stream.states]
-    for block in track(range(blocks), "gradients: states", total=blocks):
-        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
-        module = factory.block(block, model.read_block(block))
-        with torch.no_grad():
-            for _, rows in stream.batches:
-                states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
+    states = states_at_ends(model, stream, allocate)
     gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), samples, states.pop(), allocate)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
@@ -139,6 +133,27 @@ def measure_fisher(
             if not bool(torch.isfinite(own.sums).all()):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
         yield block, named
+
+
+def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> list[Tensor]:
+    """Hidden states that enter the first block and that leave every block, for a pass back through them.
+
+    Args:
+        model: the dense model.
+        stream: at its first block; it stays there.
+        allocate: makes the tensors that hold hidden states.
+
+    Returns:
+        One more than there are blocks, (N, T, hidden) each.
+    """
+    states = [stream.states]
+    for block in track(range(model.blocks), "gradients: states", total=model.blocks):
+        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
+        module = stream.factory.block(block, model.read_block(block))
+        with torch.no_grad():
+            for _, rows in stream.batches:
+                states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
+    return states
 
 
 def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:

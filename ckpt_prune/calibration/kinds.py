@@ -5,10 +5,10 @@ from typing import Literal, TypeVar
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments
 
-Collect = Literal["moments", "gram", "logits", "centred", "linears", "fisher"]
-"""Vectors and Grams of consumers' inputs; moments of queries and keys, and with keys less
-their mean over each sample; the former of every other linear's input; the
-Fisher metric at the outputs of consumers and of queries."""
+Collect = Literal["moments", "gram", "logits", "centred", "linears", "fisher", "taylor"]
+"""Vectors and Grams of consumers' inputs; moments of queries and keys, and with keys less their mean over each sample;
+the former of every other linear's input; the Fisher metric at the outputs of consumers and of queries; Taylor
+importances of units, by gradients of the loss."""
 
 SpaceMoments = tuple[Moments, ...] | tuple[LogitMoments, ...]
 """Moments of one space, one for each fold: of the consumer's input, or of queries and keys."""

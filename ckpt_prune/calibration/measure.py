@@ -23,10 +23,13 @@ from ckpt_prune.calibration.statistics import (
     check_addable,
     files_of,
     fisher_file,
+    taylor_file,
     write_block,
     write_fisher,
+    write_taylor,
 )
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices
+from ckpt_prune.calibration.taylor import measure_taylor
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, disk_failures, refuse_inside, write_whole
@@ -45,9 +48,16 @@ def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool)
     return Staging(out, job=_UNIT, overwrite=overwrite, kind=STATISTICS, wants=dict.fromkeys(names))
 
 
-def everything(model: Model) -> tuple[Collect, ...]:
+def collectable(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
-    return tuple(kind for kind in get_args(Collect) if kind not in ("logits", "centred") or model.family.logits)
+    family = model.family
+    lacking = {"logits": not family.logits, "centred": not family.logits, "taylor": not family.causal}
+    return tuple(kind for kind in get_args(Collect) if not lacking.get(kind))
+
+
+def everything(model: Model) -> tuple[Collect, ...]:
+    """What is collected where nobody says: all but what single recipes alone need."""
+    return tuple(kind for kind in collectable(model) if kind not in ("centred", "taylor"))
 
 
 def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
@@ -71,6 +81,8 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
             outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in model.query_heads.values())
+    if "taylor" in collect:
+        per_block += sum(2 * 8 * model.units(space) for space in model.family.columns)
     return per_block * model.blocks
 
 
@@ -200,6 +212,9 @@ def measure_into(
             with disk_failures(folder):
                 sync(folder / file)
                 journal.record(unit, note=files[file])
+    if "taylor" in collect:
+        gradients = measure_taylor(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
+        files |= {taylor_file(block): write_taylor(folder, block, units) for block, units in gradients}
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
         tokenizer=model.reader_fingerprint,

@@ -59,6 +59,25 @@ class Drift:
 
 
 @dataclass(frozen=True)
+class Taylor:
+    """LLM-Pruner's importances of the units of a site (scoring/README.md, section 6).
+
+    They are of all samples together: sums of absolute values of sums, which do not add.
+
+    Attributes:
+        first: Σ |g w| over the weights of a unit, (units,) float64.
+        second: Σ |g w − ½ Σ_s (g_s w)²|, the same.
+    """
+
+    first: Tensor
+    second: Tensor
+
+    def to(self, device: torch.device | str) -> "Taylor":
+        """The same on another device."""
+        return Taylor(self.first.to(device), self.second.to(device))
+
+
+@dataclass(frozen=True)
 class Moments:
     """Sums over N tokens x of width d: everything scores and closed forms need, and nothing of the tokens themselves.
 
@@ -70,6 +89,7 @@ class Moments:
         active: number of tokens with |x| > `ACTIVE_THRESHOLD`, (d,) float64.
         gram: Σ x xᵀ, (d, d) float32, or None where only the vectors were collected.
         drift: of the same tokens, where the target corrects it; else None.
+        taylor: of the site, the same whichever tokens these are; None where it was not collected.
     """
 
     count: int
@@ -79,6 +99,7 @@ class Moments:
     active: Tensor
     gram: Tensor | None = None
     drift: Drift | None = None
+    taylor: Taylor | None = None
 
     @classmethod
     def zeros(cls, width: int, *, gram: bool, device: torch.device | str = "cpu") -> Self:
@@ -122,6 +143,7 @@ class Moments:
             self.active + other.active,
             gram,
             drift,
+            self.taylor if other.taylor is not None else None,
         )
 
     @property
@@ -139,6 +161,7 @@ class Moments:
             self.active.to(device),
             None if self.gram is None else self.gram.to(device),
             None if self.drift is None else self.drift.to(device),
+            None if self.taylor is None else self.taylor.to(device),
         )
 
     @property

@@ -96,6 +96,28 @@ class Readout:
                 found.append(Drawn(values.float(), whole, 1 / DRAWS if whole else 1.0))
         return found
 
+    def loss_gradients(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:
+        """Gradients, at the last block's states, of the loss of a causal language model's own text.
+
+        The loss of a sample is the mean over its predictions of −log p(next token).
+
+        Args:
+            batch: `input_ids` of B samples.
+            states: (B, T, hidden), any floating dtype, on any device.
+
+        Returns:
+            (B, T, hidden) float32.
+        """
+        entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
+        with torch.enable_grad():
+            (logits,) = self._outputs(batch, entering)
+        tokens = batch["input_ids"].to(logits.device)
+        share = -1 / (tokens.shape[1] - 1)
+        own = _of_log_p(logits.detach().flatten(0, 1), tokens.roll(-1, 1).flatten(), share).view_as(logits)
+        own[:, -1] = 0  # nothing comes after the last token
+        (values,) = torch.autograd.grad(logits, entering, own)
+        return values.float()
+
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         """What the model returns for some samples when its last block makes `states` of them.
@@ -189,13 +211,18 @@ def _of_labels(logits: Tensor, whole: bool, generator: torch.Generator) -> Itera
     ]
     share = math.sqrt(len(logits) / len(flat))
     for drawn in torch.cat(parts).unbind(1):
-        gradient = torch.empty_like(flat)
-        for start in range(0, len(flat), rows):
-            part = flat[start : start + rows]
-            own = functional.softmax(part.float(), -1).neg_()
-            own[torch.arange(len(own), device=own.device), drawn[start : start + rows]] += 1
-            gradient[start : start + rows] = own.mul_(share)
-        yield gradient.view_as(logits)
+        yield _of_log_p(flat, drawn, share).view_as(logits)
+
+
+def _of_log_p(flat: Tensor, labels: Tensor, share: float) -> Tensor:
+    """The gradient at logits (S, classes) of `share` Σ_s log p(label s), labels int64 (S,)."""
+    rows = max(1, CHUNK // flat.shape[-1])
+    gradient = torch.empty_like(flat)
+    for start in range(0, len(flat), rows):
+        own = functional.softmax(flat[start : start + rows].float(), -1).neg_()
+        own[torch.arange(len(own), device=own.device), labels[start : start + rows]] += 1
+        gradient[start : start + rows] = own.mul_(share)
+    return gradient
 
 
 def _of_features(states: Tensor, generator: torch.Generator) -> Tensor:

@@ -4,6 +4,7 @@ The engine and the closed forms do not know which (calibration/README.md, sectio
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.drift import observe_drift
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 
@@ -53,9 +55,13 @@ class CachedMoments(NoMoments):
         self._statistics, self._model = statistics, model
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """The block's moments, read from disk."""
+        """The block's moments, and what else there is of its sites, read from disk."""
         names = {key: self._model.moments_name(block, key) for key in keys}
         found = self._statistics.block(block, set(names.values()))
+        for name, own in self._statistics.taylor(block).items():
+            if name in found:
+                folds = (each for each in found[name] if isinstance(each, Moments))
+                found[name] = tuple(replace(each, taylor=own) for each in folds)
         return {key: found[name] for key, name in names.items() if name in found}
 
 

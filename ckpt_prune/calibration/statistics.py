@@ -3,8 +3,9 @@
 `statistics.json` says of which model, tokenizer and data they are; `block-00000.safetensors` holds, for every consumer
 and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys as
 `<query weight>/<fold>/<moment>`; `fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, under
-their names. Grams and metrics are symmetric and stored as their packed upper triangle, row by row. Additive: two
-folders of the same model can be summed.
+their names; `taylor-00000.safetensors` the importances of units as `<consumer weight>/<order>`. Grams and metrics are
+symmetric and stored as their packed upper triangle, row by row. Two folders of the same model can be summed, but for
+those importances.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.moments import Moments, Taylor
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
@@ -44,6 +45,7 @@ from ckpt_prune.errors import UserError
 INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
 _LOGITS = ("queries", "keys", "fourth", "centred")
+_ORDERS = ("first", "second")
 
 
 BlockMoments = dict[str, SpaceMoments]
@@ -74,7 +76,7 @@ class StatisticsIndex(BaseModel):
         collect: moments (vectors), gram (Grams), both of consumers' inputs; logits (moments of queries and keys);
             centred (with keys less their mean over each sample, too);
             linears (vectors, and Grams where asked for, also of the inputs of all other linears); fisher (the Fisher
-            metric at the outputs of consumers and of queries).
+            metric at the outputs of consumers and of queries); taylor (importances of units, by gradients of the loss).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
         consumers: consumer's on-disk weight → width, for every block.
@@ -160,9 +162,15 @@ def fisher_file(block: int) -> str:
     return f"fisher-{block:05d}.safetensors"
 
 
+def taylor_file(block: int) -> str:
+    """Name of the file with the importances of a block's units."""
+    return f"taylor-{block:05d}.safetensors"
+
+
 def files_of(blocks: int, collect: Container[str]) -> list[str]:
     """Names of all files of a folder but the index."""
-    kinds = [block_file, fisher_file] if "fisher" in collect else [block_file]
+    kinds = [block_file]
+    kinds += [name for kind, name in {"fisher": fisher_file, "taylor": taylor_file}.items() if kind in collect]
     return [name(block) for name in kinds for block in range(blocks)]
 
 
@@ -234,6 +242,21 @@ def write_fisher(folder: Path, block: int, found: Mapping[str, Fisher]) -> str:
     return _write(folder, fisher_file(block), {n: pack_symmetric(s) if s.ndim == 2 else s for n, s in sums.items()})
 
 
+def write_taylor(folder: Path, block: int, found: Mapping[str, Taylor]) -> str:
+    """Write the importances of one block's units; returns the file's sha256.
+
+    Args:
+        folder: where to.
+        block: its index.
+        found: by on-disk weight.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written.
+    """
+    tensors = {f"{name}/{order}": getattr(own, order) for name, own in found.items() for order in _ORDERS}
+    return _write(folder, taylor_file(block), tensors)
+
+
 def _write(folder: Path, name: str, tensors: dict[str, Tensor]) -> str:
     with disk_failures(folder / name):
         try:
@@ -286,7 +309,7 @@ class Statistics:
             def inputs(prefix: str, width: int) -> Moments:
                 gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
                 vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
-                return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None)
+                return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None, taylor=None)
 
             def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
                 samples, tokens = get(f"{prefix}counts").tolist()
@@ -327,6 +350,24 @@ class Statistics:
             width = (isqrt(8 * len(sums) + 1) - 1) // 2
             found[name] = Fisher(self.index.fisher, sums if name in queries else unpack_symmetric(sums, width))
         return found
+
+    def taylor(self, block: int) -> dict[str, Taylor]:
+        """Importances of the units of one block: on-disk weight of the consumer → those of its units.
+
+        Args:
+            block: its index.
+
+        Returns:
+            Nothing where they were not collected.
+
+        Raises:
+            UserError: the file changed since it was written, or a tensor holds NaN or Inf.
+        """
+        if "taylor" not in self.index.collect:
+            return {}
+        with self._open(taylor_file(block)) as (names, get):
+            sites = dict.fromkeys(name.rpartition("/")[0] for name in sorted(names))
+            return {site: Taylor(*(get(f"{site}/{order}") for order in _ORDERS)) for site in sites}
 
     @contextmanager
     def _open(self, name: str) -> Iterator[tuple[set[str], Callable[[str], Tensor]]]:
@@ -449,7 +490,8 @@ def check_addable(a: Statistics, b: Statistics) -> None:
     """Refuse to add what does not belong together.
 
     Raises:
-        UserError: model, tokenizer, dtype, folds or what was collected differ, or both saw the same windows.
+        UserError: model, tokenizer, dtype, folds or what was collected differ, both saw the same windows, or what they
+            hold does not add.
     """
     same = {
         "model": "models",
@@ -469,6 +511,11 @@ def check_addable(a: Statistics, b: Statistics) -> None:
             raise UserError(f"{a.folder} and {b.folder} are of different {name}: only equal ones can be added")
     if set(a.index.data) & set(b.index.data):
         raise UserError(f"{a.folder} and {b.folder} hold the same calibration samples: they would count twice")
+    if "taylor" in a.index.collect:
+        raise UserError(
+            f"{a.folder} and {b.folder} hold Taylor importances, absolute values of sums over samples, which do not "
+            "add: calibrate once on all samples, or leave taylor out of --collect"
+        )
 
 
 def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> StatisticsIndex:

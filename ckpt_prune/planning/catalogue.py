@@ -75,6 +75,8 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
         return ("text",)
     if recipe.recovery is not None:
         return ("text", "images")
+    if "taylor" in recipe.collect:
+        return ("text", "statistics")
     return ("text", "images", "statistics") if recipe.needs_moments else ()
 
 

@@ -74,6 +74,10 @@ class Kind(ABC):
     def collects(self, wish: Wish) -> set[Collect]:
         """What statistics must hold for this space, beside the vectors of consumers' inputs."""
 
+    def needs_taylor(self, wish: Wish) -> bool:
+        """Whether the score is what gradients of the loss have told of the unpruned model."""
+        return False
+
     @abstractmethod
     def measures_more(self, wish: Wish) -> bool:
         """Whether moments that are measured live must hold more than the least: Grams, or Grams of centred keys."""
@@ -100,8 +104,14 @@ class ColumnKind(Kind):
         return f"target {wish.target}" if wish.target == "drift" else None
 
     def collects(self, wish: Wish) -> set[Collect]:
-        """The Gram of the consumer's input, where something needs it."""
-        return set() if self.gram_for(wish) is None else {"gram"}
+        """The Gram of the consumer's input, where something needs it, and what gradients tell of units."""
+        found: set[Collect] = set() if self.gram_for(wish) is None else {"gram"}
+        return found | {"taylor"} if self.needs_taylor(wish) else found
+
+    def needs_taylor(self, wish: Wish) -> bool:
+        """Whether the score is what gradients of the loss have told of the unpruned model."""
+        score = self.scores[wish.score]
+        return isinstance(score, UnitScore) and score.needs_taylor
 
     def measures_more(self, wish: Wish) -> bool:
         """Grams, where something needs them."""

@@ -4,10 +4,11 @@ import hashlib
 import json
 from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Ratio, Strict
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
@@ -65,6 +66,11 @@ class Recipe(Strict):
     widths: Literal["uniform", "per_layer"] = Field(
         "uniform", description="per_layer: blocks may differ in width; the output then carries remote code."
     )
+    layers: str | None = Field(
+        None,
+        description="Prune blocks a to b - 1 only, as A:B, in numbers of blocks or shares of the depth (12.5%:93.75%); "
+        "either may be left out. The others stay whole, so it goes with widths: per_layer.",
+    )
     container: str = Field(
         "auto",
         description="auto: a stock class, or remote code where blocks differ in width; any: a stock class, or remote "
@@ -80,6 +86,11 @@ class Recipe(Strict):
         None, description="Train what stays of each block right after it is pruned (LaCo)."
     )
     export: ExportRecipe | None = Field(None, description="End in an ONNX graph, in the output's folder onnx.")
+
+    @field_validator("layers")
+    @classmethod
+    def _a_range(cls, value: str | None) -> str | None:
+        return checked_range(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +123,8 @@ class Recipe(Strict):
             )
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
+        if self.mask is not None and self.layers is not None:
+            raise ValueError("layers is for spaces: a mask zeroes weights of every block")
         if self.mask is not None and (self.allocation, self.widths, self.size) != ("uniform", "uniform", None):
             raise ValueError("allocation, widths and size speak of units: they do not go with a mask")
         if self.mask is not None and self.target == "drift":
@@ -133,6 +146,11 @@ class Recipe(Strict):
                 allowed = ", ".join(kind.methods)
                 raise ValueError(
                     f"spaces.{space}: method {own.compensation.method} is not for this space; allowed here: {allowed}"
+                )
+            if kind.needs_taylor(self.wish(space)) and self.target != "dense":
+                raise ValueError(
+                    f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
+                    "all of it: say target: dense"
                 )
         for space in self.spaces if self.ranks_blocks else ():
             reason = kind_of(space).unrankable
@@ -158,6 +176,13 @@ class Recipe(Strict):
         return self
 
     def _consistent_budget(self) -> None:
+        if self.layers is not None and self.allocation != "uniform":
+            raise ValueError(f"allocation {self.allocation} chooses among all blocks: leave out layers")
+        if self.layers is not None and self.widths == "uniform" and self.spaces:
+            raise ValueError(
+                "layers leaves other blocks whole, so that blocks differ in width, which no stock model can load: say "
+                "widths: per_layer to accept remote code"
+            )
         for space, own in self.spaces.items():
             if self.ranks_blocks and not kind_of(space).scores_columns(own.score):
                 raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
@@ -190,6 +215,14 @@ class Recipe(Strict):
         """Whether widths are found from effects on the model's output."""
         return self.allocation == "least-error" and self.weigh_by != "energy"
 
+    def blocks(self, count: int) -> range:
+        """The blocks of a model of `count` that are pruned; the others stay whole.
+
+        Raises:
+            UserError: there are none, or the recipe names more than the model has.
+        """
+        return blocks_of(self.layers, count)
+
     def ratio_of(self, space: SpaceName) -> float:
         """Share of units to drop in a space."""
         own = self.spaces[space].ratio
@@ -209,7 +242,7 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
-        optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by")
+        optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
         return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
@@ -277,7 +310,8 @@ class Recipe(Strict):
     def calibration(self) -> str:
         """The command that measures statistics for this recipe."""
         folds = " --folds 4" if self.needs_folds else ""
-        return f"ckpt-prune calibrate{folds}"
+        kinds = f" --collect {','.join(self.collect)}" if "taylor" in self.collect else ""
+        return f"ckpt-prune calibrate{folds}{kinds}"
 
     @property
     def needs_linear_grams(self) -> bool:

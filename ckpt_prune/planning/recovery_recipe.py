@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.fields import Strict
 
 Part = Literal["mlp", "attention"]
@@ -53,9 +53,7 @@ class RecoverySettings(Strict):
     @field_validator("layers")
     @classmethod
     def _a_range(cls, value: str | None) -> str | None:
-        if value is not None:
-            _bounds(value)
-        return value
+        return checked_range(value)
 
     def blocks(self, count: int) -> range:
         """The blocks of a model of `count` that are recovered.
@@ -63,13 +61,7 @@ class RecoverySettings(Strict):
         Raises:
             UserError: the range is empty, or goes beyond the last block.
         """
-        if self.layers is None:
-            return range(count)
-        start, stop = _bounds(self.layers)
-        found = range(start or 0, count if stop is None else stop)
-        if not found or found.stop > count:
-            raise UserError(f"layers {self.layers}: the model has blocks 0 to {count - 1}, say 0:{count} for all")
-        return found
+        return blocks_of(self.layers, count)
 
     def rate(self, hidden: int) -> float:
         """The learning rate at a hidden size."""
@@ -83,11 +75,3 @@ class RecoveryRecipe(RecoverySettings):
         None, ge=2, description="Windows, or images, to train on. Default: those of the calibration."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of the order of samples.")
-
-
-def _bounds(text: str) -> tuple[int | None, int | None]:
-    parts = [part.strip() for part in text.split(":")]
-    if len(parts) != 2 or not all(part.isascii() and (part.isdigit() or not part) for part in parts):
-        raise ValueError(f"{text!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4")
-    start, stop = (int(part) if part else None for part in parts)
-    return start, stop

@@ -151,7 +151,8 @@ def _coarse(report: Report) -> list[str]:
         return []
     sentences = []
     for space, own in used.spaces.items():
-        site = next((site for site in report.sites if site.space == space), None)
+        pruned = used.blocks(1 + max((site.block for site in report.sites), default=0))
+        site = next((site for site in report.sites if site.space == space and site.block in pruned), None)
         if site is None:
             continue
         asked, dropped = used.ratio_of(space), site.units - len(site.kept)

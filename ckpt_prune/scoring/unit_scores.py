@@ -1,4 +1,4 @@
-"""Scores of whole units of an output projection that are no sum over columns: higher = keep. Pure functions."""
+"""Scores of whole units that are no sum over the columns of an output projection: higher = keep. Pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.moments import Moments, Taylor
 from ckpt_prune.scoring.obs import removal
 
 
@@ -38,6 +38,22 @@ def without_mean(gram: Tensor, moments: Moments) -> Tensor:
     return torch.addr(gram.double(), moments.mean, moments.mean, alpha=-moments.count)
 
 
+def taylor1(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
+    """Σ |g w| over a unit's weights, LLM-Pruner's first order; (units,) float64. All was measured before."""
+    return _taylor(moments).first
+
+
+def taylor2(weight: Tensor, moments: Moments, per_unit: int, *, centred: bool) -> Tensor:
+    """Σ |g w − ½ Σ_s (g_s w)²|, LLM-Pruner's second order; (units,) float64. All was measured before."""
+    return _taylor(moments).second
+
+
+def _taylor(moments: Moments) -> Taylor:
+    if moments.taylor is None:
+        raise ValueError("scores taylor1 and taylor2 need gradients of the loss: collect statistics with taylor")
+    return moments.taylor
+
+
 @dataclass(frozen=True)
 class UnitScore:
     """The function of a score, and the statistics that it needs."""
@@ -45,7 +61,12 @@ class UnitScore:
     function: Callable[..., Tensor]
     needs_moments: bool = True
     needs_gram: bool = True
+    needs_taylor: bool = False
 
 
-UNIT_SCORES: dict[str, UnitScore] = {"obs": UnitScore(obs)}
+UNIT_SCORES: dict[str, UnitScore] = {
+    "obs": UnitScore(obs),
+    "taylor1": UnitScore(taylor1, needs_gram=False, needs_taylor=True),
+    "taylor2": UnitScore(taylor2, needs_gram=False, needs_taylor=True),
+}
 """Scores by name. Each takes the arguments of `obs`."""

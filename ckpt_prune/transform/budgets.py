@@ -17,7 +17,7 @@ from ckpt_prune.planning.budget import BudgetError, Crossed, Curve, least_error,
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
-from ckpt_prune.transform.decisions import Decision, Decisions, Losses, keep_count, kept_units
+from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_units
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Ranked, Request
@@ -51,11 +51,8 @@ def decide(request: Request, ranking: Ranking | None = None) -> Decisions:
     if recipe.size is not None:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if recipe.allocation == "uniform":
-        known = request.ranked or {}
-        sites = {
-            site: Decision(keep_count(request.model, recipe, site.space), None, own.scores)
-            for site, (own,) in known.items()
-        }
+        by_ratio, known = Decisions(recipe), request.ranked or {}
+        sites = {site: replace(by_ratio.of(request.model, site), scores=own.scores) for site, (own,) in known.items()}
         return Decisions(recipe, sites)
     assert ranking is not None
     return kept_units(request.model, recipe, ranked(request.model, recipe, ranking))

@@ -41,7 +41,9 @@ def check_fit(request: Request) -> None:
     """
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
+    request.recipe.blocks(request.model.blocks)
     _mask(request)
+    _taylor(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
         if request.recipe.mask is not None:
@@ -128,6 +130,17 @@ def _recovery(request: Request) -> None:
         request.recipe.recovery.blocks(request.model.blocks)
     if request.training is not None:
         check_trainable(len(request.training.samples))
+
+
+def _taylor(request: Request) -> None:
+    """What scores by gradients of the loss ask of the model and of statistics."""
+    if "taylor" not in request.recipe.collect:
+        return
+    what = f"recipe {request.recipe.name} ranks units by gradients of the loss"
+    if not request.model.family.causal:
+        raise UserError(f"{what} of next tokens, which is for causal language models: this is none")
+    if request.statistics is not None and "taylor" not in request.statistics.index.collect:
+        raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
 
 
 def check_trained(request: Request) -> None:

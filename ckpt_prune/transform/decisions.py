@@ -63,7 +63,11 @@ class Decisions:
     def of(self, model: Model, site: Site) -> Decision:
         """What is settled of one site."""
         known = self.sites.get(site)
-        return Decision(keep_count(model, self.recipe, site.space)) if known is None else known
+        if known is not None:
+            return known
+        if site.block not in self.recipe.blocks(model.blocks):
+            return Decision(model.units(site.space))
+        return Decision(keep_count(model, self.recipe, site.space))
 
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
         """Units kept per block and space."""
@@ -78,7 +82,7 @@ class Decisions:
 
 
 def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
-    """Units of a space that stay under the recipe's ratio; of q and k, in every head.
+    """Units of a space that stay under the recipe's ratio in a block that is pruned; of q and k, in every head.
 
     Raises:
         UserError: none would.

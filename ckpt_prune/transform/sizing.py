@@ -109,11 +109,12 @@ def _made_up(request: Request, tried: list[Recipe], kind: SizeKind, budget: floa
 def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, budget: float) -> _Reached | None:
     """A recipe with one space as wide as the budget lets it be, the others as they are."""
     model, own = request.model, recipe.spaces[space]
-    (base, *_) = Decisions(recipe).widths(model)
+    given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
+    base = given[pruned.start]
     allowed = allowed_widths(model.units(space), own.multiple_of)
 
     def widths(width: int) -> Widths:
-        return [{**base, space: width} for _ in range(model.blocks)]
+        return [{**kept, space: width} if block in pruned else kept for block, kept in enumerate(given)]
 
     fitting = bisect_right(allowed, budget, key=lambda width: cost_in(kind, cost_at(request, widths(width))))
     if not fitting:

@@ -11,7 +11,7 @@ from tests.cli.running import misused, ok, refused
 
 TOP = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "container, spaces, mask, rotation, recovery, export"
+    "layers, container, spaces, mask, rotation, recovery, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
@@ -32,7 +32,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 6, 18, 3, 9]
+    assert [len(own) for own in named.values()] == [4, 1, 6, 18, 3, 11]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 

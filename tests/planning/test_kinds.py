@@ -49,7 +49,8 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
             assert (kind.gram_for(wish) is not None) == (
                 score.needs_gram or traits.needs_gram or wish.target == "drift" or wish.by_error
             )
-            assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set())
+            told = {"taylor"} if wish.score in ("taylor1", "taylor2") else set()
+            assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set()) | told
         else:
             assert kind.gram_for(wish) is None
             assert kind.collects(wish) == ({"logits"} if kind.needs_moments(wish) or wish.by_error else set())

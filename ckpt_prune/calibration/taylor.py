@@ -1,0 +1,168 @@
+"""LLM-Pruner's Taylor importances of units, by gradients of the loss (scoring/README.md, section 6).
+
+Let L_s be the mean loss of the text of sample s, g_s = ∂L_s/∂w at a weight w and g = Σ_s g_s. Setting w to zero changes
+the loss by g w − ½ h w², and h ≈ Σ_s g_s². The importance of a unit is the sum of |g w|, or of |g w − ½ Σ_s (g_s w)²|,
+over all weights that go with it: its rows of the linear modules that make its space and its columns of the consumer
+(Ma et al. 2023, eq. 5, "element-wise", aggregated by a sum).
+
+The labels are the text's own, where the Fisher metric draws them from the model (`calibration.fisher`). One pass
+forward keeps the states at the ends of all blocks. One pass backward takes every block again, with its gradient.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.fisher import READOUT_TOKENS, states_at_ends
+from ckpt_prune.calibration.moments import Taylor
+from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.samples import Samples, batches_of
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.errors import UserError
+from ckpt_prune.progress import track
+
+
+@dataclass
+class _Gradient:
+    """Gradients of the loss at one weight, (d_out, d_in) float32.
+
+    Attributes:
+        total: Σ_s g_s.
+        squares: Σ_s g_s².
+    """
+
+    total: Tensor
+    squares: Tensor
+
+    def add(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Some more samples.
+
+        Args:
+            inputs: of the linear module, (B, T, d_in).
+            outputs: gradients at its outputs, (B, T, d_out).
+        """
+        for x, y in zip(inputs.float(), outputs.float(), strict=True):
+            own = y.T @ x
+            self.total += own
+            self.squares.addcmul_(own, own)
+
+
+def measure_taylor(
+    model: Model,
+    samples: Samples,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    allocate: Allocate = in_memory,
+) -> Iterator[tuple[int, dict[str, Taylor]]]:
+    """Importances of the units of every site of the dense model, block by block from the last to the first.
+
+    A model of L blocks has 5 L of them run, gradients of states and of weights counted as one run each more. Memory: a
+    block with its activations of `streams.TOKENS_PER_BATCH` tokens and twice its weights in float32, everything outside
+    the blocks, the hidden states at the end of every block and once more for the gradients, and the logits of
+    `fisher.READOUT_TOKENS` tokens (at least of one sample) twice.
+
+    Args:
+        model: the dense model, a causal language model.
+        samples: windows of text, all of which are run.
+        device: where blocks run.
+        compute_dtype: in which they run.
+        allocate: makes the tensors that hold hidden states.
+
+    Yields:
+        Index of a block, and its sites by `Model.moments_name`.
+
+    Raises:
+        UserError: a gradient is not finite.
+    """
+    checkpoint = model.checkpoint
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    states = states_at_ends(model, stream, allocate)
+    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    leaving = states.pop()
+    gradients = allocate(tuple(leaving.shape), torch.float32)
+    for rows in batches_of(samples, READOUT_TOKENS):
+        gradients[rows] = readout.loss_gradients(samples.batch(rows), leaving[rows]).cpu()
+    del readout, leaving
+    for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
+        tensors = model.read_block(block)
+        module = factory.block(block, tensors).requires_grad_(False)
+        weights = _backward(stream, module, block, states.pop(), gradients)
+        found = {
+            model.moments_name(block, space): _importances(model, block, space, tensors, weights)
+            for space in model.family.columns
+        }
+        for name, own in found.items():
+            if not bool(torch.isfinite(own.second).all()):
+                raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
+        yield block, found
+
+
+def _backward(
+    stream: HiddenStream, module: nn.Module, block: int, given: Tensor, gradients: Tensor
+) -> dict[str, _Gradient]:
+    """Turn gradients at the states that leave a block into those at the states that enter it.
+
+    Returns:
+        Linear module as it stands on disk → gradients at its weight, (d_out, d_in).
+    """
+    factory = stream.factory
+    parts = {
+        disk: [path.removesuffix(".weight") for path in factory.parts(block, factory.family.tensor(block, disk))]
+        for disk in dict.fromkeys(name for space in factory.family.columns.values() for name in space.modules)
+    }
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def watch(path: str) -> None:
+        def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs[path], outputs[path] = args[0].detach(), output
+
+        module.get_submodule(path).register_forward_hook(see)
+
+    for path in {path for own in parts.values() for path in own}:
+        watch(path)
+    found: dict[str, _Gradient] = {}
+    for _, rows in stream.batches:
+        with torch.enable_grad():
+            entering = given[rows].to(factory.device).requires_grad_(True)
+            leaving = stream.run(module, block, entering)
+        entered, *others = torch.autograd.grad(
+            leaving, [entering, *outputs.values()], gradients[rows].to(leaving), allow_unused=False
+        )
+        at = dict(zip(outputs, others, strict=True))
+        for disk, paths in parts.items():
+            # Some models flatten samples before a linear module.
+            x = inputs[paths[0]].reshape(len(entering), -1, inputs[paths[0]].shape[-1])
+            y = torch.cat([at[path].reshape(len(entering), -1, at[path].shape[-1]) for path in paths], -1)
+            if disk not in found:
+                found[disk] = _Gradient(*(x.new_zeros(y.shape[-1], x.shape[-1], dtype=torch.float32) for _ in "12"))
+            found[disk].add(x, y)
+        gradients[rows] = entered.float().cpu()
+    return found
+
+
+def _importances(
+    model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], weights: Mapping[str, _Gradient]
+) -> Taylor:
+    """Sums over the weights of each unit, on CPU."""
+    description, units = model.family.columns[space], model.site_units(space)
+    first, second = (torch.zeros(units, dtype=torch.float64) for _ in "12")
+    for axis, incidence in description.incidences:
+        own = weights[incidence.module]
+        weight = tensors[model.tensor(block, incidence.module)].to(own.total)
+        lines = incidence.lines(torch.arange(units), units, model.dimension)
+        change = own.total * weight
+        for sums in (first, second):
+            if sums is second:
+                change -= own.squares * weight.square() / 2
+            by_line = change.abs().sum(int(axis == "rows"), dtype=torch.float64).cpu()
+            sums += by_line[lines].view(incidence.copies, units, -1).sum((0, 2))
+    return Taylor(first, second)

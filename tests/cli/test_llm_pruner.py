@@ -1,0 +1,103 @@
+"""LLM-Pruner's recipes and blocks that stay whole, from the command line."""
+
+from pathlib import Path
+
+import pytest
+
+import ckpt_prune
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.planning.accounting import cost_of
+from tests import encoders
+from tests.cli.running import TEXT, ok, read_json, refused
+from tests.images import write_images, write_vit
+
+RECIPE = ("--recipe", "llm-pruner-taylor2")
+RATIO = ("--ratio", "0.5")
+SIZE = ("--target-params", "90%")
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A working folder with `opt`, of three blocks, and `calib.txt`."""
+    with quiet_transformers():
+        encoders.make(place / "opt", "opt")
+    return place
+
+
+def kept(report: Path | str) -> dict[tuple[int, str], list[int]]:
+    return {(site["block"], site["space"]): site["kept"] for site in read_json(str(report))["sites"]}
+
+
+def test_statistics_and_text_give_the_same_and_the_units_of_least_importance_go(here):
+    ok("calibrate", "opt", *TEXT, "--collect", "moments,taylor", "-o", "told")
+    ok("prune", "opt", *RECIPE, *RATIO, "--statistics", "told", "-o", "a")
+    ok("prune", "opt", *RECIPE, *RATIO, *TEXT, "-o", "b")
+    assert (Path("a") / WEIGHTS).read_bytes() == (Path("b") / WEIGHTS).read_bytes()
+    sites = kept("a/ckpt_prune.json")
+    model = Model.open("opt")
+    statistics = Statistics(Path("told"))
+    for (block, space), units in sites.items():
+        scores = statistics.taylor(block)[model.moments_name(block, space)].second
+        expected = range(len(scores)) if block != 1 else scores.argsort(descending=True)[: -(-len(scores) // 2)]
+        assert units == sorted(int(unit) for unit in expected)
+    small = ckpt_prune.load("a")
+    assert sum(p.numel() for p in small.parameters()) < cost_of(model).parameters
+
+
+def test_a_plan_says_the_same(here):
+    ok("calibrate", "opt", *TEXT, "--collect", "moments,taylor", "-o", "told")
+    ok("plan", "opt", *RECIPE, *RATIO, "--statistics", "told", "-o", "plan.json")
+    ok("prune", "opt", "--plan", "plan.json", "-o", "a")
+    ok("prune", "opt", *RECIPE, *RATIO, "--statistics", "told", "-o", "b")
+    assert kept("a/ckpt_prune.json") == kept("b/ckpt_prune.json") == kept("plan.json")
+
+
+def test_a_size_is_met_by_the_blocks_that_are_pruned(here):
+    ok("prune", "opt", "--recipe", "magnitude", "--set", "layers=1:3", "--set", "widths=per_layer", *SIZE, "-o", "a")
+    model = Model.open("opt")
+    widths = {site: len(units) for site, units in kept("a/ckpt_prune.json").items()}
+    assert {widths[0, space] for space in ("heads", "mlp")} == {model.units("heads"), model.units("mlp")}
+    assert widths[1, "mlp"] == widths[2, "mlp"] < model.units("mlp")
+    share = sum(p.numel() for p in ckpt_prune.load("a").parameters()) / cost_of(model).parameters
+    assert 0.88 < share <= 0.9
+
+
+def test_blocks_that_stay_whole_are_not_called_too_coarse(here):
+    ok("prune", "opt", "--recipe", "magnitude", "--set", "layers=1:3", "--set", "widths=per_layer", *RATIO, "-o", "a")
+    assert "too coarse" not in Path("a/README.md").read_text()
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_statistics_without_gradients(here):
+    ok("calibrate", "opt", *TEXT, "--collect", "moments", "-o", "bare")
+    assert refused("prune", "opt", *RECIPE, "--statistics", "bare", "-o", "out") == (
+        "recipe llm-pruner-taylor2 ranks units by gradients of the loss, and bare has none: run `ckpt-prune calibrate "
+        "--collect moments,taylor`"
+    )
+    assert refused("prune", "opt", *RECIPE, "-o", "out") == (
+        "recipe llm-pruner-taylor2 needs statistics: give --statistics, or --text to measure them"
+    )
+
+
+def test_a_model_of_too_few_blocks(here):
+    assert refused("prune", "dense", *RECIPE, *TEXT, "-o", "out") == (
+        "layers 12.5%:93.75%: the model has blocks 0 to 1, say 0:2 for all"
+    )
+
+
+def test_a_vision_model(here):
+    write_images(here / "images", ["a.png", "b.png"])
+    write_vit(here / "vit")
+    data = ("--images", "images")
+    assert refused("prune", "vit", *RECIPE, "--set", "layers=null", *data, "-o", "out") == (
+        "recipe llm-pruner-taylor2 ranks units by gradients of the loss of next tokens, which is for causal language "
+        "models: this is none"
+    )
+    assert refused("calibrate", "vit", *data, "--collect", "taylor", "-o", "out").startswith(
+        "--collect taylor: of a vit"
+    )

@@ -1,0 +1,35 @@
+"""LLM-Pruner's importances from whole models: every gradient by autograd, in float64, sample by sample."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def gradients(model: PreTrainedModel, windows: Tensor) -> list[dict[str, Tensor]]:
+    """Gradients of transformers' own loss of each window, by parameter."""
+    found = []
+    for window in windows:
+        model.zero_grad()
+        model(input_ids=window[None], labels=window[None]).loss.backward()
+        found.append({name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None})
+    return found
+
+
+def importance(model: PreTrainedModel, windows: Tensor, parts: list[tuple[str, int, list[slice]]]) -> dict:
+    """Of the units that lie on some parameters: (name, dimension, each unit's lines).
+
+    Returns:
+        Order → one number per unit.
+    """
+    weights = dict(model.named_parameters())
+    told = gradients(model, windows)
+    orders = {order: torch.zeros(len(parts[0][2]), dtype=torch.float64) for order in ("first", "second")}
+    for name, dim, units in parts:
+        weight = weights[name].detach()
+        linear = sum(each[name] for each in told) * weight
+        curved = linear - 0.5 * sum((each[name] * weight) ** 2 for each in told)
+        for order, change in (("first", linear), ("second", curved)):
+            orders[order] += torch.tensor(
+                [float(change[own].abs().sum() if dim == 0 else change[:, own].abs().sum()) for own in units]
+            )
+    return orders

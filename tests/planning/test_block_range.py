@@ -1,0 +1,99 @@
+"""Ranges of blocks, in numbers and in shares of the depth."""
+
+import pytest
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.block_range import blocks_of, checked_range
+from ckpt_prune.planning.recipe_file import load_recipe
+
+from .recipes import refusal, write
+
+PUBLISHED = "12.5%:93.75%"
+"""LLM-Pruner's blocks of LLaMA-7B, 4 to 29 of 32."""
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "found"),
+    [
+        (None, 3, range(3)),
+        (":", 3, range(3)),
+        ("4:30", 32, range(4, 30)),
+        (PUBLISHED, 32, range(4, 30)),
+        (PUBLISHED, 30, range(4, 28)),
+        (PUBLISHED, 6, range(1, 5)),
+        (PUBLISHED, 3, range(1, 2)),
+        # A block counts that is within the range as a whole: 10 % of 30 is 3, though not in binary.
+        ("10%:90%", 30, range(3, 27)),
+        ("50%:", 5, range(3, 5)),
+        (" 1 : 100% ", 5, range(1, 5)),
+    ],
+)
+def test_what_it_names(text, count, found):
+    assert blocks_of(text, count) == found
+
+
+@pytest.mark.parametrize(("text", "count"), [(PUBLISHED, 2), ("0:3", 2), ("60%:40%", 10), ("100%:", 4)])
+def test_blocks_that_are_not_there(text, count):
+    with pytest.raises(UserError) as caught:
+        blocks_of(text, count)
+    assert str(caught.value) == f"layers {text}: the model has blocks 0 to {count - 1}, say 0:{count} for all"
+
+
+@pytest.mark.parametrize("text", ["5", "1:2:3", "a:b", "-1:", "101%:", "4:-2", "%:", "1.5:2"])
+def test_what_is_no_range(text):
+    with pytest.raises(ValueError, match="is not a range") as caught:
+        checked_range(text)
+    assert str(caught.value) == f"{text!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4"
+
+
+# ---- in a recipe -------------------------------------------------------------------------------------------------
+
+OF_SPACES = "version: 1\nname: mine\nlayers: 1:2\nwidths: per_layer\nspaces: {mlp: {score: rcpu}}\n"
+
+
+def test_a_recipe_that_prunes_some_blocks_is_another(tmp_path):
+    own = load_recipe(str(write(tmp_path, OF_SPACES)))
+    assert own.blocks(4) == range(1, 2)
+    every = load_recipe(str(write(tmp_path, OF_SPACES.replace("layers: 1:2\n", ""))))
+    assert every.blocks(4) == range(4)
+    assert own.digest != every.digest
+    assert '"layers"' not in every.canonical_json()
+    assert own.with_ratio(0.5).layers == own.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ("widths=uniform",),
+            "layers leaves other blocks whole, so that blocks differ in width, which no stock model can load: say "
+            "widths: per_layer to accept remote code",
+        ),
+        (("allocation=least-error",), "allocation least-error chooses among all blocks: leave out layers"),
+        (
+            ("spaces.mlp.score=flap", "allocation=across-layers"),
+            "allocation across-layers chooses among all blocks: leave out layers",
+        ),
+    ],
+)
+def test_contradictions(tmp_path, changes, message):
+    path = write(tmp_path, OF_SPACES)
+    assert refusal(path, changes) == f"{path}: {message}"
+
+
+def test_a_mask_takes_no_range():
+    said = refusal("wanda-50", ("layers=0:1",))
+    assert said.endswith("layers is for spaces: a mask zeroes weights of every block")
+
+
+@pytest.mark.parametrize("score", ["taylor1", "taylor2"])
+def test_gradients_are_of_the_unpruned_model(score):
+    recipe = load_recipe(f"llm-pruner-{score}")
+    assert recipe.collect == ("moments", "taylor")
+    assert recipe.calibration == "ckpt-prune calibrate --collect moments,taylor"
+    assert recipe.blocks(32) == range(4, 30)
+    assert {(own.score, own.compensation.method) for own in recipe.spaces.values()} == {(score, "none")}
+    assert refusal(f"llm-pruner-{score}", ("target=sequential",)).endswith(
+        f"spaces.heads: score {score} is measured on the unpruned model, with a pass back through all of it: say "
+        "target: dense"
+    )
