@@ -93,6 +93,17 @@ def no_waiting_for_disks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_machine() -> Iterator[None]:
+    """What is said of a job's time and memory is of a machine that is always the same."""
+    from ckpt_prune.machine import Rates
+
+    rates = Rates(*(1e9,) * 5, reduced=1e8, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_prune.machine.measured_rates", lambda device, dtype: rates)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path) -> Iterator[Path]:
     """The working folder: one of the test's own, without anything in it.

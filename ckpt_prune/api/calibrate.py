@@ -86,6 +86,7 @@ def calibrate(
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
     from ckpt_prune.devices import resolve_device
+    from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
 
@@ -109,6 +110,12 @@ def calibrate(
         chosen = chosen_samples(source, options, options, trust=trust, say=say)
         checkpoint.check_finite()
         dtype = getattr(torch, options.compute_dtype)
+
+        told = forewarning_of_calibration(
+            source, len(chosen), chosen.tokens, kinds, options.folds or 1, target, dtype, effects=EFFECTS in asked
+        )
+        if told is not None:
+            say(told)
 
         def finish(found: "Statistics") -> None:
             if "fisher" in kinds:

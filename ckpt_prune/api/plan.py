@@ -40,6 +40,14 @@ class Planned:
 
         return [line for line in (*size_lines(self.settled), wider_choice(self.settled)) if line]
 
+    @property
+    def takes(self) -> str | None:
+        """What a prune by the plan will take on this machine, in words; None where that is not foreseen."""
+        from ckpt_prune.transform.estimate import of_plan
+
+        told = of_plan(self.settled, self.plan)
+        return None if told is None else f"pruning by it takes {told.line}"
+
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
         data: dict[str, Any] = json.loads(self.plan.to_json())

@@ -180,6 +180,7 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
 
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
+    from ckpt_prune.transform.estimate import forewarning
     from ckpt_prune.transform.run import run
     from ckpt_prune.transform.settle import foresee, settle
 
@@ -198,6 +199,10 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
             _check_before_measuring(settled, step, out)
         if options.dry_run:
             return Pruned(out, settled, None, None, tuple(say.lines))
+        if not options.resume:
+            told = forewarning(settled if settled.known is not None else foresee(settled.request))
+            if told is not None:
+                say(told)
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
         pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
@@ -269,9 +274,11 @@ def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: P
 
 
 def _dry_data(settled: "Settled | None") -> dict[str, Any]:
+    from ckpt_prune.transform.estimate import of_job
     from ckpt_prune.transform.messages import messages, unmeasured_lines
 
     assert settled is not None
+    told = of_job(settled)
     return {
         "recipe": settled.recipe.model_dump(mode="json", by_alias=True),
         "container": {
@@ -283,4 +290,5 @@ def _dry_data(settled: "Settled | None") -> dict[str, Any]:
         "before": settled.before.model_dump(),
         "after": settled.output.cost.model_dump(),
         "messages": [*messages(settled), *unmeasured_lines(settled)],
+        "estimate": None if told is None else told.data(),
     }

@@ -92,11 +92,13 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
         return
     made = plan(**given)
     if as_json:
-        for line in made.messages:
+        for line in filter(None, (*made.messages, made.takes)):
             click.echo(line, err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)
+    if made.takes is not None:
+        click.echo(f"\n{made.takes}")
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
 

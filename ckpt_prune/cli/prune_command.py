@@ -76,6 +76,8 @@ def command(as_json: bool, **given: Any) -> None:
     export.format=onnx), OUT/onnx is its graph, compared with PyTorch as `ckpt-prune export` does it. Where it computes
     something else the exit code is 1, where it cannot be made 2, and OUT is complete without it either way.
 
+    A run that takes long begins with a line on stderr about time, memory and disk; --dry-run always has it.
+
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
     \b
@@ -126,6 +128,7 @@ def _print_dry(settled: Any) -> None:
     from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line
     from ckpt_prune.filenames import GRAPH_FOLDER
     from ckpt_prune.sparsity.patterns import mask_words
+    from ckpt_prune.transform.estimate import of_job
     from ckpt_prune.transform.messages import messages, unmeasured_lines
 
     for message in messages(settled):
@@ -157,4 +160,7 @@ def _print_dry(settled: Any) -> None:
     unmeasured = list(unmeasured_lines(settled))
     for line in unmeasured:
         click.echo(line)
+    told = of_job(settled)
+    if told is not None:
+        click.echo(f"it takes {told.line}")
     click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")

@@ -32,6 +32,13 @@ def ok(*args: str) -> str:
     return result.stdout
 
 
+def untimed(said: str) -> str:
+    """What a dry run says, without the one line about what the run will take."""
+    lines = said.splitlines(keepends=True)
+    assert sum(line.startswith("it takes about ") for line in lines) == 1, said
+    return "".join(line for line in lines if not line.startswith("it takes about "))
+
+
 def refused(*args: str) -> str:
     """The one line of a command that refuses its input; nothing on disk below the working folder changes."""
     before = listing()

@@ -13,7 +13,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
-from tests.cli.running import TEXT, listing, ok, read_json, refused, run
+from tests.cli.running import TEXT, listing, ok, read_json, refused, run, untimed
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -123,12 +123,12 @@ MEASURED = ": the inputs of every block's layers, and what pruning each does to 
 def test_a_dry_run_tells_what_it_can_without_measuring(place):
     dry = ("prune", "dense", "-o", "out", "--dry-run")
     before = listing()
-    assert ok(*dry, "--ratio", "0.5") == DRY.format(
+    assert untimed(ok(*dry, "--ratio", "0.5")) == DRY.format(
         f"{MEASURED}; give --text FILE for it (128 windows of 32 tokens, unless you say --samples), or --statistics "
         "STATS"
     )
     on_text = f" first{MEASURED}, on 8 windows of 16 tokens of calib.txt"
-    assert ok(*dry, "--ratio", "0.5", *TEXT) == DRY.format(on_text)
+    assert untimed(ok(*dry, "--ratio", "0.5", *TEXT)) == DRY.format(on_text)
     said = json.loads(ok(*dry, "--ratio", "0.5", *TEXT, "--json"))
     assert (said["widths"], said["widths_are_known"]) == ([{"heads": 1, "mlp": 12}] * 2, False)
     assert said["container"] == {"model_type": "llama", "remote_code": False}

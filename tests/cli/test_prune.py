@@ -25,6 +25,7 @@ from tests.cli.running import (
     run,
     same_files,
     set_config,
+    untimed,
 )
 from tests.interrupting import interrupt_at
 
@@ -140,7 +141,10 @@ def test_a_container_by_force_is_said(place):
 def test_dry_run_writes_nothing(place):
     before = listing()
     said = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
-    assert said == COSTS + "everything checked, nothing written\n"
+    assert said == (
+        f"{COSTS}it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on this machine\n"
+        "everything checked, nothing written\n"
+    )
     assert listing() == before
 
 
@@ -150,12 +154,16 @@ def test_dry_run_json(place):
     assert said["widths"] == [{"heads": 1, "mlp": 12}] * 2
     assert said["container"] == {"model_type": "llama", "remote_code": False}
     assert (said["before"]["parameters"], said["after"]["parameters"]) == (5200, 3280)
+    told = said["estimate"]
+    assert list(told["stages"]) == ["blocks", "rest"]
+    assert told["seconds"] == pytest.approx(sum(told["stages"].values()), abs=0.01)
+    assert (round(told["peak_bytes"] / 2**30, 2), told["disk_bytes"]) == (1.16, said["after"]["bytes"])
     assert listing() == before
 
 
 def test_dry_run_of_a_ranking(place):
     args = ["prune", "dense", "--recipe", "flap-global", *HALF, "-o", "out", "--dry-run"]
-    said = ok(*args, *TEXT).splitlines()
+    said = untimed(ok(*args, *TEXT)).splitlines()
     assert said[4:] == [
         "kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds widths of that size "
         "that lose less",
@@ -176,8 +184,9 @@ def test_dry_run_of_a_ranking(place):
 )
 def test_a_dry_run_needs_nothing_to_measure_on(place, recipe):
     before = listing()
-    said = ok("prune", "dense", "--recipe", recipe, "-o", "out", "--dry-run").splitlines()
-    assert said[-2:] == [
+    said = ok("prune", "dense", "--recipe", recipe, "-o", "out", "--dry-run")
+    masks = recipe == "sparsegpt-50"  # what these take is not foreseen
+    assert (said if masks else untimed(said)).splitlines()[-2:] == [
         "to be measured: the inputs of every block's layers; give --text FILE for it (128 windows of 32 tokens, unless "
         "you say --samples), or --statistics STATS",
         "everything that needs no measuring is checked, nothing written",

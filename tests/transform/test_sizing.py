@@ -9,8 +9,11 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform.decisions import Decisions
 from ckpt_prune.transform.settle import Settled
+from tests import families
 from tests.encoders import job_on
+from tests.planning.test_accounting import LLAMA_7B
 
 from .whole import make_wide
 
@@ -136,3 +139,18 @@ def test_a_bare_number_that_reads_like_a_percentage(three, size, kind, hint, rec
     with pytest.raises(UserError) as caught:
         settled(three, size, *changes, kind=kind, recipe=recipe)
     assert str(caught.value).partition(" at the least, of ")[2].lstrip("0123456789,") == hint
+
+
+# ---- blocks that stay whole --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llm-pruner-taylor1", "llm-pruner-taylor2"])
+def test_llm_pruner_prunes_the_blocks_of_its_authors_command(name):
+    """A quarter of the heads and columns of blocks 4 to 29 of LLaMA-7B, which they call LLaMA-5.4B."""
+    block = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    model, recipe = families.model_of(LLAMA_7B), load_recipe(name)
+    widths = Decisions(recipe).widths(model)
+    assert [block for block, own in enumerate(widths) if own != {"heads": 32, "mlp": 11008}] == list(range(4, 30))
+    assert widths[4] == {"heads": 24, "mlp": 8256}
+    assert cost_of(model).parameters - cost_of(model, model.shapes_at(widths)).parameters == 26 * block // 4
+    assert round(cost_of(model, model.shapes_at(widths)).parameters / 1e9, 1) == 5.4

@@ -1,0 +1,232 @@
+"""What the parts of a run ask of a machine, from shapes alone: FLOPs, bytes and operations. Pure arithmetic.
+
+FLOPs are exact for the products that make up nearly all of a large model's time. What element-wise operations move is
+counted from a llama's block; it matters for small models only.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.moments import ROWS
+from ckpt_prune.calibration.products import strips
+from ckpt_prune.calibration.streams import TOKENS_PER_BATCH
+from ckpt_prune.machine import Rates
+
+FLOATS_OF_HIDDEN, FLOATS_OF_MLP = 40, 30
+"""Numbers of 4 bytes that norms, rotary positions, activations and additions move for each number of a token's hidden
+state, and for each column of its mlp."""
+CALLS_OF_BLOCK = 60
+"""Operations of one run of a block."""
+BACK = 2.35
+"""A run of a block with its gradient at the input, in runs without."""
+REDUCTIONS = 0.3
+"""What the vectors of moments take for a number, in squares added up out of a cache."""
+BYTES_OF_LOGIT = 300
+"""Moved for each logit by a softmax, a draw of labels and the gradient."""
+POLAR = 25
+"""FLOPs of a polar factor, in widths cubed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What something asks of a machine, by what limits it: the counterparts of `machine.Rates`."""
+
+    gemm: float = 0
+    wide: float = 0
+    factor: float = 0
+    eigen: float = 0
+    moved: float = 0
+    reduced: float = 0
+    calls: float = 0
+    disk: float = 0
+    hashed: float = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        """Both, one after the other."""
+        return Work(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __mul__(self, times: float) -> "Work":
+        """The same so many times."""
+        return Work(**{f.name: getattr(self, f.name) * times for f in fields(self)})
+
+    def seconds(self, rates: Rates) -> float:
+        """How long it takes: nothing overlaps."""
+        return sum(float(getattr(self, f.name)) / float(getattr(rates, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class Site:
+    """The consumer of a space.
+
+    Attributes:
+        outputs: d_out.
+        inputs: d.
+        kept: inputs that stay, k.
+        units: of the space.
+    """
+
+    outputs: int
+    inputs: int
+    kept: int
+    units: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, as far as time and memory go.
+
+    Attributes:
+        blocks: how many.
+        weights: of the matrices of a block.
+        hidden: width of the residual stream.
+        mlp: columns.
+        attention: width of all query heads.
+        outputs: of the head; the hidden size where there is none.
+        outside: weights outside the blocks.
+        stored: bytes of a weight in the checkpoint.
+        sites: consumers of the spaces that end in columns.
+        readers: widths of the inputs of other linear modules that moments are taken of.
+    """
+
+    blocks: int
+    weights: int
+    hidden: int
+    mlp: int
+    attention: int
+    outputs: int
+    outside: int
+    stored: int
+    sites: dict[SpaceName, Site]
+    readers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Model, kept: dict[SpaceName, int] | None = None) -> Self:
+        """A model's own.
+
+        Args:
+            model: any.
+            kept: units of each space that stay, the same in all blocks; all by default.
+        """
+        shapes, family = model.tensors, model.family
+        own = [shape for name in model.block_names(0) if name in shapes for shape in (shapes[name][1],)]
+        outside = [shapes[name][1] for name in model.outside() if name in shapes and len(shapes[name][1]) == 2]
+        sites: dict[SpaceName, Site] = {}
+        for space, description in family.columns.items():
+            outputs, inputs = shapes[model.tensor(0, description.consumer)][1]
+            stays = (kept or {}).get(space, model.units(space)) * model.unit_columns(space)
+            sites[space] = Site(outputs, inputs, stays, model.units(space))
+        attention = shapes[model.tensor(0, family.attention.output)][1][1]
+        return cls(
+            blocks=model.blocks,
+            weights=sum(shape[0] * shape[1] for shape in own if len(shape) == 2),
+            hidden=model.dimension("hidden"),
+            mlp=max(site.inputs for site in sites.values()),
+            attention=attention,
+            outputs=getattr(model.config, "vocab_size", None) or model.dimension("hidden"),
+            outside=sum(shape[0] * shape[1] for shape in outside),
+            stored=model.dtype.itemsize,
+            sites=sites,
+            readers=tuple(model.linear_widths.values()),
+        )
+
+    # ---- with samples through blocks -------------------------------------------------------------------------
+
+    def run(self, samples: int, tokens: int) -> Work:
+        """Samples through one block."""
+        count = samples * tokens
+        per_token = 2 * self.weights + 4 * tokens * self.attention
+        moved = 4 * (FLOATS_OF_HIDDEN * self.hidden + FLOATS_OF_MLP * self.mlp)
+        batches = -(-samples // max(1, TOKENS_PER_BATCH // tokens))
+        return Work(gemm=count * per_token, moved=count * moved, calls=CALLS_OF_BLOCK * batches)
+
+    def read(self) -> Work:
+        """A block from the checkpoint, widened to what it runs in."""
+        return Work(moved=self.weights * (self.stored + 8), calls=CALLS_OF_BLOCK)
+
+    def moments(self, count: int, *, gram: bool, linears: bool = False) -> Work:
+        """Moments of `count` tokens at the sites of a block, and perhaps at its other inputs."""
+        found = Work()
+        for width in (*(site.inputs for site in self.sites.values()), *(self.readers if linears else ())):
+            found += moments(count, width, gram=gram)
+        return found
+
+    def logits(self, count: int) -> Work:
+        """The head over `count` tokens."""
+        return Work(gemm=2 * count * self.hidden * self.outputs, moved=8 * count * self.outputs)
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def states(self, samples: int, tokens: int) -> int:
+        """Bytes of one set of hidden states."""
+        return 4 * samples * tokens * self.hidden
+
+    @property
+    def block_bytes(self) -> int:
+        """A block as stored and as it runs."""
+        return self.weights * (4 + self.stored)
+
+    def activations(self, tokens: int) -> int:
+        """Bytes of a batch inside a block."""
+        return 4 * max(TOKENS_PER_BATCH, tokens) * (6 * self.hidden + 4 * self.mlp)
+
+    @property
+    def widest(self) -> int:
+        """Inputs of the widest site."""
+        return max(site.inputs for site in self.sites.values())
+
+
+def moments(count: int, width: int, *, gram: bool) -> Work:
+    """Moments of `count` tokens of one input."""
+    products = sum((part.stop - part.start) * part.stop for part in strips(width))
+    batches = count / TOKENS_PER_BATCH
+    return Work(
+        reduced=REDUCTIONS * count * width,
+        gemm=2 * count * products if gram else 0,
+        calls=20 + 8 * TOKENS_PER_BATCH / ROWS * batches,
+    )
+
+
+def ranked(site: Site) -> Work:
+    """Units of a site in the order of optimal brain surgeon: an inverse, then updates of H and A."""
+    d = site.inputs
+    return Work(wide=2 * d**3 + site.outputs * d**2, factor=3 * d**3, moved=24 * d**2, calls=30 * site.units)
+
+
+def factored(site: Site, *, metric: bool = False) -> Work:
+    """Costs of every width in one order (`scoring.costs`), perhaps under a metric."""
+    d, o = site.inputs, site.outputs
+    weighed = 2 * o**2 * d if metric else 0
+    return Work(factor=d**3 / 3, wide=2 * o * d**2 + weighed, moved=40 * d**2, calls=40)
+
+
+def blended(site: Site) -> Work:
+    """Sums over tokens that a fit needs, from the moments of one fold."""
+    d = site.inputs
+    return Work(wide=2 * site.outputs * d**2, moved=30 * d**2, calls=30)
+
+
+def refitted(site: Site) -> Work:
+    """One ridge, and the errors before and after."""
+    k, o = site.kept, site.outputs
+    return Work(factor=k**3 / 3, wide=10 * o * k**2, moved=16 * k**2, calls=30)
+
+
+def held_out(site: Site, strengths: int, shares: int) -> Work:
+    """Held-out errors of ridges of every strength and share on one fold (`compensation.held_out`)."""
+    k, o = site.kept, site.outputs
+    turned = 2 * (2 * k**3 + 3 * o * k**2)
+    return Work(eigen=9 * k**3, wide=turned + 2 * 3 * o * k**2, moved=strengths * shares * 8 * o * k, calls=200)
+
+
+def turned(site: Site) -> Work:
+    """One compensation rotation and its error."""
+    k, o = site.kept, site.outputs
+    return Work(wide=POLAR * o**3 + 2 * o**2 * k + 2 * o * k**2, calls=100)
+
+
+def tried(site: Site, counts: int) -> Work:
+    """What an order loses at some widths, once it is factored."""
+    d, o = site.inputs, site.outputs
+    return Work(wide=counts * o * d**2, moved=counts * 24 * o * d, calls=10 * counts)

@@ -1,0 +1,46 @@
+"""Measuring the machine: that every rate is one, and that it is done once."""
+
+import dataclasses
+import importlib
+import math
+import sys
+
+import pytest
+import torch
+
+from ckpt_prune import machine
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch):
+    """The module as it is outside of tests, which see one machine only."""
+    monkeypatch.delitem(sys.modules, "ckpt_prune.machine")
+    own = importlib.import_module("ckpt_prune.machine")
+    monkeypatch.setitem(sys.modules, "ckpt_prune.machine", machine)
+    return own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rate_is_a_number_above_nothing(real, dtype):
+    rates = real.measured_rates(torch.device("cpu"), dtype)
+    for field in dataclasses.fields(rates):
+        value = getattr(rates, field.name)
+        assert math.isfinite(value), field.name
+        assert value > 0, field.name
+
+
+def test_a_machine_is_measured_once(real, monkeypatch):
+    first = real.measured_rates(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(real, "_disk_seconds", lambda: pytest.fail("measured again"))
+    assert real.measured_rates(torch.device("cpu"), torch.float32) is first
+
+
+def test_rates_are_of_what_was_done(real, monkeypatch):
+    """A clock that moves a second at each look: every count takes one."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(real.time, "perf_counter", lambda: float(next(ticks)))
+    rates = real.measured_rates(torch.device("cpu"), torch.float32)
+    assert (rates.gemm, rates.wide) == (2 * 2048 * 576 * 576, 2 * 384**3)
+    assert (rates.factor, rates.eigen) == (384**3 / 3, 9 * 192**3)
+    assert (rates.moved, rates.reduced) == (8 * 4096 * 1024, 4096 * 1024)
+    assert (rates.calls, rates.disk, rates.hashed) == (500, 2**24, 2**22)

@@ -1,0 +1,218 @@
+"""What a job will take: the arithmetic, against counts made by hand and by torch itself; and when it is said."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.machine import Rates
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform import estimate as module
+from ckpt_prune.transform.estimate import Stage, duration, estimate, is_long, of_calibration, of_job, of_prune
+from ckpt_prune.transform.settle import foresee, settle
+from ckpt_prune.transform.work import Shape, Site, Work, factored, held_out, moments, ranked, refitted, tried
+from tests import families
+from tests.families import BLOCKS, request_on, windows
+
+VARIANT = "llama-gqa-tied"
+KINDS = [field.name for field in dataclasses.fields(Work)]
+ONE = Rates(*(1.0,) * 9, resident=0)
+SITE = Site(outputs=6, inputs=10, kept=7, units=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.make(tmp_path_factory.mktemp("estimate") / VARIANT, VARIANT)
+
+
+# ---- work and rates ----------------------------------------------------------------------------------------------
+
+
+def test_work_has_a_rate_for_every_kind():
+    assert [*KINDS, "resident"] == [field.name for field in dataclasses.fields(Rates)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_time_is_work_over_its_rate(kind):
+    rates = dataclasses.replace(ONE, **{kind: 4.0})
+    assert Work(**{kind: 12}).seconds(rates) == 3
+    assert (Work(**{kind: 12}) + Work(**{kind: 2}) * 2).seconds(rates) == 4
+
+
+def test_both_of_two_kinds_take_their_time():
+    assert (Work(gemm=3) + Work(disk=4)).seconds(ONE) == 7
+    assert Work().seconds(ONE) == 0
+
+
+def test_stages_of_one_name_are_one_and_the_largest_memory_counts():
+    stages = [Stage("a", Work(gemm=3), 10), Stage("b", Work(wide=4), 30), Stage("a", Work(gemm=5), 20)]
+    told = estimate(stages, 7, dataclasses.replace(ONE, resident=100))
+    assert told.seconds == {"a": 8, "b": 4}
+    assert (told.peak_bytes, told.disk_bytes) == (100 + module.LIBRARIES + 30, 7)
+    assert told.data() == {
+        "seconds": 12.0,
+        "peak_bytes": told.peak_bytes,
+        "disk_bytes": 7,
+        "stages": {"a": 8.0, "b": 4.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0, "1 s"), (1.6, "2 s"), (99.4, "99 s"), (99.6, "2 min"), (5900, "98 min"), (6000, "1.7 h"), (90000, "25 h")],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+# ---- FLOPs -------------------------------------------------------------------------------------------------------
+
+
+def counted(work) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def test_a_run_of_a_block_has_the_flops_that_torch_counts(folder):
+    model = Model.open(folder)
+    factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32)
+    stream = HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, TokenWindows(windows(5, 16)))
+    block = factory.block(0, model.read_block(0))
+    # A fused attention is not counted by torch.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        found = counted(lambda: stream.run(block, 0, stream.states))
+    assert Shape.of(model).run(5, 16).gemm == found
+
+
+def test_moments_have_the_flops_of_their_gram():
+    x, gram = torch.randn(9, 10), torch.zeros(10, 10)
+    assert moments(9, 10, gram=True).gemm == counted(lambda: torch.addmm(gram, x.T, x))
+    assert moments(9, 10, gram=False).gemm == 0
+
+
+def test_closed_forms_grow_with_the_cube_of_the_width():
+    wide = Site(*(2 * each for each in (SITE.outputs, SITE.inputs, SITE.kept)), units=SITE.units)
+    for form in (ranked, factored, refitted, lambda site: tried(site, 3), lambda site: held_out(site, 10, 5)):
+        small, large = form(SITE), form(wide)
+        for kind in ("wide", "factor", "eigen"):
+            assert getattr(large, kind) == pytest.approx(8 * getattr(small, kind))
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(stages: list[Stage]) -> dict[str, Work]:
+    found: dict[str, Work] = {}
+    for stage in stages:
+        found[stage.name] = found.get(stage.name, Work()) + stage.work
+    return found
+
+
+def test_calibrating_takes_as_much_more_as_there_are_more_samples(folder):
+    model = Model.open(folder)
+    once, thrice = (
+        seconds_of(of_calibration(model, count, 16, ("moments", "gram", "taylor"), 1))
+        for count in (4096 // 16, 3 * 4096 // 16)
+    )
+    for stage in ("measuring", "gradients"):
+        assert thrice[stage].gemm == pytest.approx(3 * once[stage].gemm)
+    bare = seconds_of(of_calibration(model, 256, 16, ("moments",), 1))["measuring"]
+    shape = Shape.of(model)
+    assert bare.gemm == BLOCKS * shape.run(256, 16).gemm
+    grams = sum(2 * 256 * 16 * site.inputs**2 for site in shape.sites.values())
+    assert once["measuring"].gemm - bare.gemm == BLOCKS * grams
+
+
+def test_gradients_are_of_a_few_samples_only(folder):
+    model = Model.open(folder)
+    few, many = (
+        seconds_of(of_calibration(model, count, 16, ("moments", "gram", "fisher"), 1))["gradients"] for count in (8, 80)
+    )
+    assert few == many
+
+
+def test_a_sequential_recipe_runs_every_block_for_each_space_and_once_more(folder):
+    request = request_on(folder, load_recipe("ridge"), live=windows(8, 16))
+    (blocks, rest), disk = of_prune(settle(request))
+    assert (blocks.name, rest.name) == ("blocks", "rest")
+    shape = Shape.of(Model.open(folder))
+    grams = sum(2 * 8 * 16 * site.inputs**2 for site in shape.sites.values())
+    assert blocks.work.gemm == BLOCKS * (3 * shape.run(8, 16).gemm + grams)
+    assert disk == settle(request).output.cost.bytes
+
+
+def test_a_dense_recipe_measures_first_and_then_runs_nothing(folder, tmp_path):
+    live = settle(request_on(folder, load_recipe("flap"), live=windows(8, 16)))
+    found = {stage.name: stage.work for stage in of_prune(live)[0]}
+    assert list(found) == ["measuring", "blocks", "rest"]
+    assert found["measuring"].gemm > 0
+    assert found["blocks"].gemm == 0
+    cached = families.calibrate(folder, tmp_path / "stats", windows(8, 16))
+    told = [stage.name for stage in of_prune(settle(request_on(folder, load_recipe("flap"), cached)))[0]]
+    assert told == ["blocks", "rest"]
+
+
+def test_what_best_measures_is_counted(folder):
+    request = request_on(folder, load_recipe("best"), live=windows(8, 16), folds=4)
+    stages, disk = of_prune(foresee(request))
+    found = {stage.name: stage.work for stage in stages}
+    assert list(found) == ["measuring", "gradients", "effects", "ranking", "blocks", "rest"]
+    assert found["blocks"].eigen > 0
+    assert found["ranking"].factor > 0
+    assert disk > foresee(request).output.cost.bytes
+    # A dry run names no samples: the default number is meant.
+    default = of_prune(foresee(request_on(folder, load_recipe("best"))))[0]
+    assert default[0].work.gemm > found["measuring"].gemm
+
+
+@pytest.mark.parametrize("recipe", ["wanda-50", "laco-flap", "ridge-perplexity", "denoise-rotator-wanda-50"])
+def test_of_what_is_not_counted_there_is_no_estimate(folder, recipe):
+    request = request_on(folder, load_recipe(recipe), live=windows(8, 16))
+    changed = foresee(request)
+    assert of_prune(changed) is None
+    assert of_job(changed) is None
+
+
+def test_a_plan_has_made_every_choice(folder, tmp_path):
+    from ckpt_prune.transform.estimate import of_plan
+    from ckpt_prune.transform.planned import make_plan
+
+    cached = families.calibrate(folder, tmp_path / "stats", windows(8, 16), folds=4)
+    own = settle(request_on(folder, load_recipe("ridge-folds"), cached))
+    assert of_plan(own, make_plan(own)).seconds["blocks"] < of_job(own).seconds["blocks"]
+
+
+# ---- when it is said ---------------------------------------------------------------------------------------------
+
+
+def test_short_jobs_are_not_worth_a_measurement(folder, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.machine.measured_rates", lambda *_: pytest.fail("measured"))
+    assert module.forewarning(settle(request_on(folder, load_recipe("ridge"), live=windows(8, 16)))) is None
+
+
+@pytest.mark.parametrize(("speed", "said"), [(1.0, True), (1e6, False)])
+def test_long_ones_are_told_of_where_the_machine_is_slow(folder, monkeypatch, speed, said):
+    slow = Rates(*(1e4 * speed,) * 5, reduced=1e4 * speed, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
+    monkeypatch.setattr("ckpt_prune.machine.measured_rates", lambda *_: slow)
+    monkeypatch.setattr(module, "_SLOW", dataclasses.replace(slow, calls=1.0))
+    settled = settle(request_on(folder, load_recipe("ridge"), live=windows(8, 16)))
+    assert is_long(of_prune(settled)[0])
+    line = module.forewarning(settled)
+    assert (line is not None) == said
+    if line is not None:
+        assert line.startswith("this takes about ")
+        assert line.endswith(" of disk, where nothing else runs on this machine")
+
+
+def test_the_estimate_can_be_read_back(folder):
+    told = of_job(settle(request_on(folder, load_recipe("ridge"), live=windows(8, 16))))
+    assert json.loads(json.dumps(told.data())) == told.data()
