@@ -10,6 +10,11 @@ def _of(model_type: str, architecture: str, parameters: int, **own: Any) -> Publ
     return values | own, parameters
 
 
+def _only(model_type: str, parameters: int, **own: Any) -> Published:
+    """Whatever it does not say is as in the config class."""
+    return {"model_type": model_type, **own}, parameters
+
+
 def _sizes(vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
     return {
         "vocab_size": vocabulary,
@@ -183,5 +188,74 @@ PUBLISHED: dict[str, Published] = {
         partial_rotary_factor=0.5,
         tie_word_embeddings=False,
     ),
+    "gpt2": _only("gpt2", 124_439_808),
+    "gpt2-medium": _only("gpt2", 354_823_168, n_embd=1024, n_head=16, n_layer=24),
+    "gpt2-xl": _only("gpt2", 1_557_611_200, n_embd=1600, n_head=25, n_layer=48),
+    "Phi-3-mini-4k-instruct": _only("phi3", 3_821_079_552, pad_token_id=None),
+    "Phi-3-medium-4k-instruct": _only(
+        "phi3",
+        13_960_238_080,
+        hidden_size=5120,
+        intermediate_size=17920,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=10,
+        pad_token_id=None,
+    ),
+    "pythia-70m": _only(
+        "gpt_neox",
+        70_426_624,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        vocab_size=50304,
+        num_attention_heads=8,
+    ),
+    "pythia-1.4b": _only(
+        "gpt_neox",
+        1_414_647_808,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=24,
+        vocab_size=50304,
+        num_attention_heads=16,
+    ),
+    "gpt-neox-20b": _only("gpt_neox", 20_554_567_680, vocab_size=50432),
+    "phi-1_5": _only("phi", 1_418_270_720, vocab_size=51200, num_attention_heads=32),
+    "phi-2": _only(
+        "phi",
+        2_779_683_840,
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_hidden_layers=32,
+        vocab_size=51200,
+        num_attention_heads=32,
+    ),
+    "gpt-j-6b": _only("gptj", 6_050_882_784, tie_word_embeddings=False),
+    "bloom-560m": _only("bloom", 559_214_592, n_embed=1024, n_layer=24, n_head=16),
+    "bloom-7b1": _only("bloom", 7_069_016_064, n_embed=4096, n_layer=30, n_head=32),
+    "falcon-7b": _only("falcon", 6_921_720_704, multi_query=True, parallel_attn=True),
+    "falcon-40b": _only(
+        "falcon",
+        41_303_293_952,
+        hidden_size=8192,
+        num_hidden_layers=60,
+        num_attention_heads=128,
+        num_kv_heads=8,
+        new_decoder_architecture=True,
+    ),
+    "falcon-rw-1b": _only(
+        "falcon",
+        1_311_625_216,
+        vocab_size=50304,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        alibi=True,
+        bias=True,
+        multi_query=False,
+        parallel_attn=False,
+    ),
+    "mpt-7b": _only("mpt", 6_649_286_656, d_model=4096, n_heads=32, n_layers=32, vocab_size=50432),
 }
-"""Hub id → config.json as published, as far as it says what is computed, and how many parameters its page counts."""
+"""Model on the Hub → config.json as published, as far as it says what is computed, and parameters by its page."""

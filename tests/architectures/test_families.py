@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-import ckpt_prune
 from ckpt_prune.architectures import family
 from ckpt_prune.architectures.family import family_of, known_families, load_family, variants_of
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
@@ -21,7 +20,6 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from tests.architectures.published import PUBLISHED
 from tests.families import SIZES, VARIANTS, make, model_of, stock
 
 KNOWN = ", ".join(known_families())
@@ -130,31 +128,6 @@ def test_experts(model_type, key):
 
 def test_no_experts_is_no_mixture():
     assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "key", "why"),
-    [
-        ("stablelm", "qk_layernorm", "queries and keys are normalised by a norm for each head"),
-        ("cohere", "use_qk_norm", "queries and keys are normalised with gains for each head"),
-        ("gemma", "use_bidirectional_attention", "its tokens look at later ones, so that it predicts none of them"),
-    ],
-)
-def test_a_setting_that_a_description_does_not_hold_for(model_type, key, why):
-    """Refused by name, whatever else is asked of the model."""
-    sizes = UNEQUAL | {"head_dim": 4}
-    assert model_of({"model_type": model_type, **sizes, key: False}).family.model_type == model_type
-    with pytest.raises(UserError) as caught:
-        model_of({"model_type": model_type, **sizes, key: True})
-    assert str(caught.value) == f"{model_type} with {key} true in config.json is not supported: {why}"
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_has_the_parameters_that_its_page_counts(name, tmp_path):
-    config, parameters = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = ckpt_prune.inspect(tmp_path)
-    assert (found.family, found.parameters) == (config["model_type"], parameters)
 
 
 # ---- inheritance -----------------------------------------------------------------------------------------------

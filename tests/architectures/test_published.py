@@ -18,93 +18,19 @@ from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.mask_recipe import RotationKind
 from ckpt_prune.planning.recipe import Recipe
+from tests.architectures.published import PUBLISHED
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case
 from tests.contract.whole import TARGETS, Whole, assert_same_outputs, outputs, plain
 from tests.families import model_of
 from tests.transform.test_rotations import random_rotations, rotating
 
-NEOX = {"vocab_size": 50304, "num_attention_heads": 8}
-PHI = {"vocab_size": 51200, "num_attention_heads": 32}
-PARAMETERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "gpt2": (124_439_808, {"model_type": "gpt2"}),
-    "gpt2-medium": (354_823_168, {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 24}),
-    "gpt2-xl": (1_557_611_200, {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48}),
-    "Phi-3-mini-4k-instruct": (3_821_079_552, {"model_type": "phi3", "pad_token_id": None}),
-    "Phi-3-medium-4k-instruct": (
-        13_960_238_080,
-        {
-            "model_type": "phi3",
-            "hidden_size": 5120,
-            "intermediate_size": 17920,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 10,
-            "pad_token_id": None,
-        },
-    ),
-    "pythia-70m": (
-        70_426_624,
-        {"model_type": "gpt_neox", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, **NEOX},
-    ),
-    "pythia-1.4b": (
-        1_414_647_808,
-        {
-            "model_type": "gpt_neox",
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 24,
-            **NEOX,
-            "num_attention_heads": 16,
-        },
-    ),
-    "gpt-neox-20b": (20_554_567_680, {"model_type": "gpt_neox", "vocab_size": 50432}),
-    "phi-1_5": (1_418_270_720, {"model_type": "phi", **PHI}),
-    "phi-2": (
-        2_779_683_840,
-        {"model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32, **PHI},
-    ),
-    "gpt-j-6b": (6_050_882_784, {"model_type": "gptj", "tie_word_embeddings": False}),
-    "bloom-560m": (559_214_592, {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "n_head": 16}),
-    "bloom-7b1": (7_069_016_064, {"model_type": "bloom", "n_embed": 4096, "n_layer": 30, "n_head": 32}),
-    "falcon-7b": (6_921_720_704, {"model_type": "falcon", "multi_query": True, "parallel_attn": True}),
-    "falcon-40b": (
-        41_303_293_952,
-        {
-            "model_type": "falcon",
-            "hidden_size": 8192,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 128,
-            "num_kv_heads": 8,
-            "new_decoder_architecture": True,
-        },
-    ),
-    "falcon-rw-1b": (
-        1_311_625_216,
-        {
-            "model_type": "falcon",
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "alibi": True,
-            "bias": True,
-            "multi_query": False,
-            "parallel_attn": False,
-        },
-    ),
-    "mpt-7b": (
-        6_649_286_656,
-        {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432},
-    ),
-}
-"""Model on the Hub → parameters as its card or the size of its files has them, and what its config.json says of it."""
 
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_published_config_has_as_many_parameters_as_its_model(name: str) -> None:
-    count, config = PARAMETERS[name]
-    assert cost_of(model_of(config)).parameters == count
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_as_many_parameters_as_its_page_counts(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    model = model_of(config)
+    assert (model.family.model_type, cost_of(model).parameters) == (config["model_type"], parameters)
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -138,7 +64,7 @@ def as_bloom(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
-PUBLISHED = {
+AS_PUBLISHED = {
     Case("gpt2", "GPT2LMHeadModel"): as_gpt2,
     Case("gptj", "GPTJForCausalLM"): as_gptj,
     Case("gpt_neox", "GPTNeoXForCausalLM"): as_pythia,
@@ -147,7 +73,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("case", PUBLISHED, ids=str)
+@pytest.mark.parametrize("case", AS_PUBLISHED, ids=str)
 def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
     """Pruned it is what a checkpoint with transformers' own names is; what models compute themselves travels along."""
     dense = Dense(tmp_path)
@@ -157,7 +83,7 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
         config = dense.model(case).checkpoint.config | {"tie_word_embeddings": True}
         (folder / "config.json").write_text(json.dumps(config))
         del tensors[f"{case.family.head}.weight"]
-    save_file(PUBLISHED[case](tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(AS_PUBLISHED[case](tensors), folder / "model.safetensors", metadata={"format": "pt"})
     dense = Dense(tmp_path)
     assert dense.model(case).family.architecture == case.architecture
     recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "ridge"), "remote")
@@ -212,6 +138,21 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
             "falcon with alibi true in config.json is not supported: no published falcon has the two together, and "
             "this layout is not described",
         ),
+        (
+            {"model_type": "stablelm", "qk_layernorm": True},
+            "stablelm with qk_layernorm true in config.json is not supported: queries and keys are normalised by a "
+            "norm for each head",
+        ),
+        (
+            {"model_type": "cohere", "use_qk_norm": True},
+            "cohere with use_qk_norm true in config.json is not supported: queries and keys are normalised with gains "
+            "for each head",
+        ),
+        (
+            {"model_type": "gemma", "use_bidirectional_attention": True},
+            "gemma with use_bidirectional_attention true in config.json is not supported: its tokens look at later "
+            "ones, so that it predicts none of them",
+        ),
     ],
 )
 def test_settings_that_change_the_function_are_refused(config: dict[str, Any], message: str) -> None:
@@ -242,6 +183,8 @@ def test_heads_of_a_phi3_with_listed_rotary_factors_stay(tmp_path: Path) -> None
 RATIO = {"gpt_neox": 0.4}
 """At which one block keeps more heads than the other; a quarter by default."""
 UNEVEN = [
+    Case("stablelm", "StableLmForCausalLM"),
+    Case("cohere2", "Cohere2ForCausalLM"),
     Case("gpt2", "GPT2LMHeadModel"),
     Case("phi3", "Phi3ForCausalLM"),
     Case("gpt_neox", "GPTNeoXForCausalLM"),

@@ -35,7 +35,7 @@ WAYS = {"qwen3": {"opset": 23}, "seed_oss": {"optimize": "cpu"}}
 SHALLOW = [
     replace(case, blocks=1)
     for case in first_cases()
-    if case.variant is None and case.model_type not in ELSEWHERE | ALIKE
+    if case.variant is None and case.model_type not in ELSEWHERE | ALIKE.keys()
 ]
 """Tracing is slow, and what holds for one block next to another is held in `tests/exporting`."""
 
