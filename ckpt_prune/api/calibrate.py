@@ -111,7 +111,7 @@ def calibrate(
             if "fisher" in kinds:
                 found = add_gradients(source, found, chosen, device=target, compute_dtype=dtype)
             if EFFECTS in asked:
-                held = [space for space in family.spaces if space in family.columns or "logits" in kinds]
+                held = [space for space in family.spaces if space in family.consumers or "logits" in kinds]
                 with_effects(
                     found, measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
                 )

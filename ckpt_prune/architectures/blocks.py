@@ -50,7 +50,7 @@ def block_facts(family: Family) -> Blocks:
         )
     widths = {
         next(iter(space.config)): _width(space, paths)
-        for space in family.columns.values()
+        for space in family.consumers.values()
         if space.consumer != family.attention.output and (family.logits or space.units in family.multiples)
     }
     return Blocks(layers=family.layers, attention=attention, widths=widths)

@@ -66,7 +66,7 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
                 per_sample = smaller_form(count, head_dim) == "per-sample"
                 per_block += 4 * heads * (2 * count * packed if per_sample else packed**2)
     if "fisher" in collect:
-        for space in model.family.columns.values():
+        for space in model.family.consumers.values():
             outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in model.query_heads.values())
@@ -176,7 +176,7 @@ def measure_into(
     family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
-    wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
+    wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     if "logits" in collect:
         wanted |= dict.fromkeys(family.logits, False)
     if "linears" in collect:

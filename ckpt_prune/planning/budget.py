@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, isnan, lcm, prod
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -173,7 +173,53 @@ def merged(curves: Sequence[Curve]) -> Curve:
     return Curve(torch.from_numpy(errors), cost, lcm(*(curve.multiple_of for curve in curves)))
 
 
-def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
+@dataclass(frozen=True)
+class Crossing(Generic[K]):
+    """Two sites whose units cross on one tensor: those of one stand inside those of the other, as many in each.
+
+    So a unit of either saves less where units of the other go, and an error inside a unit that goes is none.
+
+    Attributes:
+        inner, outer: the two sites.
+        shared: what the costs of one unit of each count twice.
+    """
+
+    inner: K
+    outer: K
+    shared: float
+
+    def choices(self, inner: Curve, outer: Curve) -> "_Choices":
+        """Pairs of widths, each as inner · (outer units + 1) + outer, but for those that another beats at its cost."""
+        own, others = inner.choices, outer.choices
+        pairs = own.widths[:, None] * (outer.units + 1) + others.widths
+        saved_twice = self.shared * np.multiply.outer(inner.units - own.widths, outer.units - others.widths)
+        costs = (np.add.outer(own.costs, others.costs) + saved_twice).ravel()
+        errors = (np.multiply.outer(own.errors, others.widths / outer.units) + others.errors).ravel()
+        # By cost, of equal costs the least error first. Nothing dropped stays, whatever else is free of error.
+        order = np.lexsort((errors, costs))
+        falls = errors[order] < np.minimum.accumulate(np.concatenate([[np.inf], errors[order][:-1]]))
+        order = order[falls | (order == pairs.size - 1)]
+        return _Choices(pairs.ravel()[order], costs[order], errors[order])
+
+    def apart(self, pair: int, outer: Curve) -> dict[K, int]:
+        """The two widths of a pair."""
+        width, other = divmod(pair, outer.units + 1)
+        return {self.inner: width, self.outer: other}
+
+
+def total_error(curves: Mapping[K, Curve], kept: Mapping[K, int], crossings: Sequence[Crossing[K]] = ()) -> float:
+    """What sites are predicted to lose together, as `least_error` counts.
+
+    Args:
+        curves: site → its curve.
+        kept: site → units kept.
+        crossings: as there.
+    """
+    share = {crossing.inner: kept[crossing.outer] / curves[crossing.outer].units for crossing in crossings}
+    return sum(curve.error(kept[key]) * share.get(key, 1.0) for key, curve in curves.items())
+
+
+def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Crossing[K]] = ()) -> dict[K, int]:
     """Widths whose total cost is within the budget and whose total error is least.
 
     The result is exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS`
@@ -185,7 +231,8 @@ def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
 
     Args:
         curves: site → its curve.
-        budget: for Σ kept · unit_cost, in the units of `unit_cost`.
+        budget: for Σ kept · unit_cost, in the units of `unit_cost`, and what crossings make up for.
+        crossings: no site in two of them. A pair counts as one site, that of its inner key.
 
     Returns:
         site → units kept. Where everything fits, nothing is dropped.
@@ -196,7 +243,13 @@ def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
     """
     if isnan(budget):
         raise ValueError("the budget is not a number")
-    choices = [curve.choices for curve in curves.values()]
+    pairs = {crossing.inner: crossing for crossing in crossings}
+    outer = {crossing.outer for crossing in crossings}
+    keys = [key for key in curves if key not in outer]
+    choices = [
+        pairs[key].choices(curves[key], curves[pairs[key].outer]) if key in pairs else curves[key].choices
+        for key in keys
+    ]
     least = float(sum(c.costs[0] for c in choices))
     if least > budget:
         raise BudgetError(budget, least)
@@ -205,7 +258,11 @@ def least_error(curves: Mapping[K, Curve], budget: float) -> dict[K, int]:
     most = max(range(len(choices)), key=lambda site: (len(choices[site]), site))
     combinations = prod(len(c) for site, c in enumerate(choices) if site != most)
     at = _enumerate(choices, most, budget) if combinations <= MOST_COMBINATIONS else _relax(choices, budget)
-    return {key: int(c.widths[index]) for key, c, index in zip(curves, choices, at, strict=True)}
+    found: dict[K, int] = {}
+    for key, c, index in zip(keys, choices, at, strict=True):
+        width = int(c.widths[index])
+        found |= pairs[key].apart(width, curves[pairs[key].outer]) if key in pairs else {key: width}
+    return {key: found[key] for key in curves}
 
 
 def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[int]:

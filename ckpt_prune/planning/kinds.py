@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.methods import COLUMN_METHODS, LOGIT_METHODS, Traits
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
@@ -51,14 +51,12 @@ class Kind(ABC):
         scores: scores that rank the units, by name.
         methods: compensations, by name.
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
-        narrowed: why a unit saves less where units of a coupled space go (`spaces.COUPLED`); None where it does not.
         stock: whether any class of transformers can have fewer units.
     """
 
     scores: Mapping[str, AnyScore]
     methods: Mapping[str, Traits]
     unrankable: str | None = None
-    narrowed: str | None = None
     stock: bool = True
 
     def needs_moments(self, wish: Wish) -> bool:
@@ -109,7 +107,6 @@ class LogitKind(Kind):
     scores: Mapping[str, AnyScore] = LOGIT_SCORES
     methods = LOGIT_METHODS
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
-    narrowed = "a dimension of q and k saves less with fewer heads"
     stock = False
 
     def gram_for(self, wish: Wish) -> str | None:
@@ -125,8 +122,15 @@ class LogitKind(Kind):
         return False
 
 
+class BesideKind(ColumnKind):
+    """Columns that stand side by side in runs, as many kept in each: query heads in KV groups."""
+
+    unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
+
+
 KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind()}
 """What a space ends in → what a recipe may say about it."""
+_BESIDE = BesideKind()
 SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))
 """Every score that some space has."""
 TRAITS: dict[str, Traits] = {name: traits for kind in KINDS.values() for name, traits in kind.methods.items()}
@@ -135,4 +139,4 @@ TRAITS: dict[str, Traits] = {name: traits for kind in KINDS.values() for name, t
 
 def kind_of(space: SpaceName) -> Kind:
     """The kind of a space."""
-    return KINDS[ENDS[space]]
+    return _BESIDE if space in BESIDE and ENDS[space] == "columns" else KINDS[ENDS[space]]

@@ -13,7 +13,7 @@ from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoment
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
+from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
@@ -21,7 +21,7 @@ from ckpt_prune.transform.decisions import Decision, Decisions, Losses, keep_cou
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Ranked, Request
-from ckpt_prune.transform.sizing import ROUNDS, Ranking, cost_at, taken_up, unit_costs
+from ckpt_prune.transform.sizing import ROUNDS, Pair, Ranking, cost_at, shared_costs, taken_up, unit_costs
 from ckpt_prune.transform.solvers import solver_of
 
 
@@ -51,10 +51,12 @@ def decide(request: Request, ranking: Ranking | None = None) -> Decisions:
     if recipe.size is not None:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if recipe.allocation == "uniform":
-        known = request.ranked or {}
+        known, columns = request.ranked or {}, request.model.family.columns
         sites = {
             site: Decision(keep_count(request.model, recipe, site.space), None, own.scores)
             for site, (own,) in known.items()
+            # Units in which others have gone are ranked once these are gone.
+            if not any(each.within == site.space for name, each in columns.items() if name in recipe.spaces)
         }
         return Decisions(recipe, sites)
     assert ranking is not None
@@ -90,7 +92,7 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                 if recipe.allocation == "least-error":
                     errors = solver.errors(block, tensors, own, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect:
-                    errors = scaled(errors, effects_on(statistics, name, score))
+                    errors = scaled(errors, effects_on(statistics, model.site_name(block, space), score))
                 ranked.append(Ranked(score, scores.cpu(), errors))
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
 
@@ -174,9 +176,10 @@ def _least_error(request: Request) -> Decisions:
     whole = cost_in(kind, cost_of(model))
     limit = _limit(request)
     budget = limit - (whole - dense)
+    shared = shared_costs(request, kind)
     for _ in range(ROUNDS):
         try:
-            counts = _solve(request, curves, budget)
+            counts = _solve(request, curves, budget, shared)
         except BudgetError as error:
             if recipe.size is None:
                 raise
@@ -187,7 +190,7 @@ def _least_error(request: Request) -> Decisions:
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
-            losses = _losses(curves, counts, budget) if recipe.widths == "uniform" else None
+            losses = _losses(curves, counts, budget, shared) if recipe.widths == "uniform" else None
             return replace(decisions, losses=losses)
         budget = min(budget - 1, limit - (found - cost_in(kind, cost_at(request, widths))) - (whole - dense))
     raise UserError(taken_up(request))
@@ -216,24 +219,35 @@ def _errors(ranked: Ranked) -> Tensor:
     return ranked.errors
 
 
-def _solve(request: Request, curves: Mapping[Site, Curve], budget: float) -> dict[Site, int]:
+def _solve(
+    request: Request, curves: Mapping[Site, Curve], budget: float, shared: Mapping[Pair, float]
+) -> dict[Site, int]:
     if request.recipe.widths == "per_layer":
-        return least_error(curves, budget)
-    names = request.recipe.spaces
+        return least_error(curves, budget, _crossings(curves, shared))
+    names, blocks = request.recipe.spaces, request.model.blocks
     spaces = {space: merged([c for site, c in curves.items() if site.space == space]) for space in names}
-    kept = least_error(spaces, budget)
+    kept = least_error(spaces, budget, [Crossing(*pair, cost * blocks) for pair, cost in shared.items()])
     return {site: kept[site.space] for site in curves}
 
 
-def _losses(curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float) -> Losses:
+def _crossings(curves: Mapping[Site, Curve], shared: Mapping[Pair, float]) -> list[Crossing[Site]]:
+    """Which sites of every block cross."""
+    return [
+        Crossing(site, site._replace(space=outer), cost)
+        for (inner, outer), cost in shared.items()
+        for site in curves
+        if site.space == inner
+    ]
+
+
+def _losses(
+    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, shared: Mapping[Pair, float]
+) -> Losses:
     """What shared widths lose beside what widths per block would, within the same budget."""
-
-    def total(kept: Mapping[Site, int]) -> float:
-        return sum(curve.error(kept[site]) for site, curve in curves.items())
-
-    chosen = total(counts)
+    crossings = _crossings(curves, shared)
+    chosen = total_error(curves, counts, crossings)
     # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
-    return Losses(chosen, min(chosen, total(least_error(curves, budget))))
+    return Losses(chosen, min(chosen, total_error(curves, least_error(curves, budget, crossings), crossings)))
 
 
 def _limit(request: Request) -> int:

@@ -6,7 +6,7 @@ also tried out: for every score of `CANDIDATES` and every share of `POINTS`, uni
 ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ ALIKE = 1.05
 """Divergences of a few samples that are no more than this apart tell nothing."""
 
 Predicted = dict[str, dict[str, list[tuple[int, float]]]]
-"""Site by `Model.moments_name` → score → (units dropped, divergence), ascending."""
+"""Site by `Model.site_name` → score → (units dropped, divergence), ascending."""
 
 
 def add_gradients(
@@ -51,6 +51,7 @@ def add_gradients(
     *,
     device: torch.device,
     compute_dtype: torch.dtype,
+    spaces: Collection[SpaceName] | None = None,
     allocate: Allocate = in_memory,
 ) -> Statistics:
     """Measure the Fisher metric, and predict what dropping units would do, into a folder that has the Grams.
@@ -65,6 +66,7 @@ def add_gradients(
         samples: those that the moments were measured on.
         device: where blocks run and are refitted.
         compute_dtype: in which they run.
+        spaces: whose sites are tried out; by default those that stand in no other (`Family.consumers`).
         allocate: makes the tensors that hold hidden states.
 
     Returns:
@@ -76,19 +78,25 @@ def add_gradients(
     last = fold_slices(len(samples), statistics.index.folds)[-1]
     some = Part(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
     files: dict[str, str] = {}
-    trials = _Trials(model, statistics, device) if "gram" in statistics.index.collect else None
+    names = _tried(model, spaces)
+    trials = _Trials(model, statistics, device, names) if "gram" in statistics.index.collect else None
     measured = measure_fisher(
         model, some, device=device, compute_dtype=compute_dtype, allocate=allocate, watcher=trials
     )
     for block, found in measured:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
     predicted: Predicted = {} if trials is None else trials.found
-    spaces: dict[SpaceName, list[tuple[int, float]]] = {}
+    together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     if predicted and model.blocks > SHALLOW:  # in others every site's own effect is measured
         how: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate}
-        spaces, scores = measure_spaces(model, statistics, some, predicted, **how)
-    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, spaces, scores)
+        together, scores = measure_spaces(model, statistics, some, predicted, spaces=names, **how)
+    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores)
+
+
+def _tried(model: Model, spaces: Collection[SpaceName] | None) -> list[SpaceName]:
+    wanted = model.family.consumers if spaces is None else spaces
+    return [name for name in model.family.columns if name in wanted and model.units(name) > 1]
 
 
 def measure_spaces(
@@ -99,6 +107,7 @@ def measure_spaces(
     *,
     device: torch.device,
     compute_dtype: torch.dtype,
+    spaces: Collection[SpaceName] | None = None,
     allocate: Allocate = in_memory,
 ) -> tuple[dict[SpaceName, list[tuple[int, float]]], dict[SpaceName, str]]:
     """Drop as many units of a space from every block at once, and see how far that takes the model's own output.
@@ -118,6 +127,7 @@ def measure_spaces(
         predicted: of every site.
         device: where blocks run and are refitted.
         compute_dtype: in which they run.
+        spaces: those that sites were tried out of; as in `add_gradients`.
         allocate: makes the tensors that hold hidden states.
 
     Returns:
@@ -128,7 +138,7 @@ def measure_spaces(
         UserError: the output is not finite.
     """
     checkpoint = model.checkpoint
-    names = [space for space in model.family.columns if model.units(space) > 1]
+    names = _tried(model, spaces)
     variants = [
         (space, count, single)
         for space in names
@@ -144,7 +154,7 @@ def measure_spaces(
         fitted = _moments(model, statistics, block, names, device)
         orders: dict[tuple[SpaceName, str], DropOrder] = {}
         for (space, count, single), own in zip(variants, states, strict=True):
-            score = single or _best(predicted[model.moments_name(block, space)], count)
+            score = single or _best(predicted[model.site_name(block, space)], count)
             solver = _solver(model, block, space, tensors, score, device)
             if (space, score) not in orders:
                 scores = solver.scores(block, tensors, (fitted[space],))
@@ -227,6 +237,7 @@ class _Trials:
     model: Model
     statistics: Statistics
     device: torch.device
+    names: list[SpaceName]
     found: Predicted = field(default_factory=dict)
     _block: int = 0
     _sites: dict[SpaceName, "_Site"] = field(default_factory=dict)
@@ -234,8 +245,7 @@ class _Trials:
     def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Refit every site of a block at every point."""
         self._block = block
-        names = [name for name in self.model.family.columns if self.model.units(name) > 1]
-        for space, moments in _moments(self.model, self.statistics, block, names, self.device).items():
+        for space, moments in _moments(self.model, self.statistics, block, self.names, self.device).items():
             self._sites[space] = self._site(block, space, tensors, moments)
 
     def _site(self, block: int, space: SpaceName, tensors: Mapping[str, Tensor], moments: Moments) -> "_Site":
@@ -258,7 +268,7 @@ class _Trials:
     def end(self, samples: int) -> None:
         """Enter what was found."""
         for space, site in self._sites.items():
-            self.found[self.model.moments_name(self._block, space)] = site.divergences(samples)
+            self.found[self.model.site_name(self._block, space)] = site.divergences(samples)
         self._sites.clear()
 
 

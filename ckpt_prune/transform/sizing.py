@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import COUPLED, SpaceName
 from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
@@ -25,6 +25,8 @@ ROUNDS = 5
 _RATIO_STEPS = 10_000
 """Ratios that are tried for a size: multiples of one in so many."""
 
+Pair = tuple[SpaceName, SpaceName]
+"""Two spaces that cross, the inner one first (`spaces.COUPLED`)."""
 Ranking = Mapping[Site, Tensor]
 """Standardised scores of every unit (`rankings.standardised_scores`)."""
 
@@ -194,6 +196,21 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
         widths = [dict(units) for _ in range(model.blocks)]
         widths[0][space] -= 1
         found[space] = float(whole - cost_in(kind, cost_at(request, widths)))
+    return found
+
+
+def shared_costs(request: Request, kind: SizeKind) -> dict[Pair, float]:
+    """What the costs of one unit of each of two spaces that cross count twice, in one block."""
+    model, alone = request.model, unit_costs(request, kind)
+    units = {space: model.units(space) for space in request.recipe.spaces}
+    whole = cost_in(kind, cost_of(model))
+    found: dict[Pair, float] = {}
+    for pair in COUPLED:
+        if all(units.get(space, 1) > 1 for space in pair):
+            widths = [dict(units) for _ in range(model.blocks)]
+            for space in pair:
+                widths[0][space] -= 1
+            found[pair] = sum(alone[space] for space in pair) - (whole - cost_in(kind, cost_at(request, widths)))
     return found
 
 

@@ -94,8 +94,8 @@ class Case:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By space: a head or KV group goes, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.kv_heads, "mlp": 0.25, "qk": 0.5}
+        """By space: a head or KV group goes, half of its queries, and of other units a quarter or a half."""
+        wanted = {"heads": 1 / self.kv_heads, "queries": 0.5, "mlp": 0.25, "qk": 0.5}
         return {space: wanted[space] for space in self.family.spaces}
 
     def model(self) -> PreTrainedModel:

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning import budget as module
-from ckpt_prune.planning.budget import BudgetError, Curve, least_error, merged
-from tests.oracles.budget import Site, brute_force, dynamic_programme, error, hull_segments, steepest_first, widths
+from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
+from tests.oracles.budget import (
+    Crossed,
+    Site,
+    brute_force,
+    brute_force_crossed,
+    dynamic_programme,
+    error,
+    hull_segments,
+    steepest_first,
+    widths,
+)
 
 SITES = st.lists(
     st.builds(
@@ -357,3 +367,39 @@ def test_sites_of_other_widths_share_none():
         merged([Curve([0, 1, 2], 1), Curve([0, 1], 1)])
     with pytest.raises(ValueError, match=r"^curves that share a width have the same number of units, not \[\]$"):
         merged([])
+
+
+# ---- sites that cross ------------------------------------------------------------------------------------------
+
+RISES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(lambda falls: [0, *accumulate(falls)])
+CROSSED = st.builds(Crossed, RISES, RISES, st.integers(1, 5), st.integers(1, 5))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CROSSED, min_size=1, max_size=2), SITES.map(lambda sites: sites[:1]), st.floats(0, 1))
+def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, share):
+    """A unit's own cost is what goes with it while the other space is whole; the crossing takes off what goes twice."""
+    curves, crossings = {}, []
+    for index, block in enumerate(blocks):
+        inner, outer = len(block.inner) - 1, len(block.outer) - 1
+        curves[index, "inner"] = Curve(block.inner, block.each * outer)
+        curves[index, "outer"] = Curve(block.outer, block.each * inner + block.alone)
+        crossings.append(Crossing((index, "inner"), (index, "outer"), block.each))
+    curves |= {(index, "other"): Curve(site.errors, site.cost, site.multiple) for index, site in enumerate(others)}
+    # Linear costs count what goes with both spaces twice over.
+    twice = sum(block.each * (len(block.inner) - 1) * (len(block.outer) - 1) for block in blocks)
+
+    def spent(kept):
+        pairs = sum(block.cost(kept[i, "inner"], kept[i, "outer"]) for i, block in enumerate(blocks))
+        return pairs + sum(site.cost * kept[i, "other"] for i, site in enumerate(others))
+
+    most = spent({key: curve.units for key, curve in curves.items()})
+    least = sum(block.cost(1, 1) for block in blocks) + sum(site.cost * widths(site)[0] for site in others)
+    budget = least + int(share * (most - least))
+    kept = least_error(curves, budget + twice, crossings)
+    assert list(kept) == list(curves)
+    assert spent(kept) <= budget
+    best = brute_force_crossed(blocks, others, budget)
+    assert total_error(curves, kept, crossings) == pytest.approx(float(best), abs=1e-12)
+    if budget == most:
+        assert kept == {key: curve.units for key, curve in curves.items()}
