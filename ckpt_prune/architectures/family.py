@@ -179,7 +179,8 @@ class Family(Description):
     def dimension(self, config: Any, name: str) -> int:
         """A dimension read off a transformers config; `group` is query heads per KV head."""
         if name == "group":
-            return self.dimension(config, "query_heads") // self.dimension(config, "kv_heads")
+            groups = self.dimension(config, "kv_heads")
+            return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
         if name in self.multiples:
             multiple = self.multiples[name]
             return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
@@ -192,11 +193,11 @@ class Family(Description):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family without spaces inside another (`ColumnSpace.within`) that have one unit under a config."""
+        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config."""
         single = {
             name
             for name, space in self.columns.items()
-            if space.within is not None and space.count(lambda name: self.dimension(config, name)) == 1
+            if space.within is not None and space.count(lambda name: self.dimension(config, name)) <= 1
         }
         return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
 

@@ -399,8 +399,7 @@ def test_a_plan_with_uneven_heads(here):
 
     edited_plan(change)
     assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
-        "the plan keeps different numbers of q and k dimensions in the heads of block 1: plan again instead of "
-        "editing it"
+        "the plan keeps different numbers of units of qk side by side in block 1: plan again instead of editing it"
     )
 
 
@@ -415,8 +414,8 @@ def test_a_plan_that_forgets_a_head(here, blocks):
 
     edited_plan(change)
     assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
-        f"the plan keeps different numbers of q and k dimensions in the heads of block {blocks[0]}: plan again instead "
-        "of editing it"
+        f"the plan keeps different numbers of units of qk side by side in block {blocks[0]}: plan again instead of "
+        "editing it"
     )
 
 

@@ -18,6 +18,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.sizes import cost_in
 from ckpt_prune.transform.budgets import (
     decide,
     dense_ranking,
@@ -166,6 +167,34 @@ def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
             assert all(len(set(own)) == 1 for own in widths_of(job))
         found.add(str(widths_of(job)))
     assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("variant", "inner", "kind"),
+    [("llama-gqa-tied", "queries", "params"), ("opt", "qk", "params"), ("opt", "qk", "flops")],
+)
+@pytest.mark.parametrize("share", ["55%", "70%", "85%"])
+def test_no_widths_of_spaces_that_cross_do_better(dense, variant, inner, kind, share):
+    """Every combination of one width per space, at the cost of its own shapes. An error inside what goes is none."""
+    recipe = wanted(variant, spaces=(inner, "heads", "mlp"), weigh_by="energy", widths="uniform", size={kind: share})
+    job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
+    model, curves = job.model, {space: [] for space in recipe.spaces}
+    for (_, space, _), curve in curves_of(job).items():
+        curves[space].append(whole_best.as_shares(curve))
+    errors = {space: sum(own) for space, own in curves.items()}
+    units = {space: model.units(space) for space in recipe.spaces}
+    limit = int(cost(job, kind, before=True) * float(share[:-1]) / 100)
+
+    def error(widths: dict[str, int]) -> float:
+        lost = {space: float(errors[space][units[space] - kept]) for space, kept in widths.items()}
+        return lost["mlp"] + lost["heads"] + lost[inner] * widths["heads"] / units["heads"]
+
+    tried = [
+        dict(zip(units, kept, strict=True)) for kept in itertools.product(*(range(1, n + 1) for n in units.values()))
+    ]
+    fitting = [widths for widths in tried if cost_in(kind, cost_of(model, model.shapes_at([widths] * BLOCKS))) <= limit]
+    assert cost(job, kind) <= limit
+    assert error(job.widths[0]) == pytest.approx(min(map(error, fitting)), rel=1e-9)
 
 
 def test_effects_and_energies_are_not_the_same(dense, weighed):
