@@ -257,14 +257,24 @@ def _limit(request: Request) -> int:
     return cost_in("params", cost_at(request, Decisions(request.recipe).widths(request.model)))
 
 
-def check_effects(statistics: Statistics) -> None:
-    """Refuse to weigh by effects on the model's output where there is no metric of them.
+def check_effects(request: Request, statistics: Statistics) -> None:
+    """Refuse to weigh by effects on the model's output where there is no metric of them, or none of some space.
 
     Raises:
         UserError: there is none.
     """
-    if not statistics.index.fisher:
+    index = statistics.index
+    if not index.fisher:
         raise UserError(
             f"{statistics.folder} holds no Fisher metric, by which allocation least-error weighs errors: calibrate "
             "with --folds 4, or say --set weigh_by=energy"
         )
+    for space in request.recipe.spaces:
+        # Effects that were measured of some spaces and not of others are on scales of their own.
+        untried = request.model.site_name(0, space) not in {**index.predicted, **index.effects}
+        if untried and space not in request.model.family.consumers and space in request.model.family.columns:
+            kinds = ",".join([*request.recipe.collect, space])
+            raise UserError(
+                f"{statistics.folder} holds no effects of {space}, which allocation least-error weighs beside those of "
+                f"other spaces: calibrate with --collect {kinds}, or say --set weigh_by=energy"
+            )

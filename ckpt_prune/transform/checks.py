@@ -93,7 +93,7 @@ def check_data(request: Request) -> None:
         and request.plan is None
         and request.ranked is None
     ):
-        check_effects(request.statistics)
+        check_effects(request, request.statistics)
     if request.recipe.perplexity_grid and request.live is None and request.plan is None:
         raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
 

@@ -137,6 +137,25 @@ def test_widths_by_the_least_error(here):
     assert sum(p.numel() for p in stock(Path("even")).parameters()) <= 0.6 * dense
 
 
+def test_effects_of_query_heads_are_measured_on_request(here):
+    """For statistics of any recipe they would take time that few need; where they lack, others have no scale beside."""
+    given = ("--recipe", "budget.yaml", "--target-params", "60%")
+    assert refused("plan", "dense", *given, "--statistics", "stats", "-o", "plan.json") == (
+        "stats holds no effects of queries, which allocation least-error weighs beside those of other spaces: "
+        "calibrate with --collect moments,gram,fisher,queries, or say --set weigh_by=energy"
+    )
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,fisher,effects,queries", "-o", "more")
+    index = read_json("more/statistics.json")
+    name = "model.layers.{}.self_attn.o_proj.weight/queries"
+    assert all(name.format(block) in index[kind] for block in (0, 1) for kind in ("predicted", "effects"))
+    assert "queries" not in str(read_json("stats/statistics.json")["predicted"].keys())
+    ok("plan", "dense", *given, "--statistics", "more", "-o", "plan.json")
+    ok("prune", "dense", "--plan", "plan.json", "-o", "out")
+    assert refused("calibrate", "dense", *TEXT, "--collect", "gram,queries", "-o", "less") == (
+        "--collect gram,queries: queries are tried out with the metric, add fisher"
+    )
+
+
 # ---- what follows ------------------------------------------------------------------------------------------------
 
 
