@@ -31,8 +31,9 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
     "centre_keys; linears: vectors, and with gram also Grams, of the inputs of all other linears, for masks; "
     "fisher: what errors of every layer do to the model's own output, by its gradients on 8 windows or 32 images, "
     "which recipes with allocation least-error (best-uniform, best) weigh errors by; effects: the same measured by "
-    "pruning each layer alone, about blocks^2 x 3 more block runs, of small models. [default: all that the model's "
-    "family can use but centred; effects up to 12 blocks]",
+    "pruning each layer alone, about blocks^2 x 3 more block runs, of small models; queries: with fisher and effects, "
+    "the same of query heads inside KV groups, for recipes that weigh them. [default: all that the model's family can "
+    "use but centred and queries; effects up to 12 blocks]",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @overwrite_option
