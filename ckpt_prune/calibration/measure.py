@@ -82,7 +82,7 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in model.query_heads.values())
     if "taylor" in collect:
-        per_block += sum(2 * 8 * model.units(space) for space in model.family.columns)
+        per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
     return per_block * model.blocks
 
 

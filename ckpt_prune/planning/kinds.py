@@ -151,6 +151,10 @@ class LogitKind(Kind):
 class BesideKind(ColumnKind):
     """Columns that stand side by side in runs, as many kept in each: query heads in KV groups."""
 
+    # Gradients of the loss are gathered for whole KV groups.
+    scores: Mapping[str, AnyScore] = {
+        name: score for name, score in ColumnKind.scores.items() if not getattr(score, "needs_taylor", False)
+    }
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
