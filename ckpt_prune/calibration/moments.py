@@ -175,6 +175,7 @@ class Moments:
             self.active[inputs],
             None if gram is None else gram[inputs][:, inputs],
             None if drift is None else Drift(drift.cross[:, inputs], drift.sum, drift.energy),
+            self.taylor,
         )
 
     @property

@@ -117,7 +117,7 @@ class Shape:
             if space not in family.consumers and space not in (kept or {}):
                 continue  # what stands inside another space is there on request only
             outputs, inputs = shapes[model.tensor(0, description.consumer)][1]
-            stays = (kept or {}).get(space, model.units(space)) * model.unit_columns(space)
+            stays = (kept or {}).get(space, model.units(space)) * model.copies(space) * model.unit_columns(space)
             sites[space] = Site(outputs, inputs, stays, model.units(space))
         attention = shapes[model.tensor(0, family.attention.output)][1][1]
         return cls(

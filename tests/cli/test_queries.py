@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 import ckpt_prune
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.transform.work import Shape
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
@@ -118,6 +121,21 @@ def test_query_heads_go_in_the_groups_that_stay(here):
     before, after = (json.loads(ok("inspect", model, "--json"))["parameters"] for model in ("dense", "out"))
     assert after == sum(parameter.numel() for parameter in stock(Path("out")).parameters()) < before
     assert read_json("out/ckpt_prune.json")["after"]["parameters"] == after
+
+
+def test_importances_of_groups_hold_where_query_heads_have_gone(here):
+    """Gradients tell them of whole groups, before anything has gone."""
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,taylor", "-o", "told")
+    changes = ("--set", "spaces.heads.score=taylor1", "--set", "target=dense")
+    ok("prune", "dense", "--recipe", "beside.yaml", *changes, "--statistics", "told", "-o", "out")
+    model, statistics = Model.open("dense"), Statistics(Path("told"))
+    for block, units in enumerate(kept("out", "heads")):
+        assert units == [int(statistics.taylor(block)[model.moments_name(block, "heads")].first.argmax())]
+
+
+def test_estimates_count_the_columns_of_every_group(here):
+    """Of two query heads of four columns one stays, in each of two groups."""
+    assert Shape.of(Model.open("dense"), {"queries": 1}).sites["queries"].kept == 2 * 4
 
 
 def test_widths_by_the_least_error(here):

@@ -344,6 +344,11 @@ SIZE = "size={params: 5B}"
             "spaces.qk: score obs does not rank its units; allowed here: logit-energy, magnitude",
         ),
         (
+            ("spaces.queries={score: taylor1}",),
+            "spaces.queries: score taylor1 does not rank its units; allowed here: magnitude, activation-energy, "
+            "active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, auto",
+        ),
+        (
             ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),
             "queries and heads end in one projection, and with true_sequential: false both would make up for the same "
             "drift: leave true_sequential out",
