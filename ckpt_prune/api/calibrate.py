@@ -57,7 +57,8 @@ def calibrate(
         compute_dtype: in which blocks run.
         folds: runs of samples whose moments are kept apart.
         collect: kinds of statistics; None for all that the model's family can use but `centred` and `taylor`, `effects`
-            only of up to `measured_effects.SHALLOW` blocks.
+            only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query heads by
+            effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
@@ -97,8 +98,13 @@ def calibrate(
         source = open_model(options.model, trust=trust)
         checkpoint, family = source.checkpoint, source.family
         known = collectable(source)
+        inside = [space for space in family.columns if space not in family.consumers]
         usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, (*known, EFFECTS), usual, family.model_type)
+        asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, family.model_type)
+        if "fisher" not in asked and set(inside) & set(asked):
+            raise UserError(
+                f"--collect {options.collect}: {' and '.join(inside)} are tried out with the metric, add fisher"
+            )
         if CENTRED in asked and "logits" not in asked:
             raise UserError(f"--collect {options.collect}: {CENTRED} keys are those of logits, add logits")
         if EFFECTS in asked and "gram" not in asked:
@@ -118,10 +124,11 @@ def calibrate(
             say(told)
 
         def finish(found: "Statistics") -> None:
+            wanted = {*family.consumers, *asked, *(family.logits if "logits" in kinds else ())}
+            held = [space for space in family.spaces if space in wanted]
             if "fisher" in kinds:
-                found = add_gradients(source, found, chosen, device=target, compute_dtype=dtype)
+                found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
             if EFFECTS in asked:
-                held = [space for space in family.spaces if space in family.columns or "logits" in kinds]
                 with_effects(
                     found, measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
                 )

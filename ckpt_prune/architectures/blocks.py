@@ -56,7 +56,7 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
             query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
         )
     widths: dict[str, WidthPaths] = {}
-    for space in family.columns.values():
+    for space in family.consumers.values():
         rebuilt = family.logits and space.consumer != family.attention.output
         narrowed = space.fixed is not None and not family.logits
         if not (rebuilt or narrowed or space.units in family.multiples):

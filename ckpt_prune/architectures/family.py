@@ -141,6 +141,11 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, ColumnSpace)}
 
     @property
+    def consumers(self) -> dict[SpaceName, ColumnSpace]:
+        """Those of them that stand in no other: one for every consumer."""
+        return {name: space for name, space in self.columns.items() if space.within is None}
+
+    @property
     def logits(self) -> dict[SpaceName, LogitSpace]:
         """The spaces that end in attention logits."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
@@ -148,7 +153,8 @@ class Family(Description):
     @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
-        return list(dict.fromkeys(module for space in self.spaces.values() for module in space.modules))
+        spaces = [*self.logits.values(), *self.consumers.values()]
+        return list(dict.fromkeys(module for space in spaces for module in space.modules))
 
     @property
     def labels(self) -> dict[str, str]:
@@ -158,7 +164,7 @@ class Family(Description):
         """
         attention = self.attention
         found = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
-        for space in self.columns.values():
+        for space in self.consumers.values():
             if space.consumer not in found:
                 *gates, up = dict.fromkeys(space.readers)
                 found |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
@@ -168,7 +174,7 @@ class Family(Description):
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """A linear module of a block → all that read the same input, itself first; in the order of computation."""
         found: dict[str, tuple[str, ...]] = {}
-        for space in self.columns.values():
+        for space in self.consumers.values():
             producers = tuple(dict.fromkeys(space.readers))
             found |= {producers[0]: producers, space.consumer: (space.consumer,)}
         return found
@@ -176,7 +182,7 @@ class Family(Description):
     @property
     def producer_inputs(self) -> list[str]:
         """Of `inputs` those that are no consumer: linears that read the residual stream."""
-        consumers = {space.consumer for space in self.columns.values()}
+        consumers = {space.consumer for space in self.consumers.values()}
         return [first for first in self.inputs if first not in consumers]
 
     def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
@@ -204,7 +210,8 @@ class Family(Description):
     def dimension(self, config: Any, name: str) -> int:
         """A dimension read off a transformers config; `group` is query heads per KV head."""
         if name == "group":
-            return self.dimension(config, "query_heads") // self.dimension(config, "kv_heads")
+            groups = self.dimension(config, "kv_heads")
+            return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
         if name in self.multiples:
             multiple = self.multiples[name]
             return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
@@ -217,6 +224,15 @@ class Family(Description):
         if name == "head_dim":
             return self.dimension(config, "hidden") // self.dimension(config, "query_heads")
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
+
+    def with_config(self, config: Any) -> "Family":
+        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config."""
+        single = {
+            name
+            for name, space in self.columns.items()
+            if space.within is not None and space.count(lambda name: self.dimension(config, name)) <= 1
+        }
+        return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
 
     def of(self, architecture: str) -> "Family":
         """The same family with another of its classes at hand; paths lose the base prefix where it is the base model.

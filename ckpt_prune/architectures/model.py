@@ -1,5 +1,6 @@
 """A model: a checkpoint with its family and config, and what follows from the three."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -52,7 +53,7 @@ class Model:
         """
         family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
         family.check_config(config)
-        return cls(oriented(checkpoint, family), family, config)
+        return cls(oriented(checkpoint, family), family.with_config(config), config)
 
     @classmethod
     def open(cls, path: str | Path) -> "Model":
@@ -97,11 +98,23 @@ class Model:
 
     def config_values(self, widths: BlockWidths) -> dict[str, int]:
         """Config keys and values that say how many units of each space there are."""
+        kept = {self.family.spaces[space].units: count for space, count in widths.items()}
+        # A key that two spaces share (query heads: KV groups times those of each) is the product of both widths.
         return {
-            key: count * prod(map(self.dimension, factors))
+            key: count * prod(kept.get(factor, self.dimension(factor)) for factor in factors)
             for space, count in widths.items()
             for key, factors in self.family.spaces[space].config.items()
         }
+
+    def narrowed(self, widths: BlockWidths) -> "Model":
+        """This model under a config of so many units of each space; its tensors stay those of the dense model."""
+        config = copy.copy(self.config)
+        if not isinstance(getattr(type(config), "head_dim", None), property):
+            # Where the config leaves it out, it would be derived from the head count, which may change.
+            config.head_dim = self.dimension("head_dim")
+        for key, value in self.config_values(widths).items():
+            setattr(config, key, value)
+        return self.with_config(config)
 
     def widths_of(self, block: int, tensors: Mapping[str, Tensor]) -> dict[SpaceName, int]:
         """Units of each space that a block's tensors have, of any widths.
@@ -241,20 +254,26 @@ class Model:
         """On-disk weight that statistics file moments under.
 
         A space has the name of the module that `Space.measured` says, and so has a linear module that is a consumer.
+        A space within another has the other's.
         Any other linear module has its own with a suffix: the moments of queries stand under the bare name.
         """
-        consumers = {space.consumer for space in self.family.columns.values()}
+        consumers = {space.consumer for space in self.family.consumers.values()}
         for name, space in self.family.spaces.items():
             if key == name or (key == space.measured and key in consumers):
                 return self.tensor(block, space.measured)
         return self.tensor(block, key) + _INPUT
+
+    def site_name(self, block: int, space: SpaceName) -> str:
+        """What statistics file a site's effects under: as its moments, with a suffix where it is within another."""
+        name = self.moments_name(block, space)
+        return name if space not in self.family.columns or space in self.family.consumers else f"{name}/{space}"
 
     @property
     def consumer_widths(self) -> dict[str, int]:
         """Consumer's on-disk weight, with `{block}` for the block → its width, the same in every dense block."""
         return {
             f"{self.family.block}{space.consumer}.weight": self.units(name) * self.unit_columns(name)
-            for name, space in self.family.columns.items()
+            for name, space in self.family.consumers.items()
         }
 
     @property

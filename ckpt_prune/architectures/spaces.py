@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from torch import Tensor
 
-SpaceName = Literal["qk", "heads", "mlp"]
+SpaceName = Literal["qk", "queries", "heads", "mlp"]
 """Spaces that recipes, plans and statistics speak of."""
 Ends = Literal["columns", "logits"]
 """What a space ends in: the columns of a linear module, or the attention logits."""
@@ -25,10 +25,13 @@ Axis = Literal["rows", "columns"]
 Dimension = Callable[[str], int]
 """The value of a dimension of a model, by name."""
 
-ENDS: dict[SpaceName, Ends] = {"qk": "logits", "heads": "columns", "mlp": "columns"}
+ENDS: dict[SpaceName, Ends] = {"qk": "logits", "queries": "columns", "heads": "columns", "mlp": "columns"}
 """What each space ends in, in every family that has it: recipes are checked without a model."""
-COUPLED: tuple[frozenset[SpaceName], ...] = (frozenset({"heads", "qk"}),)
-"""Spaces that cross on one tensor, so that a unit of one is worth less where units of the other are gone."""
+BESIDE: frozenset[SpaceName] = frozenset({"qk", "queries"})
+"""Spaces whose units stand side by side (`Space.per`), as many kept in each, in every family that has them."""
+COUPLED: tuple[tuple[SpaceName, SpaceName], ...] = (("qk", "heads"), ("queries", "heads"))
+"""Spaces that cross on one tensor: a unit of one saves less where units of the other are gone. Those of the first stand
+inside units of the second, and come first where blocks are pruned."""
 
 
 def dim_of(axis: Axis) -> int:
@@ -171,6 +174,8 @@ class ColumnSpace(Space):
 
     Attributes:
         columns: where it lies on the consumer.
+        within: the space on the same consumer inside whose units these stand (query heads in a KV group), or None.
+            Moments and the metric are of the consumer's input and output, and so the same for both.
         scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
             the residual stream (layer scale), or None.
         multiplier: the config key of a number that multiplies it before, or None.
@@ -180,6 +185,7 @@ class ColumnSpace(Space):
 
     ends: Literal["columns"]
     columns: Incidence
+    within: SpaceName | None = None
     scale: str | None = None
     multiplier: str | None = None
     norm: str | None = None

@@ -1,6 +1,5 @@
 """Transformer blocks as transformers modules, holding just the tensors they are given."""
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,12 +58,7 @@ class BlockFactory:
         """
         # Blocks of what was pruned already may differ in width.
         model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
-        layer_config = copy.copy(model.config)
-        if not isinstance(getattr(type(layer_config), "head_dim", None), property):
-            # Where the config leaves it out, it would be derived from the head count, which may have changed.
-            layer_config.head_dim = model.dimension("head_dim")
-        for key, value in model.config_values(model.widths_of(index, tensors)).items():
-            setattr(layer_config, key, value)
+        layer_config = model.narrowed(model.widths_of(index, tensors)).config
         with shapes_alone():
             module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
         _orient(module)

@@ -191,7 +191,11 @@ def _backward(
 
         module.get_submodule(factory.module_path(block, name)).register_forward_hook(see)
 
-    consumers = {space: own.consumer for space, own in family.columns.items()}
+    consumers = {space: own.consumer for space, own in family.consumers.items()}
+    watched_at = {
+        consumer: [space for space, own in family.columns.items() if own.consumer == consumer]
+        for consumer in consumers.values()
+    }
     readers = {space: own.readers for space, own in family.logits.items()}
     for name in {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}:
         watch(name)
@@ -214,7 +218,9 @@ def _backward(
                     found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
                 add_gram(found[space], g, gradient.weight)
                 if watcher is not None:
-                    watcher.see(space, inputs[consumer].flatten(0, -2), g, gradient, len(entering))
+                    # A space within another ends in the same consumer.
+                    for each in watched_at[consumer]:
+                        watcher.see(each, inputs[consumer].flatten(0, -2), g, gradient, len(entering))
             for space, (query, key, *_) in readers.items():
                 sums = _of_logits(at[query], watched[key].detach(), head_dim) * gradient.weight
                 found[space] = found[space] + sums if space in found else sums

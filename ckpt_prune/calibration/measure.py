@@ -77,12 +77,12 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
                 kinds = 1 + ("centred" in collect)
                 per_block += 4 * heads * ((1 + kinds) * count * packed if per_sample else kinds * packed**2)
     if "fisher" in collect:
-        for space in model.family.columns.values():
+        for space in model.family.consumers.values():
             outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in model.query_heads.values())
     if "taylor" in collect:
-        per_block += sum(2 * 8 * model.units(space) for space in model.family.columns)
+        per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
     return per_block * model.blocks
 
 
@@ -189,7 +189,7 @@ def measure_into(
     family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
-    wanted: dict[str, bool] = dict.fromkeys(family.columns, "gram" in collect)
+    wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     if "logits" in collect:
         wanted |= dict.fromkeys(family.logits, "centred" in collect)
     if "linears" in collect:

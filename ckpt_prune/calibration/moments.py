@@ -164,6 +164,19 @@ class Moments:
             None if self.taylor is None else self.taylor.to(device),
         )
 
+    def at(self, inputs: Tensor) -> "Moments":
+        """The moments of some of the inputs alone, int64, ascending."""
+        drift, gram = self.drift, self.gram
+        return Moments(
+            self.count,
+            self.sum[inputs],
+            self.square[inputs],
+            self.absolute[inputs],
+            self.active[inputs],
+            None if gram is None else gram[inputs][:, inputs],
+            None if drift is None else Drift(drift.cross[:, inputs], drift.sum, drift.energy),
+        )
+
     @property
     def width(self) -> int:
         """The number of inputs, d."""

@@ -97,7 +97,7 @@ def measure_taylor(
         weights = _backward(stream, module, block, states.pop(), gradients)
         found = {
             model.moments_name(block, space): _importances(model, block, space, tensors, weights)
-            for space in model.family.columns
+            for space in model.family.consumers
         }
         for name, own in found.items():
             if not bool(torch.isfinite(own.second).all()):
@@ -116,7 +116,7 @@ def _backward(
     factory = stream.factory
     parts = {
         disk: [path.removesuffix(".weight") for path in factory.parts(block, factory.family.tensor(block, disk))]
-        for disk in dict.fromkeys(name for space in factory.family.columns.values() for name in space.modules)
+        for disk in dict.fromkeys(name for space in factory.family.consumers.values() for name in space.modules)
     }
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, isnan, lcm, prod
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -116,46 +116,10 @@ class Curve:
 
 
 @dataclass(frozen=True, eq=False)
-class Crossed:
-    """Two sites of one block whose units cross on a tensor: a unit of one costs less where units of the other are gone.
-
-    Both errors add up, as if no unit of one made those of the other matter less.
-
-    Attributes:
-        first, second: the curve of each, with the cost of a unit while all units of the other stay.
-        crossing: what a unit of one costs less for every unit of the other that is gone; zero or more.
-    """
-
-    first: Curve
-    second: Curve
-    crossing: float
-
-    def widths(self, choice: int) -> tuple[int, int]:
-        """Units of both that stay, of a choice as `least_error` returns it."""
-        first, second = divmod(choice, self.second.units + 1)
-        return first, second
-
-    @cached_property
-    def choices(self) -> "_Choices":
-        """Every pair of widths that no other beats in both cost and error, and the full one."""
-        first, second = self.first.choices, self.second.choices
-        codes = np.add.outer(first.widths * (self.second.units + 1), second.widths).ravel()
-        gone = np.multiply.outer(self.first.units - first.widths, self.second.units - second.widths)
-        costs = (np.add.outer(first.costs, second.costs) + self.crossing * gone).ravel()
-        errors = np.add.outer(first.errors, second.errors).ravel()
-        order = np.lexsort((-codes, errors, costs))
-        before = np.minimum.accumulate(np.append(np.inf, errors[order][:-1]))
-        stays = errors[order] < before
-        stays[-1] = True  # the full one costs most: nothing that is as good is as wide
-        order = order[stays]
-        return _Choices(codes[order], costs[order], np.minimum.accumulate(errors[order]))
-
-
-@dataclass(frozen=True, eq=False)
 class _Choices:
     """Widths a site may have, with their costs, ascending, and errors, never rising, (n,) each.
 
-    Widths are int64; of crossed sites they are codes of two.
+    Widths are int64; of two sites that cross they are pairs, each as one number (`Crossing.choices`).
     """
 
     widths: NDArray[np.int64]
@@ -212,7 +176,53 @@ def merged(curves: Sequence[Curve]) -> Curve:
     return Curve(torch.from_numpy(errors), cost, lcm(*(curve.multiple_of for curve in curves)))
 
 
-def least_error(curves: Mapping[K, Curve | Crossed], budget: float) -> dict[K, int]:
+@dataclass(frozen=True)
+class Crossing(Generic[K]):
+    """Two sites whose units cross on one tensor: those of one stand inside those of the other, as many in each.
+
+    So a unit of either saves less where units of the other go, and an error inside a unit that goes is none.
+
+    Attributes:
+        inner, outer: the two sites.
+        shared: what the costs of one unit of each count twice.
+    """
+
+    inner: K
+    outer: K
+    shared: float
+
+    def choices(self, inner: Curve, outer: Curve) -> "_Choices":
+        """Pairs of widths, each as inner · (outer units + 1) + outer, but for those that another beats at its cost."""
+        own, others = inner.choices, outer.choices
+        pairs = own.widths[:, None] * (outer.units + 1) + others.widths
+        saved_twice = self.shared * np.multiply.outer(inner.units - own.widths, outer.units - others.widths)
+        costs = (np.add.outer(own.costs, others.costs) + saved_twice).ravel()
+        errors = (np.multiply.outer(own.errors, others.widths / outer.units) + others.errors).ravel()
+        # By cost, of equal costs the least error first. Nothing dropped stays, whatever else is free of error.
+        order = np.lexsort((-pairs.ravel(), errors, costs))
+        falls = errors[order] < np.minimum.accumulate(np.concatenate([[np.inf], errors[order][:-1]]))
+        order = order[falls | (order == pairs.size - 1)]
+        return _Choices(pairs.ravel()[order], costs[order], np.minimum.accumulate(errors[order]))
+
+    def apart(self, pair: int, outer: Curve) -> dict[K, int]:
+        """The two widths of a pair."""
+        width, other = divmod(pair, outer.units + 1)
+        return {self.inner: width, self.outer: other}
+
+
+def total_error(curves: Mapping[K, Curve], kept: Mapping[K, int], crossings: Sequence[Crossing[K]] = ()) -> float:
+    """What sites are predicted to lose together, as `least_error` counts.
+
+    Args:
+        curves: site → its curve.
+        kept: site → units kept.
+        crossings: as there.
+    """
+    share = {crossing.inner: kept[crossing.outer] / curves[crossing.outer].units for crossing in crossings}
+    return sum(curve.error(kept[key]) * share.get(key, 1.0) for key, curve in curves.items())
+
+
+def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Crossing[K]] = ()) -> dict[K, int]:
     """Widths whose total cost is within the budget and whose total error is least.
 
     The result is exact where the widths of all sites but the one with most choices make at most `MOST_COMBINATIONS`
@@ -223,19 +233,29 @@ def least_error(curves: Mapping[K, Curve | Crossed], budget: float) -> dict[K, i
     most choices counts as the last.
 
     Args:
-        curves: site → its curve; or two sites that cross → both.
-        budget: for Σ kept · unit_cost, in the units of `unit_cost`.
+        curves: site → its curve.
+        budget: for Σ kept · unit_cost, in the units of `unit_cost`, and what crossings make up for.
+        crossings: no site in two of them. A pair counts as one site, that of its inner key.
 
     Returns:
-        site → units kept, of two the code of both (`Crossed.widths`). Where everything fits, nothing is dropped.
+        site → units kept. Where everything fits, nothing is dropped.
 
     Raises:
         BudgetError: the smallest widths do not fit.
-        ValueError: the budget is not a number.
+        ValueError: the budget is not a number, or a site is in two crossings.
     """
     if isnan(budget):
         raise ValueError("the budget is not a number")
-    choices = [curve.choices for curve in curves.values()]
+    crossed = [key for crossing in crossings for key in (crossing.inner, crossing.outer)]
+    if len(set(crossed)) < len(crossed):
+        raise ValueError("a site crosses one other at the most")
+    pairs = {crossing.inner: crossing for crossing in crossings}
+    outer = {crossing.outer for crossing in crossings}
+    keys = [key for key in curves if key not in outer]
+    choices = [
+        pairs[key].choices(curves[key], curves[pairs[key].outer]) if key in pairs else curves[key].choices
+        for key in keys
+    ]
     least = float(sum(c.costs[0] for c in choices))
     if least > budget:
         raise BudgetError(budget, least)
@@ -244,7 +264,11 @@ def least_error(curves: Mapping[K, Curve | Crossed], budget: float) -> dict[K, i
     most = max(range(len(choices)), key=lambda site: (len(choices[site]), site))
     combinations = prod(len(c) for site, c in enumerate(choices) if site != most)
     at = _enumerate(choices, most, budget) if combinations <= MOST_COMBINATIONS else _relax(choices, budget)
-    return {key: int(c.widths[index]) for key, c, index in zip(curves, choices, at, strict=True)}
+    found: dict[K, int] = {}
+    for key, c, index in zip(keys, choices, at, strict=True):
+        width = int(c.widths[index])
+        found |= pairs[key].apart(width, curves[pairs[key].outer]) if key in pairs else {key: width}
+    return {key: found[key] for key in curves}
 
 
 def _enumerate(choices: Sequence[_Choices], last: int, budget: float) -> list[int]:

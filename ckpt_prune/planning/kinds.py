@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
@@ -148,8 +148,19 @@ class LogitKind(Kind):
         return False
 
 
+class BesideKind(ColumnKind):
+    """Columns that stand side by side in runs, as many kept in each: query heads in KV groups."""
+
+    # Gradients of the loss are gathered for whole KV groups.
+    scores: Mapping[str, AnyScore] = {
+        name: score for name, score in ColumnKind.scores.items() if not getattr(score, "needs_taylor", False)
+    }
+    unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
+
+
 KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind()}
 """What a space ends in → what a recipe may say about it."""
+_BESIDE = BesideKind()
 SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))
 """Every score that some space has."""
 TRAITS: dict[str, Traits] = {name: traits for kind in KINDS.values() for name, traits in kind.methods.items()}
@@ -161,4 +172,4 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 
 def kind_of(space: SpaceName) -> Kind:
     """The kind of a space."""
-    return KINDS[ENDS[space]]
+    return _BESIDE if space in BESIDE and ENDS[space] == "columns" else KINDS[ENDS[space]]

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import COUPLED, ENDS, SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.export_recipe import ExportRecipe
@@ -163,6 +163,13 @@ class Recipe(Strict):
             )
         if self.ranks_blocks and self.target != "dense":
             raise ValueError(f"allocation {self.allocation} compares all blocks before any is pruned: target: dense")
+        if self.target == "drift" and not self.true_sequential:
+            for pair in COUPLED:
+                if all(space in self.spaces and ENDS[space] == "columns" for space in pair):
+                    raise ValueError(
+                        f"{' and '.join(pair)} end in one projection, and with true_sequential: false both would make "
+                        "up for the same drift: leave true_sequential out"
+                    )
         self._consistent_budget()
         if len({s.compensation.lambda_by for s in self.spaces.values()} & {"perplexity", "folds"}) > 1:
             raise ValueError("lambda_by must be the same in every space that has a grid")

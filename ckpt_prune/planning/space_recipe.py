@@ -133,7 +133,8 @@ class SpaceRecipe(Strict):
     ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
     rounding: Rounding | None = Field(
         None,
-        description="Of units x ratio to units dropped. Default: floor for heads and dimensions, ceil for columns.",
+        description="Of units x ratio to units dropped. Default: floor for heads and dimensions, nearest for query "
+        "heads, ceil for columns.",
     )
     multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")

@@ -98,6 +98,7 @@ class Figure:
 SPACES = {
     "mlp": Space("MLP", "output", Style("mlp", "circle")),
     "heads": Space("Attention heads", "output", Style("heads", "square")),
+    "queries": Space("Query heads in groups", "output", Style("queries", "wedge")),
     "qk": Space("Q/K", "logit", Style("qk", "diamond")),
 }
 KINDS = {

@@ -1,19 +1,19 @@
 """How many units of every site stay: by ratio or size, by FLAP's rankings, or by the least predicted error."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import COUPLED, SpaceName
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
-from ckpt_prune.planning.budget import BudgetError, Crossed, Curve, least_error, merged
+from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
@@ -21,7 +21,7 @@ from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_uni
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Ranked, Request
-from ckpt_prune.transform.sizing import ROUNDS, Ranking, cost_at, crossing_cost, taken_up, unit_costs
+from ckpt_prune.transform.sizing import ROUNDS, Pair, Ranking, cost_at, shared_costs, taken_up, unit_costs
 from ckpt_prune.transform.solvers import solver_of
 
 
@@ -52,7 +52,13 @@ def decide(request: Request, ranking: Ranking | None = None) -> Decisions:
         raise ValueError("a size is turned into a ratio by at_size before anything else")
     if recipe.allocation == "uniform":
         by_ratio, known = Decisions(recipe), request.ranked or {}
-        sites = {site: replace(by_ratio.of(request.model, site), scores=own.scores) for site, (own,) in known.items()}
+        columns = request.model.family.columns
+        sites = {
+            site: replace(by_ratio.of(request.model, site), scores=own.scores)
+            for site, (own,) in known.items()
+            # Units in which others have gone are ranked once these are gone.
+            if not any(each.within == site.space for name, each in columns.items() if name in recipe.spaces)
+        }
         return Decisions(recipe, sites)
     assert ranking is not None
     return kept_units(request.model, recipe, ranked(request.model, recipe, ranking))
@@ -171,14 +177,15 @@ def _least_error(request: Request) -> Decisions:
     assert request.statistics is not None
     ranking = dense_ranking(request) if request.ranked is None else request.ranked
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
-    budgeted = _Budgeted.of(request, ranking, kind)
-    dense = sum(float(own.choices.costs[-1]) for own in budgeted.together(per_layer=True).values())
+    curves = _curves(request, ranking, kind)
+    dense = sum(curve.units * curve.unit_cost for curve in curves.values())
     whole = cost_in(kind, cost_of(model))
     limit = _limit(request)
     budget = limit - (whole - dense)
+    shared = shared_costs(request, kind)
     for _ in range(ROUNDS):
         try:
-            counts = budgeted.least_error(budget, per_layer=recipe.widths == "per_layer")
+            counts = _solve(request, curves, budget, shared)
         except BudgetError as error:
             if recipe.size is None:
                 raise
@@ -189,7 +196,7 @@ def _least_error(request: Request) -> Decisions:
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
-            losses = budgeted.losses(counts, budget) if recipe.widths == "uniform" else None
+            losses = _losses(curves, counts, budget, shared) if recipe.widths == "uniform" else None
             return replace(decisions, losses=losses)
         budget = min(budget - 1, limit - (found - cost_in(kind, cost_at(request, widths))) - (whole - dense))
     raise UserError(taken_up(request))
@@ -219,68 +226,35 @@ def _errors(ranked: Ranked) -> Tensor:
     return ranked.errors
 
 
-@dataclass(frozen=True)
-class _Budgeted:
-    """What every site loses with its units, and what these cost.
+def _solve(
+    request: Request, curves: Mapping[Site, Curve], budget: float, shared: Mapping[Pair, float]
+) -> dict[Site, int]:
+    if request.recipe.widths == "per_layer":
+        return least_error(curves, budget, _crossings(curves, shared))
+    names, blocks = request.recipe.spaces, request.model.blocks
+    spaces = {space: merged([c for site, c in curves.items() if site.space == space]) for space in names}
+    kept = least_error(spaces, budget, [Crossing(*pair, cost * blocks) for pair, cost in shared.items()])
+    return {site: kept[site.space] for site in curves}
 
-    Attributes:
-        curves: site → its own.
-        crossing: spaces whose units cross on a tensor → what a unit of one costs less for a unit of the other that is
-            gone.
-    """
 
-    curves: Mapping[Site, Curve]
-    crossing: Mapping[tuple[SpaceName, ...], float]
+def _crossings(curves: Mapping[Site, Curve], shared: Mapping[Pair, float]) -> list[Crossing[Site]]:
+    """Which sites of every block cross."""
+    return [
+        Crossing(site, site._replace(space=outer), cost)
+        for (inner, outer), cost in shared.items()
+        for site in curves
+        if site.space == inner
+    ]
 
-    @classmethod
-    def of(cls, request: Request, ranking: Mapping[Site, Sequence[Ranked]], kind: SizeKind) -> "_Budgeted":
-        """Of a request whose units are ranked."""
-        spaces = request.recipe.spaces
-        pairs = [tuple(sorted(pair)) for pair in COUPLED if pair <= spaces.keys()]
-        return cls(_curves(request, ranking, kind), {pair: crossing_cost(request, kind, pair) for pair in pairs})
 
-    def together(self, *, per_layer: bool) -> dict[tuple[Site, ...], Curve | Crossed]:
-        """What has a width of its own, or two that depend on each other: sites of a block, or spaces.
-
-        A space is named by its site in the first block.
-        """
-        curves = dict(self.curves)
-        blocks = 1
-        if not per_layer:
-            of_spaces: dict[SpaceName, list[Curve]] = {}
-            for site, curve in curves.items():
-                of_spaces.setdefault(site.space, []).append(curve)
-            blocks = max(len(own) for own in of_spaces.values())
-            curves = {Site(0, space): merged(own) for space, own in of_spaces.items()}
-        found: dict[tuple[Site, ...], Curve | Crossed] = {}
-        paired = {space: pair for pair in self.crossing for space in pair}
-        for site, curve in curves.items():
-            pair = paired.get(site.space)
-            if pair is None:
-                found[site,] = curve
-            elif site.space == pair[0]:
-                other = Site(site.block, pair[1])
-                found[site, other] = Crossed(curve, curves[other], blocks * self.crossing[pair])
-        return found
-
-    def least_error(self, budget: float, *, per_layer: bool) -> dict[Site, int]:
-        """Units that stay of every site: of the least sum of errors within a budget."""
-        items = self.together(per_layer=per_layer)
-        kept: dict[Site, int] = {}
-        for sites, choice in least_error(items, budget).items():
-            own = items[sites]
-            kept |= zip(sites, own.widths(choice) if isinstance(own, Crossed) else (choice,), strict=True)
-        return {site: kept[site if per_layer else Site(0, site.space)] for site in self.curves}
-
-    def losses(self, counts: Mapping[Site, int], budget: float) -> Losses:
-        """What shared widths lose beside what widths per block would, within the same budget."""
-
-        def total(kept: Mapping[Site, int]) -> float:
-            return sum(curve.error(kept[site]) for site, curve in self.curves.items())
-
-        chosen = total(counts)
-        # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
-        return Losses(chosen, min(chosen, total(self.least_error(budget, per_layer=True))))
+def _losses(
+    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, shared: Mapping[Pair, float]
+) -> Losses:
+    """What shared widths lose beside what widths per block would, within the same budget."""
+    crossings = _crossings(curves, shared)
+    chosen = total_error(curves, counts, crossings)
+    # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
+    return Losses(chosen, min(chosen, total_error(curves, least_error(curves, budget, crossings), crossings)))
 
 
 def _limit(request: Request) -> int:
@@ -290,14 +264,24 @@ def _limit(request: Request) -> int:
     return cost_in("params", cost_at(request, Decisions(request.recipe).widths(request.model)))
 
 
-def check_effects(statistics: Statistics) -> None:
-    """Refuse to weigh by effects on the model's output where there is no metric of them.
+def check_effects(request: Request, statistics: Statistics) -> None:
+    """Refuse to weigh by effects on the model's output where there is no metric of them, or none of some space.
 
     Raises:
         UserError: there is none.
     """
-    if not statistics.index.fisher:
+    index = statistics.index
+    if not index.fisher:
         raise UserError(
             f"{statistics.folder} holds no Fisher metric, by which allocation least-error weighs errors: calibrate "
             "with --folds 4, or say --set weigh_by=energy"
         )
+    for space in request.recipe.spaces:
+        # Effects that were measured of some spaces and not of others are on scales of their own.
+        untried = request.model.site_name(0, space) not in {**index.predicted, **index.effects}
+        if untried and space not in request.model.family.consumers and space in request.model.family.columns:
+            kinds = ",".join([*request.recipe.collect, space])
+            raise UserError(
+                f"{statistics.folder} holds no effects of {space}, which allocation least-error weighs beside those of "
+                f"other spaces: calibrate with --collect {kinds}, or say --set weigh_by=energy"
+            )

@@ -5,7 +5,7 @@ from collections import Counter
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import ENDS
+from ckpt_prune.architectures.spaces import BESIDE, ENDS
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.containers.checking import check_source
@@ -100,7 +100,7 @@ def check_data(request: Request) -> None:
         and request.plan is None
         and request.ranked is None
     ):
-        check_effects(request.statistics)
+        check_effects(request, request.statistics)
     if request.recipe.perplexity_grid and request.live is None and request.plan is None:
         raise UserError("lambda_by: perplexity needs text to measure it on: give --text")
 
@@ -220,7 +220,7 @@ def _plan(request: Request, plan: Plan) -> None:
         width = units // copies
         if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:
             raise UserError(
-                f"the plan keeps different numbers of q and k dimensions in the heads of block {site.block}: "
+                f"the plan keeps different numbers of units of {site.space} side by side in block {site.block}: "
                 "plan again instead of editing it"
             )
 
@@ -260,6 +260,11 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
             "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. Heads and mlp "
             f"can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
+        )
+    if missing and missing[0] in BESIDE and ENDS[missing[0]] == "columns":
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "
+            f"this {family.model_type}: spaces.heads drops them with their keys and values"
         )
     if missing:
         raise UserError(

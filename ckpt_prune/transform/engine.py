@@ -1,7 +1,8 @@
 """The engine of recipes with spaces: one block in, its pruned and compensated tensors out. It touches no files."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +11,15 @@ from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, dim_of
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.transform.decisions import Decisions
 from ckpt_prune.transform.solvers import solver_of
+from ckpt_prune.transform.solvers.base import SolvedSite, Solver
 
 
 @dataclass(frozen=True)
@@ -57,32 +61,62 @@ class Pruner:
             UserError: a new tensor overflows the checkpoint's dtype.
         """
         current = dict(tensors)
-        plans: list[SitePlan] = []
+        plans = [each.solved[0] for each in self.sites(block, current, source)]
+        kept = {plan.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
+        fill_biases(self.model.family, block, self.biases, current)
+        check_overflow(tensors, current)
+        self._pad(block, kept, current)
+        return current, plans
+
+    def sites(self, block: int, tensors: dict[str, Tensor], source: MomentSource) -> Iterator["AtSite"]:
+        """Solve the sites of a block one after the other.
+
+        Args:
+            block: its index.
+            tensors: its on-disk tensors, at least those that its sites are solved from; every site leaves them as they
+                are once it is pruned, after it was yielded.
+            source: of moments.
+        """
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
         spaces = [space for space in self.model.family.spaces if space in recipe.spaces]
         decided = {space: self.decisions.of(self.model, Site(block, space)) for space in spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
-        whole = [
-            space for space, own in decided.items() if own.scores is not None and own.keep == self.model.units(space)
+        measured = [
+            space for space, own in decided.items() if own.scores is None or own.keep != self.model.units(space)
         ]
-        measured = source.stages([space for space in spaces if space not in whole])
-        for stage in [whole, *measured]:
-            moments = source.moments(block, current, stage) if stage and stage is not whole else {}
-            for space in stage:
-                solver = solver_of(self.model, recipe, space, self.device, diagnostics=self.diagnostics)
-                plan, new = solver.solve(block, current, moments.get(space), decided[space])
-                plans.append(plan)
-                if new is not None:
-                    before = dict(kept)
-                    kept[space] = torch.tensor(plan.kept)
-                    self._cut(block, before, kept, current, new)
-        plans.sort(key=lambda plan: spaces.index(plan.space))
-        fill_biases(self.model.family, block, self.biases, current)
-        check_overflow(tensors, current)
-        self._pad(block, kept, current)
-        return current, plans
+        stages = {stage[0]: stage for stage in source.stages(measured) if stage}
+        found: Mapping[SpaceName, SpaceMoments] = {}
+        for space in spaces:
+            if space in stages:
+                found = source.moments(block, tensors, stages[space])
+            model, moments = self._left(space, kept, found.get(space))
+            solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
+            solved = solver.solve(block, tensors, moments, decided[space])
+            yield AtSite(solver, tensors, moments, solved)
+            plan, new = solved
+            if new is not None:
+                before = dict(kept)
+                kept[space] = torch.tensor(plan.kept)
+                self._cut(block, before, kept, tensors, new)
+
+    def _left(
+        self, space: SpaceName, kept: Mapping[SpaceName, Tensor], moments: SpaceMoments | None
+    ) -> tuple[Model, SpaceMoments | None]:
+        """The model and the moments of a space as the spaces inside its units have left them on the same consumer."""
+        columns = self.model.family.columns
+        inner = [each for each in kept if each in columns and columns[each].within == space]
+        if not inner:
+            return self.model, moments
+        model = self.model.narrowed({each: len(kept[each]) // self.model.copies(each) for each in inner})
+        if moments is None:
+            return model, None
+        place = columns[space].consumer, dim_of("columns")
+        _, lines = self.model.stays({each: kept[each] for each in inner})[place]
+        # Moments that were taken before are of all inputs.
+        own = (m for m in moments if isinstance(m, Moments))
+        return model, tuple(m.at(lines) if m.width > len(lines) else m for m in own)
 
     def _cut(
         self,
@@ -121,6 +155,22 @@ class Pruner:
                 shape = list(tensors[name].shape)
                 shape[dim] = len(held)
                 tensors[name] = tensors[name].new_zeros(shape).index_copy_(dim, found_among(lines, held), tensors[name])
+
+
+class AtSite(NamedTuple):
+    """A site as it is solved.
+
+    Attributes:
+        solver: of the space, on the model as earlier sites of the block have left it.
+        tensors: what it was solved from; they change when the next site is asked for.
+        moments: one for each fold, or None where the recipe needs none.
+        solved: as `Solver.solve` returns it.
+    """
+
+    solver: Solver
+    tensors: Mapping[str, Tensor]
+    moments: SpaceMoments | None
+    solved: SolvedSite
 
 
 def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ also tried out: for every score of `CANDIDATES` and every share of `POINTS`, uni
 ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fish
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.planning.kinds import CANDIDATES
 from ckpt_prune.transform.measured_effects import SHALLOW
-from ckpt_prune.transform.refits import BlockRefits, Refits
+from ckpt_prune.transform.refits import BlockRefits, Refits, tried_out
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
 from ckpt_prune.transform.space_effects import Predicted, measure_spaces
 
@@ -35,6 +35,7 @@ def add_gradients(
     *,
     device: torch.device,
     compute_dtype: torch.dtype,
+    spaces: Collection[SpaceName] | None = None,
     allocate: Allocate = in_memory,
 ) -> Statistics:
     """Measure the Fisher metric, and predict what dropping units would do, into a folder that has the Grams.
@@ -49,6 +50,7 @@ def add_gradients(
         samples: those that the moments were measured on.
         device: where blocks run and are refitted.
         compute_dtype: in which they run.
+        spaces: whose sites are tried out; by default those that stand in no other (`Family.consumers`).
         allocate: makes the tensors that hold hidden states.
 
     Returns:
@@ -60,7 +62,7 @@ def add_gradients(
     last = fold_slices(len(samples), statistics.index.folds)[-1]
     some = Part(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
     files: dict[str, str] = {}
-    refits = Refits(model, statistics, device)
+    refits = Refits(model, statistics, device, tried_out(model, spaces))
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
     measured = measure_fisher(
         model, some, device=device, compute_dtype=compute_dtype, allocate=allocate, watcher=trials
@@ -68,12 +70,12 @@ def add_gradients(
     for block, found in measured:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
     predicted: Predicted = {} if trials is None else trials.found
-    spaces: dict[SpaceName, list[tuple[int, float]]] = {}
+    together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     if predicted and model.blocks > SHALLOW:  # in others every site's own effect is measured
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
-        spaces, scores = measure_spaces(refits, some, predicted, **how)
-    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, spaces, scores)
+        together, scores = measure_spaces(refits, some, predicted, **how)
+    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores)
 
 
 @dataclass
@@ -108,7 +110,7 @@ class _Trials:
     def end(self, samples: int) -> None:
         """Enter what was found."""
         for space, site in self._sites.items():
-            self.found[self.refits.model.moments_name(self._block, space)] = site.divergences(samples)
+            self.found[self.refits.model.site_name(self._block, space)] = site.divergences(samples)
         self._sites.clear()
 
 

@@ -72,9 +72,9 @@ def measure_effects(
             in it are not measured again.
 
     Returns:
-        Site by `Model.moments_name` (on-disk weight of the consumer, or of the query) → units dropped,
-        of q and k dimensions dropped in every head, ascending, and the mean over samples of `Readout.divergence` from
-        the dense model. A site of one unit is left out.
+        Site by `Model.site_name` (on-disk weight of the consumer, or of the query) → units dropped, of q and k
+        dimensions dropped in every head and of queries heads dropped in every KV group, ascending, and the mean over
+        samples of `Readout.divergence` from the dense model. A site of one unit is left out.
 
     Raises:
         UserError: statistics lack moments, or the output is not finite.
@@ -126,11 +126,11 @@ def measure_effects(
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
             for (space, count), value in zip(variants, divergences(readout, few, dense, pruned), strict=True):
-                name = model.moments_name(site, space)
+                name = model.site_name(site, space)
                 check_finite(value, count, name, compute_dtype)
                 found.setdefault(name, []).append((count, value))
             if journal is not None:
-                own = {model.moments_name(site, space) for space in counts}
+                own = {model.site_name(site, space) for space in counts}
                 with disk_failures(journal.folder):
                     journal.record(_unit(site), note={name: found[name] for name in found if name in own})
     return found

@@ -76,6 +76,7 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             live.samples,
             device=request.device,
             compute_dtype=live.compute_dtype,
+            spaces=list(recipe.spaces),
             allocate=live.allocate,
         )
     if request.model.blocks > SHALLOW or EFFECTS in journal.units:

@@ -1,13 +1,17 @@
 """What a user should know of a job beside its sizes, in lines."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from math import exp
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.selection import units_kept
 from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.planning.sizes import TargetSize, cost_in
@@ -58,7 +62,7 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
     if request.live is not None and not tokens:
         tokens = len(request.live.samples) * request.live.samples.tokens
     widths = [
-        max(width[space] for width in settled.widths) * model.unit_columns(space)
+        max(width[space] for width in settled.widths) * model.copies(space) * model.unit_columns(space)
         for space in recipe.spaces
         if recipe.needs_gram(space)
     ]
@@ -114,8 +118,21 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
             beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
         yield (
             f"{space}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
-            f"drops {drops}; {beside}"
+            f"drops {drops}; {beside}{'' if found.dropped else _inside(model, recipe, space)}"
         )
+
+
+def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
+    """What could go inside the units of a space that loses none; empty where nothing could, or does."""
+    inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
+    if inner is None or inner in recipe.spaces:
+        return ""
+    units, own = model.units(inner), model.family.spaces[inner]
+    with suppress(UserError):  # a ratio that leaves none
+        dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
+        if dropped:
+            return f"; spaces.{inner} in a recipe of your own drops {dropped} of {units} {own.unit}s in each"
+    return f"; spaces.{inner} in a recipe of your own drops {own.unit}s"
 
 
 def unmeasured_lines(settled: Settled) -> Iterable[str]:

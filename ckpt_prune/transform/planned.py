@@ -1,6 +1,5 @@
 """Making a plan: every site decided and predicted, without writing a tensor."""
 
-from ckpt_prune.architectures.sites import Site
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan, SitePlan
 from ckpt_prune.planning.records import StatisticsReference
@@ -20,21 +19,19 @@ def make_plan(settled: Settled) -> Plan:
     check_plannable(recipe)
     if request.sequential:
         raise UserError("a plan is made from statistics: calibrate first, or let prune measure with --text")
-    spaces = [space for space in model.family.spaces if space in recipe.spaces]
-    solvers = {s: solver_of(model, recipe, s, request.device, diagnostics=request.diagnostics) for s in spaces}
-    decisions, source = settled.decisions, settled.moments()
+    solvers = [solver_of(model, recipe, space, request.device) for space in recipe.spaces]
+    engine, source = settled.unit_engine(), settled.moments()
     sites: list[SitePlan] = []
     for block in track(range(model.blocks), "planning", total=model.blocks):
-        moments = source.moments(block, {}, spaces)
         known = request.statistics
         metric = known.fisher(block) if known is not None and known.index.fisher else {}
-        for space, solver in solvers.items():
-            decision, tensors = decisions.of(model, Site(block, space)), solver.read(block)
-            solved = solver.solve(block, tensors, moments.get(space), decision)
-            fisher = metric.get(model.moments_name(block, space))
+        read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
+        for solver, tensors, moments, solved in engine.sites(block, read, source):
+            plan = solved[0]
+            fisher = metric.get(model.moments_name(block, plan.space))
             if fisher is not None:
-                solved[0].divergence = solver.divergence(block, tensors, moments.get(space, ()), solved, fisher)
-            sites.append(solved[0])
+                plan.divergence = solver.divergence(block, tensors, moments or (), solved, fisher)
+            sites.append(plan)
     statistics = None
     if request.statistics is not None:
         path = str(request.statistics.folder.resolve())

@@ -1,6 +1,6 @@
 """Sites whose units go by some score while the others are refitted, for what predicts effects of that."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +19,15 @@ from ckpt_prune.transform.solvers import solver_of
 from ckpt_prune.transform.solvers.columns import ColumnSolver
 
 
+def tried_out(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
+    """Spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
+    wanted = model.family.consumers if spaces is None else spaces
+    return [space for space in model.family.columns if space in wanted and model.units(space) > 1]
+
+
 @dataclass
 class Refits:
-    """Refits of all sites with a consumer, to all folds but the last, or to the only one.
+    """Refits of sites with a consumer, to all folds but the last, or to the only one.
 
     What scores say of a site is kept, so that one that is asked for again is not ranked again.
 
@@ -29,17 +35,14 @@ class Refits:
         model: the dense model.
         statistics: of it, with Grams.
         device: where sites are ranked and refitted.
+        spaces: whose sites, in the family's order (`tried_out`).
     """
 
     model: Model
     statistics: Statistics
     device: torch.device
+    spaces: Collection[SpaceName]
     _scores: dict[tuple[Site, str], Tensor] = field(default_factory=dict)
-
-    @property
-    def spaces(self) -> list[SpaceName]:
-        """Those of which something can go."""
-        return [space for space in self.model.family.columns if self.model.units(space) > 1]
 
     def of(self, block: int, tensors: Mapping[str, Tensor]) -> "BlockRefits":
         """The sites of a block, whose own tensors these are, by on-disk name."""

@@ -1,13 +1,13 @@
 """Meeting a size with one ratio: the least that reaches it, and the finest space as near to it as it goes."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import COUPLED, SpaceName
 from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
@@ -25,6 +25,8 @@ ROUNDS = 5
 _RATIO_STEPS = 10_000
 """Ratios that are tried for a size: multiples of one in so many."""
 
+Pair = tuple[SpaceName, SpaceName]
+"""Two spaces that cross, the inner one first (`spaces.COUPLED`)."""
 Ranking = Mapping[Site, Tensor]
 """Standardised scores of every unit (`rankings.standardised_scores`)."""
 
@@ -198,21 +200,19 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
     return found
 
 
-def crossing_cost(request: Request, kind: SizeKind, pair: Sequence[SpaceName]) -> float:
-    """What a unit of one space costs less for every unit of the other that is gone from its block."""
-    model = request.model
+def shared_costs(request: Request, kind: SizeKind) -> dict[Pair, float]:
+    """What the costs of one unit of each of two spaces that cross count twice, in one block."""
+    model, alone = request.model, unit_costs(request, kind)
     units = {space: model.units(space) for space in request.recipe.spaces}
-    if any(units[space] == 1 for space in pair):
-        return 0.0  # one of the two stays as it is
-
-    def cost(*narrowed: SpaceName) -> int:
-        widths = [dict(units) for _ in range(model.blocks)]
-        for space in narrowed:
-            widths[0][space] -= 1
-        return cost_in(kind, cost_at(request, widths))
-
-    first, second = pair
-    return float(cost() - cost(first) - cost(second) + cost(first, second))
+    whole = cost_in(kind, cost_of(model))
+    found: dict[Pair, float] = {}
+    for pair in COUPLED:
+        if all(units.get(space, 1) > 1 for space in pair):
+            widths = [dict(units) for _ in range(model.blocks)]
+            for space in pair:
+                widths[0][space] -= 1
+            found[pair] = sum(alone[space] for space in pair) - (whole - cost_in(kind, cost_at(request, widths)))
+    return found
 
 
 def cost_at(request: Request, widths: Widths) -> Cost:

@@ -24,7 +24,7 @@ ALIKE = 1.05
 """Divergences of a few samples that are no more than this apart tell nothing."""
 
 Predicted = dict[str, dict[str, list[tuple[int, float]]]]
-"""Site by `Model.moments_name` → score → (units dropped, divergence), ascending."""
+"""Site by `Model.site_name` → score → (units dropped, divergence), ascending."""
 
 
 def measure_spaces(
@@ -75,7 +75,7 @@ def measure_spaces(
         tensors = model.read_block(block)
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(variants, states, strict=True):
-            score = single or _best(predicted[model.moments_name(block, space)], count)
+            score = single or _best(predicted[model.site_name(block, space)], count)
             run_through(stream, factory.block(block, fitted.pruned(space, score, count)), block, own, own)
         run_through(stream, factory.block(block, tensors), block, stream.states, stream.states)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)

@@ -114,6 +114,8 @@ class Shape:
         outside = [shapes[name][1] for name in model.outside() if name in shapes and len(shapes[name][1]) == 2]
         sites: dict[SpaceName, Site] = {}
         for space, description in family.columns.items():
+            if space not in family.consumers and space not in (kept or {}):
+                continue  # what stands inside another space is there on request only
             outputs, inputs = shapes[model.tensor(0, description.consumer)][1]
             stays = (kept or {}).get(space, model.units(space)) * model.unit_columns(space)
             sites[space] = Site(outputs, inputs, stays, model.units(space))

@@ -28,18 +28,23 @@ RAW = {
     "bert": {"model_type": "bert", **encoders.SIZES["bert"]},
 }
 WIDTHS = {
-    "llama": {"heads": 2, "mlp": 22},
-    "mistral": {"heads": 2, "mlp": 22},
-    "qwen2-tied": {"heads": 2, "mlp": 22},
-    "llama-biases": {"heads": 2, "mlp": 22},
+    "llama": {"queries": 2, "heads": 2, "mlp": 22},
+    "mistral": {"queries": 2, "heads": 2, "mlp": 22},
+    "qwen2-tied": {"queries": 2, "heads": 2, "mlp": 22},
+    "llama-biases": {"queries": 2, "heads": 2, "mlp": 22},
     "vit": {"qk": 4, "heads": 4, "mlp": 22},
     "dinov2": {"qk": 4, "heads": 4, "mlp": 64},
     "dinov2-swiglu": {"qk": 4, "heads": 4, "mlp": 48},
     "opt": {"qk": 4, "heads": 4, "mlp": 22},
     "bert": {"qk": 4, "heads": 4, "mlp": 22},
 }
-COLUMNS = {"llama": {"heads": 8}, "mistral": {"heads": 12}, "qwen2-tied": {"heads": 8}, "llama-biases": {"heads": 12}}
-"""Of the consumer, per unit: two heads of four or six; elsewhere one head of four."""
+COLUMNS = {
+    "llama": {"queries": 4, "heads": 8},
+    "mistral": {"queries": 6, "heads": 12},
+    "qwen2-tied": {"queries": 4, "heads": 8},
+    "llama-biases": {"queries": 6, "heads": 12},
+}
+"""Of the consumer, per unit: two heads of four or six, or one of them; elsewhere one head of four."""
 
 
 @cache
@@ -55,7 +60,7 @@ def test_dimensions(name):
     found = model(name)
     assert found.blocks == found.dimension("layers") == BLOCKS
     assert {s: found.units(s) for s in found.family.spaces} == WIDTHS[name]
-    copies = {s: 4 if s == "qk" else 1 for s in WIDTHS[name]}
+    copies = {s: {"qk": 4, "queries": 2}.get(s, 1) for s in WIDTHS[name]}
     assert {s: found.copies(s) for s in WIDTHS[name]} == copies
     assert {s: found.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
     columns = {"qk": 1, "heads": 4, "mlp": 1} | COLUMNS.get(name, {})
@@ -68,6 +73,12 @@ def test_config_values_are_of_the_spaces_given():
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 7,
+    }
+    # One of two query heads in each of two groups, or in the one that stays.
+    assert model("llama").config_values({"queries": 1}) == {"num_attention_heads": 2}
+    assert model("llama").config_values({"queries": 1, "heads": 1}) == {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
     }
     assert model("vit").config_values({"qk": 3}) == {"qk_head_dim": 3}
     assert model("vit").config_values({}) == {}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.architectures.family import known_families, load_family, variants_of
-from ckpt_prune.architectures.spaces import COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace
+from ckpt_prune.architectures.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace
 
 SIZES = {"head_dim": 3, "group": 2, "heads": 4, "mlp": 5}
 FAMILIES = [(name, variant) for name in known_families() for variant in (None, *variants_of(name))]
@@ -142,9 +142,15 @@ def test_a_module_with_two_incidences_is_named_once():
 
 @pytest.mark.parametrize(("name", "variant"), FAMILIES)
 def test_what_is_said_of_spaces_without_a_model_holds_for_every_family(name, variant):
-    """What each ends in, and which two cross on a tensor."""
+    """What each ends in, which stand side by side, and which two cross on a tensor, the inner one first."""
     spaces = load_family(name, variant).spaces
     assert {s: space.ends for s, space in spaces.items()} == {s: ENDS[s] for s in spaces}
     places = {s: {(i.module, axis) for axis, i in space.incidences} for s, space in spaces.items()}
     crossing = {frozenset(pair) for pair in combinations(spaces, 2) if places[pair[0]] & places[pair[1]]}
-    assert crossing == {pair for pair in COUPLED if pair <= spaces.keys()}
+    coupled = [pair for pair in COUPLED if set(pair) <= spaces.keys()]
+    assert crossing == {frozenset(pair) for pair in coupled}
+    order = list(spaces)
+    assert all(order.index(inner) < order.index(outer) for inner, outer in coupled)
+    assert {s for s, space in spaces.items() if space.per is not None} == BESIDE & spaces.keys()
+    for within, other in ((space, spaces[space.within]) for space in spaces.values() if getattr(space, "within", None)):
+        assert (within.consumer, within.per) == (other.consumer, other.units)

@@ -7,7 +7,8 @@ import pytest
 
 from tests.cli.running import ok, refused, run
 
-NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)"
+INSIDE = "; spaces.queries in a recipe of your own drops 1 of 2 grouped query heads in each"
+NONE = "heads: 2 units per block, so a ratio of 0.3 drops none; the next size drops 1 (ratio 0.5)" + INSIDE
 FEWER = "heads: 2 units per block, so a ratio of 0.7 drops 1 (0.5); that is the most that can go"
 STEPS = "mlp: 24 units per block in multiples of 16, so a ratio of 0.5 drops 8 (0.333); that is the most that can go"
 MAGNITUDE = ("dense", "--recipe", "magnitude")

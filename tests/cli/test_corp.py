@@ -303,7 +303,8 @@ def test_statistics_with_logits_alone(here):
 
 def test_what_a_family_cannot_collect(here):
     assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
-        "--collect logits: of a llama, one or more of moments,gram,linears,fisher,taylor,effects can be collected"
+        "--collect logits: of a llama, one or more of moments,gram,linears,fisher,taylor,effects,queries can be "
+        "collected"
     )
     assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (
         "--collect grams: of a vit, one or more of moments,gram,logits,centred,linears,fisher,effects can be collected"
@@ -473,8 +474,7 @@ def test_a_plan_with_uneven_heads(here):
 
     edited_plan(change)
     assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
-        "the plan keeps different numbers of q and k dimensions in the heads of block 1: plan again instead of "
-        "editing it"
+        "the plan keeps different numbers of units of qk side by side in block 1: plan again instead of editing it"
     )
 
 
@@ -489,8 +489,8 @@ def test_a_plan_that_forgets_a_head(here, blocks):
 
     edited_plan(change)
     assert refused("prune", "vit", "--plan", "plan.json", "-o", "out") == (
-        f"the plan keeps different numbers of q and k dimensions in the heads of block {blocks[0]}: plan again instead "
-        "of editing it"
+        f"the plan keeps different numbers of units of qk side by side in block {blocks[0]}: plan again instead of "
+        "editing it"
     )
 
 

@@ -31,9 +31,10 @@ parameters  5.20K
 blocks      2
 FLOPs       418K for one sample of 32 tokens
 
-space  units per block  parameters  container  with a bias
-heads     2 x KV group       1.54K      llama        llama
-mlp        24 x column       2.30K      llama        llama
+space           units per block  parameters  container  with a bias
+queries  2 x grouped query head       1.02K      llama        llama
+heads              2 x KV group       1.54K      llama        llama
+mlp                 24 x column       2.30K      llama        llama
 """
 
 DENSE_PRUNED = """

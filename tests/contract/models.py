@@ -126,9 +126,10 @@ class Case:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By space: a head or KV group goes, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.units("heads"), "mlp": 0.25, "qk": 0.5}
-        return {name: wanted[name] for name, space in self.family.spaces.items() if space.whole is None}
+        """By space: a head or KV group goes, half of its queries, and of other units a quarter or a half."""
+        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5}
+        spaces = self.family.with_config(self.config).spaces
+        return {name: wanted[name] for name, space in spaces.items() if space.whole is None}
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""

@@ -38,6 +38,7 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
     for turn, case in enumerate(turns):
         # The second space goes through the methods at another pace than the first, the target turns at each round.
         others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
+        others["queries"] = columns[4 * turn % len(columns)]
         others["qk"] = logits[(turn // len(logits) + 1) % len(logits)]
         methods = {space: others[space] for space in case.ratios}
         found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
@@ -47,7 +48,9 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
 def test_every_method_meets_every_target_in_every_space() -> None:
     met = {(space, method, target) for _, methods, target in runs() for space, method in methods.items()}
     columns = {(space, method, target) for space in ("heads", "mlp") for method in METHODS for target in TARGETS}
-    assert met == columns | {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
+    assert {method for space, method, _ in met if space == "queries"} == set(METHODS)
+    logits = {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
+    assert {each for each in met if each[0] != "queries"} == columns | logits
 
 
 def name(value: object) -> str:

@@ -5,6 +5,7 @@ from the stock model itself, on activations of all its tokens.
 """
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.architectures.spaces import ColumnSpace
 from ckpt_prune.calibration.samples import Samples
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, scores
@@ -124,13 +126,22 @@ class Whole:
         (module,) = self.family.spaces[space].solved_from
         path = self.path(block, module)
         consumer: Any = self.model.get_submodule(path)
-        X = found[path].reshape(-1, found[path].shape[2])
+        X = found[path].reshape(-1, found[path].shape[2]).copy()
         W = consumer.weight.double().numpy()
-        units = self.case.units(space)
-        per = W.shape[1] // units
-        stay = scores.kept_units(scores.SCORES["corp"](W, X), per, units - self._gone(space, units))
+        # Columns that an earlier space has emptied are no part of this one's projection.
+        held = [column for column in range(W.shape[1]) if column not in self._emptied(block, module)]
+        X[:, [column for column in range(W.shape[1]) if column not in held]] = 0
+        columns = scores.SCORES["corp"](W[:, held], X[:, held])
+        groups = 1 if self.family.spaces[space].per is None else self.dimension("kv_heads")
+        units, whole = self.case.units(space), W.shape[1] // self.case.units(space) // groups
+        per, run = len(held) // units // groups, len(held) // groups
+        stay = []
+        for group in range(groups):
+            own = columns[group * run : (group + 1) * run]
+            best = scores.kept_units(own, per, units - self._gone(space, units))
+            stay += [group * units + unit for unit in best]
         self.kept[block, space] = stay
-        K = [unit * per + i for unit in stay for i in range(per)]
+        K = [unit * whole + i for unit in stay for i in range(whole) if unit * whole + i in held]
         Y = X @ W.T
         if method in WITH_STRENGTH:
             strength = STRENGTH * float(np.mean(np.sum(X[:, K] ** 2, axis=0)))
@@ -142,6 +153,22 @@ class Whole:
         if consumer.bias is None:
             consumer.bias = nn.Parameter(torch.zeros(len(W), dtype=torch.float64))
         consumer.bias += torch.from_numpy(bias)
+
+    def _emptied(self, block: int, module: str) -> list[int]:
+        """Columns of a consumer that went with units of the spaces that were pruned before."""
+        gone: list[int] = []
+        for name, space in self.family.columns.items():
+            if space.consumer == module and (block, name) in self.kept:
+                per = self._each(space)
+                total = self.case.units(name) * (1 if space.per is None else self.dimension(space.per))
+                gone += [
+                    unit * per + i for unit in range(total) if unit not in self.kept[block, name] for i in range(per)
+                ]
+        return gone
+
+    def _each(self, space: ColumnSpace) -> int:
+        """Columns of a unit."""
+        return prod(each if isinstance(each, int) else self.dimension(each) for each in space.columns.each)
 
     def _logits(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
         """What a product of factors is split into does not show in the logits: all of I + M goes into the queries."""

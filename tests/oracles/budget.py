@@ -90,3 +90,43 @@ def steepest_first(sites: list[Site], budget: int) -> list[int]:
             left -= segment.cost
             kept[segment.site] += segment.cost // sites[segment.site].cost
     return kept
+
+
+class Crossed(NamedTuple):
+    """A block whose inner units stand in its outer ones: it costs outer · (each · inner + alone) + own · inner."""
+
+    inner: list[int]
+    """Errors with 0, 1, ... inner units dropped of every outer one."""
+    outer: list[int]
+    each: int
+    alone: int
+    own: int = 0
+    multiple: int = 1
+    """Of inner units."""
+
+    @property
+    def inner_widths(self) -> list[int]:
+        return widths(Site(self.inner, 1, self.multiple))
+
+    def cost(self, inner: int, outer: int) -> int:
+        return outer * (self.each * inner + self.alone) + self.own * inner
+
+    def error(self, inner: int, outer: int) -> Fraction:
+        """An error inside an outer unit that goes is none."""
+        units = len(self.outer) - 1
+        return Fraction(outer, units) * self.inner[len(self.inner) - 1 - inner] + self.outer[units - outer]
+
+
+def brute_force_crossed(blocks: list[Crossed], others: list[Site], budget: int) -> Fraction | None:
+    """Least total error of all widths that fit, of crossed pairs and of sites that cross nothing."""
+    pairs = [
+        [(block.cost(q, h), block.error(q, h)) for q in block.inner_widths for h in range(1, len(block.outer))]
+        for block in blocks
+    ]
+    alone = [[(site.cost * kept, Fraction(error(site, kept))) for kept in widths(site)] for site in others]
+    fitting = [
+        sum((each for _, each in chosen), Fraction())
+        for chosen in itertools.product(*pairs, *alone)
+        if sum(cost for cost, _ in chosen) <= budget
+    ]
+    return min(fitting, default=None)

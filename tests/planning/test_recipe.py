@@ -343,6 +343,15 @@ SIZE = "size={params: 5B}"
             ("spaces.qk={score: obs}",),
             "spaces.qk: score obs does not rank its units; allowed here: logit-energy, magnitude",
         ),
+        (
+            ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),
+            "queries and heads end in one projection, and with true_sequential: false both would make up for the same "
+            "drift: leave true_sequential out",
+        ),
+        (
+            ("spaces.queries={score: flap}", "spaces.heads.score=flap", "allocation=across-layers", "target=dense"),
+            "every KV group keeps as many query heads as the next: allocation: uniform or least-error",
+        ),
         (("container=llama",), "widths per_layer may need remote code, which container llama rules out"),
     ],
 )

@@ -19,6 +19,7 @@ from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.sizes import cost_in
 from ckpt_prune.transform.budgets import (
     decide,
     dense_ranking,
@@ -177,30 +178,6 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["vit", "opt"])
-def test_no_widths_of_heads_and_their_dimensions_do_better(dense, weighed, variant, kind):
-    """Costs of the two depend on each other: every combination is tried, at its own size."""
-    values = wanted(variant, widths="uniform", weigh_by="energy", size={kind: "62%"}).model_dump(by_alias=True)
-    recipe = Recipe.model_validate(values | {"spaces": ATTENTION})
-    job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
-    shares = {site: whole_best.as_shares(curve) for site, curve in curves_of(job).items()}
-    limit = int(cost(job, kind, before=True) * 0.62)
-
-    def error(width: dict[str, int]) -> float:
-        return sum(own[len(own) - 1 - width[space]] for (_, space, _), own in shares.items())
-
-    possible = []
-    for counts in itertools.product(*(range(1, job.model.units(space) + 1) for space in ATTENTION)):
-        width = dict(zip(ATTENTION, counts, strict=True))
-        found = cost_of(job.model, job.model.shapes_at([width] * BLOCKS))
-        if {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind] <= limit:
-            possible.append(error(width))
-    assert len({str(width) for width in job.widths}) == 1
-    assert cost(job, kind) <= limit
-    assert error(job.widths[0]) == pytest.approx(min(possible), rel=1e-9)
-
-
 @pytest.mark.parametrize("variant", ["vit", "opt"])
 def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     """What is written has the size that was planned, block by block, and is whole."""
@@ -213,11 +190,17 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
         for widths in ("uniform", "per_layer")
     )
     curves = curves_of(own)
-    lost = [
-        sum(float(curve[len(curve) - 1 - job.widths[block][space]]) for (block, space, _), curve in curves.items())
-        for job in (own, shared)
-    ]
-    assert lost[0] <= lost[1]
+
+    def lost(job: Settled) -> float:
+        found = 0.0
+        for (block, space, _), curve in curves.items():
+            width = job.widths[block]
+            # An error inside a head that goes is none.
+            stays = width["heads"] / job.model.units("heads") if space == "qk" else 1.0
+            found += stays * float(curve[len(curve) - 1 - width[space]])
+        return found
+
+    assert lost(own) <= lost(shared)
     report = prune(own, tmp_path / "out")
     numbers, taken = whole_best.sizes(tmp_path / "out")
     assert numbers == own.output.cost.parameters == report["after"]["parameters"]
@@ -240,6 +223,34 @@ def test_effects_that_another_compensation_was_measured_by_do_not_count(dense, w
             for site, (own,) in dense_ranking(job.request).items()
         ]
     assert found == {"logit": [False] * BLOCKS, "low-rank": [True] * BLOCKS}
+
+
+@pytest.mark.parametrize(
+    ("variant", "inner", "kind"),
+    [("llama-gqa-tied", "queries", "params"), ("opt", "qk", "params"), ("opt", "qk", "flops"), ("vit", "qk", "bytes")],
+)
+@pytest.mark.parametrize("share", ["55%", "70%", "85%"])
+def test_no_widths_of_spaces_that_cross_do_better(dense, variant, inner, kind, share):
+    """Every combination of one width per space, at the cost of its own shapes. An error inside what goes is none."""
+    recipe = wanted(variant, spaces=(inner, "heads", "mlp"), weigh_by="energy", widths="uniform", size={kind: share})
+    job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
+    model, curves = job.model, {space: [] for space in recipe.spaces}
+    for (_, space, _), curve in curves_of(job).items():
+        curves[space].append(whole_best.as_shares(curve))
+    errors = {space: sum(own) for space, own in curves.items()}
+    units = {space: model.units(space) for space in recipe.spaces}
+    limit = int(cost(job, kind, before=True) * float(share[:-1]) / 100)
+
+    def error(widths: dict[str, int]) -> float:
+        lost = {space: float(errors[space][units[space] - kept]) for space, kept in widths.items()}
+        return lost["mlp"] + lost["heads"] + lost[inner] * widths["heads"] / units["heads"]
+
+    tried = [
+        dict(zip(units, kept, strict=True)) for kept in itertools.product(*(range(1, n + 1) for n in units.values()))
+    ]
+    fitting = [widths for widths in tried if cost_in(kind, cost_of(model, model.shapes_at([widths] * BLOCKS))) <= limit]
+    assert cost(job, kind) <= limit
+    assert error(job.widths[0]) == pytest.approx(min(map(error, fitting)), rel=1e-9)
 
 
 def test_effects_and_energies_are_not_the_same(dense, weighed):

@@ -94,8 +94,10 @@ class ByHand:
         biased = self.model.get_submodule(path).bias is not None
         order = oracle.removal(W, X - X.mean(0) if biased else X, per, damp=0.01)
         found = []
+        units = self.source.units(space)  # of one of several runs side by side
+        runs = [[unit for unit in order if unit // units == run] for run in range(len(order) // units)]
         for count in counts:
-            kept = oracle.columns_of(sorted(order[count:]), per)
+            kept = oracle.columns_of(sorted(unit for run in runs for unit in run[count:]), per)
             strength = 0.01 * float(np.mean(np.sum(X[:, kept] ** 2, axis=0)))
             fit = closed_forms.affine if biased else closed_forms.ridge
             weight, bias = fit(W[:, kept], X[:, kept], X @ W.T, strength)
@@ -147,7 +149,7 @@ def expected(sources_folder, variant: str, kind: type[ByHand] = ByHand) -> Effec
     for block in range(BLOCKS):
         for space in source.family.spaces:
             counts = dropped_counts(source.units(space), POINTS)
-            name = source.moments_name(block, space)
+            name = source.site_name(block, space)
             found[name] = by_hand.dimensions(block, counts) if space == "qk" else by_hand.columns(block, space, counts)
     return found
 
@@ -171,9 +173,9 @@ def test_sites_are_named_as_statistics_name_them(dense):
     """Two KV groups leave one count to drop; of q and k counts are of one head's dimensions."""
     found = measured(dense, "llama-gqa-tied")
     assert list(found) == [
-        f"model.layers.{block}.{module}.weight"
+        f"model.layers.{block}.{site}"
         for block in range(BLOCKS)
-        for module in ("self_attn.o_proj", "mlp.down_proj")
+        for site in ("self_attn.o_proj.weight/queries", "self_attn.o_proj.weight", "mlp.down_proj.weight")
     ]
     assert [count for count, _ in found["model.layers.1.self_attn.o_proj.weight"]] == [1]
     assert [count for count, _ in found["model.layers.1.mlp.down_proj.weight"]] == [6, 16]
@@ -285,7 +287,7 @@ def test_statistics_that_lack_moments(dense, tmp_path):
 def test_an_output_that_overflows_is_named(dense, monkeypatch):
     monkeypatch.setattr(module.Readout, "divergence", lambda *_: float("nan"))
     assert refusal(dense, "llama-gqa-tied") == (
-        "the output with 1 units of model.layers.0.self_attn.o_proj.weight dropped is not finite: "
+        "the output with 1 units of model.layers.0.self_attn.o_proj.weight/queries dropped is not finite: "
         "the model overflows in torch.float32"
     )
 

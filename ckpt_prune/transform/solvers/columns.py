@@ -39,7 +39,7 @@ class ColumnSolver(Solver):
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Samples that give a Gram of full rank."""
-        inputs = kept * self.model.unit_columns(self.space)
+        inputs = kept * self.model.copies(self.space) * self.model.unit_columns(self.space)
         return -(-inputs // tokens), f"{inputs} inputs of a projection"
 
     @classmethod
