@@ -184,7 +184,6 @@ RATIO = {"gpt_neox": 0.4}
 """At which one block keeps more heads than the other; a quarter by default."""
 UNEVEN = [
     Case("stablelm", "StableLmForCausalLM"),
-    Case("cohere2", "Cohere2ForCausalLM"),
     Case("gpt2", "GPT2LMHeadModel"),
     Case("phi3", "Phi3ForCausalLM"),
     Case("gpt_neox", "GPTNeoXForCausalLM"),

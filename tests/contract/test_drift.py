@@ -64,8 +64,8 @@ class Seen:
     """
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        path, columns = f"{case.family.layers}.1", case.family.columns
-        consumers = {space: f"{path}.{own.consumer}" for space, own in columns.items()}
+        path = f"{case.family.layers}.1"
+        consumers = {space: f"{path}.{case.family.spaces[space].solved_from[0]}" for space in SCALES[case.model_type]}
         data = case.samples(6)
         results = seen(model, data, results=[*consumers.values(), path])
         inputs = seen(model, data, inputs=[*consumers.values(), path])
@@ -102,7 +102,7 @@ def test_the_target_makes_the_dense_stream(dense: Dense, case: Case) -> None:
     for stream, tensors in zip(streams, (before, after), strict=True):
         stream.advance(0, {name: tensors[name] for name in model.block_names(0)})
     own = {name: before[name] for name in model.block_names(1)}
-    found, _ = observe_drift(*streams, 1, own, own, dict.fromkeys(case.family.columns, True))
+    found, _ = observe_drift(*streams, 1, own, own, dict.fromkeys(SCALES[case.model_type], True))
     theirs, ours = Seen(case, whole), Seen(case, pruned)
     for space, folds in found.items():
         targets = (theirs.after[space] - ours.before[space]) / ours.scales[space]

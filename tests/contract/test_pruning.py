@@ -34,11 +34,12 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
     for first in first_cases():
         group = [case for case in CASES if (case.model_type, case.variant) == (first.model_type, first.variant)]
         turns += [group[index % len(group)] for index in range(max(RUNS, len(group)))]
-    found = []
+    found: list[tuple[Case, dict[str, str], Target]] = []
     for turn, case in enumerate(turns):
         # The second space goes through the methods at another pace than the first, the target turns at each round.
         others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
-        others["queries"] = columns[sum("queries" in own for _, own, _ in found) % len(columns)]
+        # Few families have query heads of their own: among them the methods take turns.
+        others["queries"] = columns[sum("queries" in methods for _, methods, _ in found) % len(columns)]
         others["qk"] = logits[(turn // len(logits) + 1) % len(logits)]
         methods = {space: others[space] for space in case.ratios}
         found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
