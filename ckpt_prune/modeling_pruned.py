@@ -129,7 +129,8 @@ class PrunedMixin:
         for index in range(len(layers)):
             own = layer_config(config, index)
             layer = make_block(type(layers[index]), own, blocks, index)
-            uneven = getattr(config, "per_layer_config", None)
+            # transformers that know the key always have something under it.
+            uneven = getattr(config, "is_heterogeneous", bool(getattr(config, "per_layer_config", None)))
             module: Any
             for module in layer.modules():
                 if hasattr(module, "config"):

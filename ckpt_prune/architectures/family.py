@@ -226,11 +226,16 @@ class Family(Description):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config."""
+        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config.
+
+        Nor with one where blocks differ in width: there is no one number of its units, and nothing more goes of such a
+        model.
+        """
+        uneven = getattr(config, "is_heterogeneous", False)
         single = {
             name
             for name, space in self.columns.items()
-            if space.within is not None and space.count(lambda name: self.dimension(config, name)) <= 1
+            if space.within is not None and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }
         return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
 
