@@ -190,7 +190,7 @@ class Whole:
             left = np.eye(width)[:, S] @ (np.eye(keep) + M)
             right = np.eye(width)[:, S]
             if method == "low-rank":
-                left, right = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=3)
+                left, right = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=2)
             for projection, factor in ((query, left), (key, right)):
                 mix = torch.from_numpy(factor).T
                 for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):

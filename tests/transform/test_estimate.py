@@ -195,14 +195,14 @@ def test_a_plan_has_made_every_choice(folder, tmp_path):
 
 
 def test_short_jobs_are_not_worth_a_measurement(folder, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.machine.measured_rates", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(module.machine, "measured_rates", lambda *_: pytest.fail("measured"))
     assert module.forewarning(settle(request_on(folder, load_recipe("ridge"), live=windows(8, 16)))) is None
 
 
 @pytest.mark.parametrize(("speed", "said"), [(1.0, True), (1e6, False)])
 def test_long_ones_are_told_of_where_the_machine_is_slow(folder, monkeypatch, speed, said):
     slow = Rates(*(1e4 * speed,) * 5, reduced=1e4 * speed, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
-    monkeypatch.setattr("ckpt_prune.machine.measured_rates", lambda *_: slow)
+    monkeypatch.setattr(module.machine, "measured_rates", lambda *_: slow)
     monkeypatch.setattr(module, "_SLOW", dataclasses.replace(slow, calls=1.0))
     settled = settle(request_on(folder, load_recipe("ridge"), live=windows(8, 16)))
     assert is_long(of_prune(settled)[0])
