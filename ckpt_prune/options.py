@@ -90,8 +90,10 @@ class SampleOptions(Options):
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
     )
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type the model runs in while it is measured or recovered."
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type the model runs in while it is measured or recovered; auto: bfloat16 where the model is "
+        "stored in it and the device multiplies faster in it, else float32, as always to recover and to compare.",
     )
 
 

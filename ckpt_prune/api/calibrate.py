@@ -32,7 +32,7 @@ def calibrate(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
     overwrite: bool = False,
@@ -54,7 +54,8 @@ def calibrate(
         seed: of the random choice of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run.
+        compute_dtype: in which blocks run; auto for bfloat16 where the model is stored in it and the device is faster
+            in it, else float32.
         folds: runs of samples whose moments are kept apart.
         collect: kinds of statistics; None for all that the model's family can use but `centred` and `taylor`, `effects`
             only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query heads by
@@ -77,8 +78,6 @@ def calibrate(
     check_supported(options.model)
     check_texts(options.text)
 
-    import torch
-
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.measure import collectable, everything, measure
     from ckpt_prune.calibration.statistics import with_effects
@@ -86,7 +85,7 @@ def calibrate(
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import open_model
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
@@ -115,7 +114,7 @@ def calibrate(
         refuse_inside(out, [options.images, options.labels, *options.text])
         chosen = chosen_samples(source, options, options, trust=trust, say=say)
         checkpoint.check_finite()
-        dtype = getattr(torch, options.compute_dtype)
+        dtype = computed_in(options.compute_dtype, target, source.dtype)
 
         told = forewarning_of_calibration(
             source, len(chosen), chosen.tokens, kinds, options.folds or 1, target, dtype, effects=EFFECTS in asked

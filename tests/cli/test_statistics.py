@@ -136,7 +136,7 @@ def test_bad_options(place):
         "Invalid value for '--folds': 0 is not in the range x>=1."
     )
     assert misused("calibrate", "dense", "-o", "s", "--compute-dtype", "int8") == (
-        "Invalid value for '--compute-dtype': 'int8' is not one of 'float32', 'bfloat16', 'float16'."
+        "Invalid value for '--compute-dtype': 'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'."
     )
     assert misused("calibrate", "dense", "-o", "s", "--seed", str(2**63)) == (
         f"Invalid value for '--seed': {2**63} is not in the range 0<=x<={2**63 - 1}."
