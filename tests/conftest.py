@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,9 @@ FIRST = (
     "exporting/test_families.py",
     "cli/test_masks.py",
     "transform/test_families.py",
+    "transform/test_rotations.py",
+    "transform/test_budgets.py",
+    "transform/test_resuming.py",
 )
 """The dearest files: what is begun last should be short, as one worker may wait for the other then."""
 
@@ -111,6 +115,19 @@ def one_machine() -> Iterator[None]:
     rates = Rates(*(1e9,) * 5, reduced=1e8, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt_prune.machine.measured_rates", lambda device, dtype: rates)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def skeletons_kept() -> Iterator[None]:
+    """Names and shapes of every tiny model are kept, where a command keeps those of a few.
+
+    A file goes through all families for one promise, then through all again for the next.
+    """
+    from ckpt_prune.architectures import skeleton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skeleton, "_stock_names", cache(skeleton._stock_names.__wrapped__))
         yield
 
 
