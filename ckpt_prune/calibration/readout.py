@@ -60,12 +60,14 @@ class Readout:
     def __init__(self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors) -> None:
         self.factory = factory
         self.logits = factory.family.auto_class != "AutoModel"
-        self._model: Any = copy.deepcopy(factory.skeleton).to("meta")
+        layers: Any = factory.skeleton.get_submodule(factory.family.layers)
+        # Blocks do not run here: what is inside them is not copied.
+        hollow = {id(layer): _hollow(layer) for layer in layers}
+        self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
         self._states: Tensor | None = None
         self._fill(tensors, read)
         give_buffers(factory, self._model, self._outside)
-        layers: Any = self._model.get_submodule(factory.family.layers)
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(hollow.values()):
             layer.forward = self._stand_in(last=index == len(layers) - 1)
 
     def gradients(self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator) -> list["Drawn"]:
@@ -189,6 +191,13 @@ class Readout:
             return (states, None) if several else states
 
         return forward
+
+
+def _hollow(layer: nn.Module) -> Any:
+    """A module without the modules, parameters and buffers that it has."""
+    shell = copy.copy(layer)
+    shell._modules, shell._parameters, shell._buffers = {}, {}, {}
+    return shell
 
 
 def draw_labels(log_p: Tensor, count: int, generator: torch.Generator) -> Tensor:

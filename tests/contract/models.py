@@ -193,8 +193,9 @@ ALIKE = {
     "gpt_neox": "gpt2",
     "falcon": "cohere2",
     "mpt": "bloom",
+    "deit": "vit",
 }
-"""Family → one that stands for it where a promise takes seconds: it has whatever parts the blocks of the first have."""
+"""Family → one that stands for it where a promise takes long: it has whatever parts the blocks of the first have."""
 
 
 @cache
@@ -204,3 +205,8 @@ def first_cases() -> list[Case]:
     for case in CASES:
         found.setdefault((case.model_type, case.variant), case)
     return list(found.values())
+
+
+def unlike_cases() -> list[Case]:
+    """Of `first_cases` those that no other family stands for."""
+    return [case for case in first_cases() if case.model_type not in ALIKE]

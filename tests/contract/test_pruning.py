@@ -16,7 +16,7 @@ from tests.families import contents
 from tests.interrupting import interrupt_at
 
 from .dense import Dense, spaces_recipe
-from .models import CASES, Case, first_cases
+from .models import CASES, Case, first_cases, unlike_cases
 from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
 
 KEPT, COMPUTED = 1e-5, 5e-4
@@ -122,7 +122,7 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, t
     assert before["model.safetensors"] == after["model.safetensors"]
 
 
-@pytest.mark.parametrize("case", first_cases(), ids=str)
+@pytest.mark.parametrize("case", unlike_cases(), ids=str)
 def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
     wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
     settled = settle(dense.request(case, wanted))
