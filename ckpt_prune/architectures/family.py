@@ -50,11 +50,14 @@ class Family(Description):
             else they are (outputs, inputs).
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
+        absent: why there is none of a space that families alike have.
         rope: whether q and k are rotated by position before they meet.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
         multiples: dimensions that the config says as multiples of the hidden size.
+        positions_behind: the config key of the position that tokens' positions are counted from behind, or None where
+            they begin at 0.
         tuples: whether a block returns its hidden states as the first of several things.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
@@ -85,10 +88,12 @@ class Family(Description):
     transposed: list[str] = Field(default_factory=list)
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
+    absent: dict[SpaceName, str] = Field(default_factory=dict)
     rope: bool = False
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
+    positions_behind: str | None = None
     tuples: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
@@ -115,6 +120,11 @@ class Family(Description):
     def pooled(self) -> list[str]:
         """Modules that see one token of a sequence only."""
         return self.architectures[self.architecture].pooled
+
+    @property
+    def binary(self) -> bool:
+        """Whether its logits say of every token how likely one of two classes is, without an axis of classes."""
+        return self.architectures[self.architecture].binary
 
     @property
     def causal(self) -> bool:
@@ -273,6 +283,7 @@ def known_families() -> tuple[str, ...]:
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
+    "absent",
     "rope",
     "bias_slots",
     "sliding_window",

@@ -50,7 +50,7 @@ class Kind:
             names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._refusal(folder, f"its {self.record} is damaged") from error
-        found = {name for name in names if "/" not in name} | self.always | {self.record}
+        found = {name for name in names if _is_below(name)} | self.always | {self.record}
         for name, kind in self.inside(record).items():
             if (folder / name / kind.record).is_file():
                 found |= {f"{name}/{inner}" for inner in kind.written(folder / name)}
@@ -60,6 +60,12 @@ class Kind:
         return UserError(
             f"{folder} exists and is not {self.what} ({reason}), so it is never replaced; choose another name"
         )
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name of a record is that of a file in the folder, or in one inside it."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part not in ("", ".", "..") for part in parts)
 
 
 EXPORT = Kind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), left="asked")

@@ -71,7 +71,9 @@ def command(as_json: bool, **given: Any) -> None:
     images at random (seed 0): the first ones would be those of the first classes.
 
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked; a base model without a head
-    is compared by the cosine of its features with those of MODEL2.
+    is compared by the cosine of its features with those of MODEL2. A sentence-transformers folder is compared by its
+    embeddings, of every line of the text that is not empty, cut to T tokens: their cosine, the rank correlation of the
+    cosines of all pairs of lines, and how often both find the same line nearest to another.
 
     Items of a .jsonl are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy by plain
     log-probability, norm. by that per character, beside the chance of guessing. They have the shape of ARC, OpenBookQA,
@@ -105,6 +107,7 @@ def _show(found: "Result") -> None:
         GenerationResult,
         MaskedResult,
         PerplexityResult,
+        SentencesResult,
         TaskResult,
     )
 
@@ -113,6 +116,7 @@ def _show(found: "Result") -> None:
         MaskedResult: _masked,
         AccuracyResult: _accuracy,
         FeaturesResult: _features,
+        SentencesResult: _sentences,
         TaskResult: _tasks,
         ChoiceResult: _choices,
         GenerationResult: _generated,
@@ -163,6 +167,13 @@ def _features(found: Any) -> None:
     click.echo(table(["features of", "cosine", "relative error", "tokens"], [row]))
     click.echo(f"\nlast hidden states against those of {found.against}")
     _skipped(found.skipped or ())
+
+
+def _sentences(found: Any) -> None:
+    own = found.found
+    row = [str(found.model), f"{own.cosine:.4f}", f"{own.rank_correlation:.4f}", f"{own.nearest:.1%}", f"{own.texts:,}"]
+    click.echo(table(["embeddings of", "cosine", "rank correlation", "same nearest", "texts"], [row]))
+    click.echo(f"\nagainst those of {found.against}; ranks of the cosines of {own.pairs:,} pairs")
 
 
 def _skipped(skipped: tuple[str, ...]) -> None:

@@ -211,6 +211,13 @@ def auto_class(config: dict[str, Any]) -> str:
     return family.of(name or family.architecture).auto_class
 
 
+def kind_of(config: dict[str, Any]) -> str:
+    """The Auto class whose models give what that of a config.json gives: ELECTRA's discriminator classifies tokens."""
+    name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
+    known = config.get("model_type") in known_families() and name in described(config).architectures
+    return "AutoModelForTokenClassification" if known and described(config).of(name).binary else auto_class(config)
+
+
 def _by_name(architecture: str) -> str:
     task = architecture.rpartition("For")[2]
     auto = f"AutoModelFor{task}"

@@ -17,6 +17,7 @@ from ckpt_prune.calibration.text import (
     token_stream,
 )
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
+from ckpt_prune.checkpoint.modules import MODULES, modules_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.forward import check_windows
@@ -31,8 +32,11 @@ from ckpt_prune.evaluation.kinds import (
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import compare, perplexity
-from ckpt_prune.evaluation.results import FeaturesResult, MaskedResult, PerplexityResult
+from ckpt_prune.evaluation.results import FeaturesResult, MaskedResult, PerplexityResult, SentencesResult
+from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
 from ckpt_prune.options import EvaluationOptions
+
+TextResult = PerplexityResult | MaskedResult | FeaturesResult | SentencesResult
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Pair:
         return load_model(folder, device=self.device, trust_remote_code=self.trust)
 
 
-def measure_text(pair: Pair, options: EvaluationOptions) -> PerplexityResult | MaskedResult | FeaturesResult:
+def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
     """Measure a model of text.
 
     Raises:
@@ -94,8 +98,8 @@ def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     )
 
 
-def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesResult:
-    """Masked tokens where an encoder predicts them, features where it has no head."""
+def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesResult | SentencesResult:
+    """Masked tokens where an encoder predicts them, embeddings or features where it has no head."""
     assert options.window is not None
     auto = auto_class_of(pair.folder)
     base = reference_of_base(pair.folder, pair.reference) if auto == "AutoModel" else None
@@ -105,6 +109,8 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesR
             "language models, image classifiers, and base models against another"
         )
     tokenizer = load_tokenizer(pair.folder)
+    if base is not None and modules_of(pair.folder):
+        return _sentences(pair, base, tokenizer, options)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
@@ -117,6 +123,24 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesR
     for each in models:
         check_windows(each, windows)
     return FeaturesResult(pair.folder, base, compare_features(models[0], models[1], TokenWindows(windows)))
+
+
+def _sentences(
+    pair: Pair, base: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions
+) -> SentencesResult:
+    """Embeddings of the lines of a text."""
+    assert options.window is not None
+    if not modules_of(base):
+        raise UserError(
+            f"{pair.folder} is a sentence-transformers folder and {base} is not (it has no {MODULES}): what "
+            "they give for a text cannot be compared"
+        )
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{pair.folder}: its tokenizer has no padding token, so texts cannot be read together")
+    lines = [line.strip() for line in read_text(options.text).split("\n")]
+    texts = [line for line in lines if line][: options.samples]
+    models = [SentenceModel(pair.load(path), path, tokenizer) for path in (pair.folder, base)]
+    return SentencesResult(pair.folder, base, compare_sentences(models[0], models[1], texts, options.window))
 
 
 def _masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> MaskedResult:

@@ -267,8 +267,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"this {family.model_type}: spaces.heads drops them with their keys and values"
         )
     if missing:
+        why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not{why}: it has "
             f"{', '.join(family.spaces)}"
         )
     for name in recipe.spaces:

@@ -308,7 +308,7 @@ class TestRefusals:
         )
         assert json.loads(ok("evaluate", "bert-mlm", "--text", "some.txt", "--window", "4", "--json"))["window"] == 4
         said = (
-            f"window of {CONTEXT + 1} tokens is longer than the model's max_position_embeddings, {CONTEXT}; "
+            f"window of {CONTEXT + 1} tokens is longer than the model's context of {CONTEXT}; "
             f"use a window of at most {CONTEXT}"
         )
         long = ("--text", "some.txt", "--window", str(CONTEXT + 1))

@@ -10,7 +10,7 @@ from ckpt_prune.planning.mask_recipe import RotationKind
 from tests.transform.test_rotations import random_rotations, rotating
 
 from .dense import Dense
-from .models import CASES, Case
+from .models import LONG, Case
 from .whole import assert_same_outputs, outputs
 
 SLOTLESS = {"stablelm", "gptj", "mpt"}
@@ -20,7 +20,7 @@ ROTATED = 2e-5
 
 
 @pytest.mark.parametrize("kind", get_args(RotationKind))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_random_rotations_keep_the_outputs(dense: Dense, case: Case, kind: str, tmp_path, monkeypatch) -> None:
     random_rotations(monkeypatch)
     turnable = case.family.residual is not None and case.family.unrotatable is None and case.family.head is not None
