@@ -39,6 +39,7 @@ class Family(Description):
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
         special_tokens: of an image, beside its patches: the class token, and DeiT's distillation token.
+        registers: the config key that counts tokens of an image beside these, or None.
         layers: module path of the list of blocks.
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
@@ -75,6 +76,7 @@ class Family(Description):
     prefixed: bool = True
     modality: Modality = "text"
     special_tokens: int = 0
+    registers: str | None = None
     layers: str
     block: str
     entry: list[str]
@@ -270,6 +272,14 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
 
 
+@cache
+def _unsupported() -> dict[str, str]:
+    """`model_type` of families that spaces do not hold for → why."""
+    file = resources.files("ckpt_prune.architectures") / "unsupported.json"
+    found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
@@ -331,6 +341,9 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     Raises:
         UserError: there is none; the message lists the known ones and says where a description goes.
     """
+    why = _unsupported().get(model_type)
+    if why is not None:
+        raise UserError(f"{model_type} is not supported: {why}")
     if model_type not in known_families():
         known = ", ".join(known_families())
         raise UserError(
