@@ -184,9 +184,10 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow = getattr(config, "qk_head_dim", None) or head_dim
     stock = attention is None or (narrow == head_dim and heads * head_dim == config.hidden_size)
-    arguments = (config if stock else _one_head(config), index)
-    # Some blocks are not told their index.
-    layer = layer_class(*arguments[: len(inspect.signature(layer_class).parameters)])
+    arguments = [config if stock else _one_head(config)]
+    # Some blocks are not told their index; BEiT's are told how often training leaves them out.
+    told = [name for name in inspect.signature(layer_class).parameters if "idx" in name]
+    layer = layer_class(*arguments, **dict.fromkeys(told, index))
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow)
     for key, paths in blocks["widths"].items():

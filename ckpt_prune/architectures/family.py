@@ -44,7 +44,8 @@ class Family(Description):
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
         embedding: module of the token embedding.
-        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied.
+        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
+            those of a block.
         dimensions: dimension → config keys to try in order.
         attention: its linear modules.
         transposed: linear modules of a block whose weights files hold as (inputs, outputs), as Conv1D does; everywhere

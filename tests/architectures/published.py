@@ -279,6 +279,14 @@ PUBLISHED: dict[str, Published] = {
         query_bias=False,
         value_bias=False,
     ),
+    "microsoft/beit-base-patch16-224": _of(
+        "beit",
+        "BeitForImageClassification",
+        86_530_984,
+        layer_scale_init_value=0.1,
+        use_relative_position_bias=True,
+        num_labels=1000,
+    ),
     "openai/clip-vit-large-patch14-336, images": _only(
         "clip_vision_model",
         303_507_456,

@@ -196,6 +196,7 @@ ALIKE = {
     "falcon": "cohere2",
     "mpt": "bloom",
     "dinov2_with_registers": "dinov2",
+    "beit": "dinov2",
     "clip_vision_model": "siglip_vision_model",
     "clip_text_model": "siglip_vision_model",
 }
