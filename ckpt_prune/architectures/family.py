@@ -406,6 +406,11 @@ def check_supported(model: str) -> None:
 def _supported(config: dict[str, Any]) -> Family:
     """The description of a config's family, whichever class is declared."""
     model_type = config.get("model_type")
+    if isinstance(config.get("architecture"), str) and model_type in (None, "timm_wrapper"):
+        raise UserError(
+            f"this is timm's {config['architecture']}: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
+            "transformers where one computes the same"
+        )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
