@@ -8,6 +8,7 @@ transformers alone. `PrunedX` is the stock class `X` of transformers, whichever 
 config's own keys, which one block's entry in `per_layer_config` may override:
 
 - `num_attention_heads`, `num_key_value_heads`, the key of the MLP's width: how many there are;
+- `num_kept_heads`: heads, where the stock class also takes their dense number elsewhere, or refuses other numbers;
 - `head_dim`: width of a value head, as in the dense model; attention is scaled by its inverse square root;
 - `qk_head_dim`: width of a query and key head, where it is narrower;
 - `ckpt_prune_blocks`: where in the model the blocks are, and where in a block what is rebuilt (`Blocks`);
@@ -34,12 +35,22 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 
 
 class AttentionPaths(TypedDict):
-    """The linears of an attention: paths in a block."""
+    """The linears of an attention: paths in a block.
+
+    Attributes:
+        query: its path.
+        key: its path.
+        value: its path.
+        output: its path.
+        heads: config key of the heads that there are, where it is not the stock class's own. The model is then built
+            with its dense number: it has heads elsewhere, too (SigLIP's pooling).
+    """
 
     query: str
     key: str
     value: str
     output: str
+    heads: NotRequired[str]
 
 
 class WidthPaths(TypedDict):
@@ -115,7 +126,9 @@ class PrunedMixin:
         blocks: Blocks = config.ckpt_prune_blocks
         first = layer_config(config, 0)
         # What the stock class is built from has blocks that it accepts; they are replaced.
-        super().__init__(_one_head(first) if blocks["attention"] else first)  # type: ignore[call-arg]
+        attention = blocks["attention"]
+        replaced = attention is not None and "heads" not in attention
+        super().__init__(_one_head(first) if replaced else first)  # type: ignore[call-arg]
         model: Any = self
         # Attention looks up its implementation when it runs: masks and blocks must read it from the same config. One
         # inside another model reads that one's.
@@ -167,13 +180,14 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
 def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
     """The stock block with linears of its own size, and its attention generalised where no stock one has its shape."""
     attention = blocks["attention"]
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = _heads(config, attention)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow = getattr(config, "qk_head_dim", None) or head_dim
     stock = attention is None or (narrow == head_dim and heads * head_dim == config.hidden_size)
-    arguments = (config if stock else _one_head(config), index)
-    # Some blocks are not told their index.
-    layer = layer_class(*arguments[: len(inspect.signature(layer_class).parameters)])
+    arguments = [config if stock else _one_head(config)]
+    # Some blocks are not told their index; BEiT's are told how often training leaves them out.
+    told = [name for name in inspect.signature(layer_class).parameters if "idx" in name]
+    layer = layer_class(*arguments, **dict.fromkeys(told, index))
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow)
     for key, paths in blocks["widths"].items():
@@ -198,6 +212,13 @@ def _narrow_by(layer: nn.Module, paths: WidthPaths, gone: int) -> None:
         owner, _, name = path.rpartition(".")
         module = layer.get_submodule(owner)
         setattr(module, name, getattr(module, name) - gone * each)
+
+
+def _heads(config: PreTrainedConfig, attention: AttentionPaths | None) -> int:
+    """Heads of a block."""
+    key = attention.get("heads", "num_attention_heads") if attention is not None else "num_attention_heads"
+    heads: int = getattr(config, key, None) or config.num_attention_heads
+    return heads
 
 
 def _one_head(config: PreTrainedConfig) -> PreTrainedConfig:

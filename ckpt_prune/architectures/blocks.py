@@ -55,6 +55,9 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
         attention = AttentionPaths(
             query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
         )
+        counted = [key for space in family.consumers.values() if space.consumer == own.output for key in space.config]
+        if counted != family.dimensions["query_heads"]:
+            (attention["heads"],) = counted
     widths: dict[str, WidthPaths] = {}
     for space in family.consumers.values():
         rebuilt = family.logits and space.consumer != family.attention.output

@@ -39,11 +39,13 @@ class Family(Description):
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
         special_tokens: of an image, beside its patches: the class token, and DeiT's distillation token.
+        registers: the config key that counts tokens of an image beside these, or None.
         layers: module path of the list of blocks.
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
         embedding: module of the token embedding.
-        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied.
+        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
+            those of a block.
         dimensions: dimension → config keys to try in order.
         attention: its linear modules.
         transposed: linear modules of a block whose weights files hold as (inputs, outputs), as Conv1D does; everywhere
@@ -78,6 +80,7 @@ class Family(Description):
     prefixed: bool = True
     modality: Modality = "text"
     special_tokens: int = 0
+    registers: str | None = None
     layers: str
     block: str
     entry: list[str]
@@ -280,6 +283,14 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
 
 
+@cache
+def _unsupported() -> dict[str, str]:
+    """`model_type` of families that spaces do not hold for → why."""
+    file = resources.files("ckpt_prune.architectures") / "unsupported.json"
+    found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
@@ -342,6 +353,9 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     Raises:
         UserError: there is none; the message lists the known ones and says where a description goes.
     """
+    why = _unsupported().get(model_type)
+    if why is not None:
+        raise UserError(f"{model_type} is not supported: {why}")
     if model_type not in known_families():
         known = ", ".join(known_families())
         raise UserError(
@@ -403,6 +417,11 @@ def check_supported(model: str) -> None:
 def _supported(config: dict[str, Any]) -> Family:
     """The description of a config's family, whichever class is declared."""
     model_type = config.get("model_type")
+    if isinstance(config.get("architecture"), str) and model_type in (None, "timm_wrapper"):
+        raise UserError(
+            f"this is timm's {config['architecture']}: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
+            "transformers where one computes the same"
+        )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)

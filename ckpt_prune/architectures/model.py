@@ -311,5 +311,6 @@ def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
 
 
 def image_tokens(family: Family, config: Any, size: tuple[int, ...]) -> int:
-    """Tokens of an image of `size` (height, width): patches and special tokens."""
-    return patches(config, size) + family.special_tokens
+    """Tokens of an image of `size` (height, width): patches, special tokens and registers."""
+    registers = 0 if family.registers is None else int(getattr(config, family.registers))
+    return patches(config, size) + family.special_tokens + registers

@@ -172,6 +172,7 @@ def _stock_names(config: str, architecture: str) -> Names:
 _STORED_BUFFERS = (
     "rotary_emb.inv_freq",
     "embeddings.position_ids",
+    "relative_position_bias.relative_position_index",
     *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
 
@@ -179,7 +180,7 @@ _STORED_BUFFERS = (
 def is_stored_buffer(name: str) -> bool:
     """Whether a tensor holds what models compute themselves and ignore.
 
-    Old transformers saved rotary frequencies, position indices and causal masks.
+    Old transformers saved rotary frequencies, position indices, places in tables of positions and causal masks.
     """
     return name.endswith(_STORED_BUFFERS)
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.outside import ReadTensors, give_buffers
+from ckpt_prune.calibration.samples import as_input
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
@@ -137,7 +138,7 @@ class Readout:
 
     def _outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         factory = self.factory
-        inputs = {name: values.to(factory.device) for name, values in batch.items()}
+        inputs = as_input(batch, factory.device, factory.dtype)
         options = {"use_cache": False} if factory.family.modality == "text" else {}
         self._states = states.to(factory.device, factory.dtype)
         found = self._model(**inputs, **options)

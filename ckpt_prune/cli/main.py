@@ -22,6 +22,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 COMMANDS = {
     "inspect": "What a checkpoint is, what can be pruned, and into which container.",
+    "convert": "Write timm's ViT, or an MAE, as the stock class that computes it.",
     "calibrate": "Measure activation statistics once, to reuse with any recipe.",
     "plan": "Decide what stays and predict the cost; write only the plan.",
     "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from transformers import MODEL_MAPPING
+
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import is_vision
 from ckpt_prune.evaluation.loading import kind_of
@@ -61,4 +63,8 @@ def chosen_task(config: dict[str, Any], *, task: AskedTask = "auto", cache: bool
 
 def without_head(model: Any, task: Task) -> Any:
     """The module that does the task: the model, or its base where the task is feature-extraction."""
-    return model.base_model if task.name == "feature-extraction" else model
+    base = MODEL_MAPPING.get(type(model.config), None)
+    # A base model may call a module of its own by the name that classes with a head give the base model.
+    if task.name != "feature-extraction" or (base is not None and isinstance(model, base)):
+        return model
+    return model.base_model

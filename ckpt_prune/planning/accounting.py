@@ -41,7 +41,12 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     family, module = model.family, name.rpartition(".")[0]
     if dimensions == 4:
         return patches(model.config)
-    looked_up = any(name.startswith(f"{family.on_disk(path)}.") for path in family.lookups)
-    if dimensions != 2 or looked_up:
+    if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
         return 0
     return 1 if module in map(family.on_disk, family.pooled) else model.tokens
+
+
+def _is_below(name: str, path: str) -> bool:
+    """Whether a tensor is of a module or of one inside it; the path may have `{block}` for any block."""
+    before, _, after = path.partition("{block}")
+    return name.startswith(before) and (name.startswith(f"{path}.") or (after != "" and f"{after}." in name))

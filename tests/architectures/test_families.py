@@ -112,6 +112,39 @@ def test_an_unknown_family(model_type):
     )
 
 
+NAFLEX = (
+    "it reads patches that are cut out beforehand, as many of each image as fit (NaFlex), with their mask and shape, "
+    "and images are calibrated in one size"
+)
+STAGES = "its stages differ in hidden size, and blocks of one model have one here"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("siglip2_vision_model", f"{NAFLEX}; SigLIP 2 of one size is a siglip_vision_model"),
+        ("siglip2", f"{NAFLEX}; SigLIP 2 of one size is a siglip"),
+        ("swin", STAGES),
+        ("swinv2", STAGES),
+        (
+            "vit_mae",
+            "it leaves out patches at random; `ckpt-prune convert MODEL -o OUT` writes its encoder as a vit, which "
+            "reads all of them",
+        ),
+    ],
+)
+def test_a_family_that_spaces_do_not_hold_for(model_type, why):
+    assert refusal({"model_type": model_type}) == f"{model_type} is not supported: {why}"
+
+
+@pytest.mark.parametrize("wrapped", [{}, {"model_type": "timm_wrapper"}])
+def test_a_folder_of_timm(wrapped):
+    assert refusal({"architecture": "vit_tiny_patch16_224", **wrapped}) == (
+        "this is timm's vit_tiny_patch16_224: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
+        "transformers where one computes the same"
+    )
+
+
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 3}])
 def test_no_model_type(config):
     assert refusal(config) == "config.json has no model_type, so the family of this checkpoint is unknown"

@@ -64,16 +64,31 @@ def as_bloom(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
+def as_beit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the places in its table, which every block of old files has."""
+    place = "attention.attention.relative_position_bias.relative_position_index"
+    return tensors | {f"beit.encoder.layer.{b}.{place}": torch.zeros(10, 10, dtype=torch.int64) for b in range(BLOCKS)}
+
+
+def as_clip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the prefix that it has beside the other tower."""
+    found = {f"text_model.{name}": tensor for name, tensor in tensors.items()}
+    return found | {"text_model.embeddings.position_ids": torch.arange(32)[None]}
+
+
 AS_PUBLISHED = {
     Case("gpt2", "GPT2LMHeadModel"): as_gpt2,
     Case("gptj", "GPTJForCausalLM"): as_gptj,
     Case("gpt_neox", "GPTNeoXForCausalLM"): as_pythia,
     Case("bloom", "BloomForCausalLM"): as_bloom,
+    Case("beit", "BeitForImageClassification", "use_relative_position_bias"): as_beit,
+    Case("clip_text_model", "CLIPTextModel"): as_clip,
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("case", AS_PUBLISHED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "tied"), [(case, tied) for case in AS_PUBLISHED for tied in {False, case.family.head is not None}], ids=str
+)
 def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
     """Pruned it is what a checkpoint with transformers' own names is; what models compute themselves travels along."""
     dense = Dense(tmp_path)
@@ -86,7 +101,8 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
     save_file(AS_PUBLISHED[case](tensors), folder / "model.safetensors", metadata={"format": "pt"})
     dense = Dense(tmp_path)
     assert dense.model(case).family.architecture == case.architecture
-    recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "ridge"), "remote")
+    methods = {space: "none" if space in case.family.logits else "ridge" for space in case.ratios}
+    recipe = spaces_recipe(case, methods, "remote")
     dense.prune(case, recipe, tmp_path / "out")
     for check in verify(tmp_path / "out", folder):
         assert check.passed or check.name == "sparsity", check

@@ -47,6 +47,7 @@ SWITCHES: dict[str, Any] = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 5.0,
     "no_rope_layers": [1, 0],
+    "num_register_tokens": 3,
 }
 """Config keys that change the function, at values that show; where the config class knows them."""
 OFFSET = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm", "mpnet")
@@ -167,7 +168,8 @@ class Case:
         if self.family.modality == "text":
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
         generator = torch.Generator().manual_seed(seed)
-        tokens = (IMAGE // PATCH) ** 2 + self.family.special_tokens
+        registers = getattr(self.config, self.family.registers) if self.family.registers else 0
+        tokens = (IMAGE // PATCH) ** 2 + self.family.special_tokens + registers
         return Pixels(torch.randn(count, 3, IMAGE, IMAGE, generator=generator), tokens)
 
     def block(self, model: nn.Module, index: int) -> nn.Module:
@@ -221,6 +223,10 @@ ALIKE = {
     "mpnet": "bert",
     "deberta-v2": "bert",
     "modernbert": "cohere2",
+    "dinov2_with_registers": "dinov2",
+    "beit": "dinov2",
+    "clip_vision_model": "siglip_vision_model",
+    "clip_text_model": "siglip_vision_model",
 }
 """Family → one that stands for it where a promise takes long: it has whatever parts the blocks of the first have."""
 
