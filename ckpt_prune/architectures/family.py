@@ -15,6 +15,7 @@ from pydantic import Field
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
 from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
 from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.errors import UserError
 
 Modality = Literal["text", "image"]
@@ -385,6 +386,7 @@ def check_supported(model: str) -> None:
         config = read_object(Path(model) / "config.json")
     except (OSError, UserError):
         return
+    refuse_quantised(Path(model), config)
     if "auto_map" not in config:
         _supported(config)
 

@@ -8,6 +8,7 @@ import torch
 from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.checkpoint.quantised import without_quantisation
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint, config_object
 from ckpt_prune.checkpoint.shard import TensorInfo
 
@@ -25,7 +26,7 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
     Raises:
         UserError: the config cannot be read, or is of no known family.
     """
-    config = config_object(folder / CONFIG, read_object(folder / CONFIG))
+    config = without_quantisation(config_object(folder / CONFIG, read_object(folder / CONFIG)))
     family = family_of(config)
     known = stock_names(config, family.architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))

@@ -12,9 +12,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.utils import logging
 
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
-from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config
+from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config, shapes_alone
 from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.reading import config_object
+from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 
@@ -100,16 +101,27 @@ def load_reported(
         if not trust_remote_code:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         ours, foreign = None, True
+    refuse_quantised(folder, raw)
     loader: Any = getattr(transformers, auto or auto_class(raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
+    source: Path | None = folder
     with quiet_transformers():
         try:
             if ours is not None:
                 loader = remote_model_class(ours)
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
+            elif plain_fp8(raw) and not foreign:
+                # transformers' own way needs a GPU, or another package.
+                checkpoint, source = Checkpoint.open(folder), None
+                options = {
+                    "config": parse_config(checkpoint.config),
+                    "state_dict": checkpoint.read(checkpoint.tensors),
+                }
+                with shapes_alone():  # an Auto class cannot load what is in memory
+                    loader = type(loader.from_config(options["config"]))
             model, info = loader.from_pretrained(
-                folder,
+                source,
                 local_files_only=True,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name, where transformers would stop with a table

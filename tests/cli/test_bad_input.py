@@ -192,10 +192,10 @@ def test_no_family(place, command, changes):
 
 @every_command
 def test_quantised_weights(place, command):
-    set_config("dense", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert refusal(command, "dense") == (
-        "dense is quantised (quantization_config in config.json); give the checkpoint it was made from"
-    )
+    set_config("dense", quantization_config={"quant_method": "awq", "bits": 4})
+    said = "dense is quantised by AWQ (quantization_config in config.json); give the checkpoint it was made from"
+    assert refusal(command, "dense") == said
+    assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "16") == said
 
 
 @every_command
