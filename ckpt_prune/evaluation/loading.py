@@ -1,7 +1,5 @@
 """Whole models in memory, for evaluation only. Pruning never comes here: it reads one block at a time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,15 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
-from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
-from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config, shapes_alone
+from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
+from ckpt_prune.architectures.skeleton import (
+    absent_pooler,
+    is_stored_buffer,
+    parse_config,
+    quiet_transformers,
+    shapes_alone,
+)
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
@@ -145,20 +148,6 @@ def load_reported(
     return model.eval(), report
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' loading bars and all its notes but errors; restores what was set before."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json.
 
@@ -215,7 +204,7 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
 def auto_class(config: dict[str, Any]) -> str:
     """The Auto class of a config.json: of its family's class where the family is known, else by the class's name."""
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
-    if config.get("model_type") not in known_families():
+    if not is_known(config):
         return _by_name(name)
     family = described(config)
     if name and name not in family.architectures:
