@@ -187,13 +187,23 @@ class TrustOptions(Options):
     trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
 
 
+class OpeningOptions(TrustOptions):
+    """How a model is opened that is measured or pruned."""
+
+    family: Path | None = Field(
+        None,
+        description="Description of the model's family, a JSON file as in ckpt_prune/architectures/families, where "
+        "this version has none; `ckpt-prune inspect MODEL` drafts it. Outputs carry it along.",
+    )
+
+
 class PlaceOptions(TrustOptions):
     """Whose code may be run, and where to work."""
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
 
 
-class SourceOptions(PlaceOptions):
+class SourceOptions(PlaceOptions, OpeningOptions):
     """Which model to read, and where to work."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
@@ -247,7 +257,7 @@ class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions, HeldStatesOp
     dry_run: bool = Field(False, description="Check everything; write nothing.")
 
 
-class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOptions):
+class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOptions, OpeningOptions):
     """What to recover, against what, and into what."""
 
     pruned: Folder = Field(description="Folder of the pruned model, or a Hub id.")
@@ -257,7 +267,7 @@ class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOpti
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
-class CompareOptions(SampleOptions, ImageOptions, PlaceOptions):
+class CompareOptions(SampleOptions, ImageOptions, PlaceOptions, OpeningOptions):
     """Which two models to compare, and on what."""
 
     reference: Folder = Field(description="Folder of a model, or a Hub id.")
@@ -288,7 +298,7 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")
 
 
-class InspectOptions(Options):
+class InspectOptions(OpeningOptions):
     """What to describe."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")

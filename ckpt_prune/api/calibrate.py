@@ -36,6 +36,7 @@ def calibrate(
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -61,6 +62,7 @@ def calibrate(
             only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query heads by
             effect, are collected on request only.
         overwrite: replace an existing statistics folder.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -75,7 +77,7 @@ def calibrate(
     # Before torch is imported, what can be told without it.
     if not has_data(options, options):
         raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
-    check_supported(options.model)
+    check_supported(options.model, options.family)
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples
@@ -84,7 +86,7 @@ def calibrate(
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.containers.checking import check_source
-    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
@@ -94,12 +96,12 @@ def calibrate(
     with progress_shown(progress):
         say = Notices()
         target = resolve_device(options.device)
-        source = open_model(options.model, trust=trust)
-        checkpoint, family = source.checkpoint, source.family
+        source = open_model(options.model, Opening.of(options))
+        checkpoint, described = source.checkpoint, source.family
         known = collectable(source)
-        inside = [space for space in family.columns if space not in family.consumers]
+        inside = [space for space in described.columns if space not in described.consumers]
         usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, family.model_type)
+        asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, described.model_type)
         if "fisher" not in asked and set(inside) & set(asked):
             raise UserError(
                 f"--collect {options.collect}: {' and '.join(inside)} are tried out with the metric, add fisher"
@@ -123,8 +125,8 @@ def calibrate(
             say(told)
 
         def finish(found: "Statistics") -> None:
-            wanted = {*family.consumers, *asked, *(family.logits if "logits" in kinds else ())}
-            held = [space for space in family.spaces if space in wanted]
+            wanted = {*described.consumers, *asked, *(described.logits if "logits" in kinds else ())}
+            held = [space for space in described.spaces if space in wanted]
             if "fisher" in kinds:
                 found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
             if EFFECTS in asked:
@@ -147,12 +149,12 @@ def calibrate(
         )
 
 
-def _kinds(text: str | None, known: Sequence[str], usual: list[str], family: str) -> list[str]:
+def _kinds(text: str | None, known: Sequence[str], usual: list[str], described: str) -> list[str]:
     """What `collect` asks for, in a fixed order; vectors always."""
     if text is None:
         return usual
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:
-        raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
+        raise UserError(f"--collect {text}: of a {described}, one or more of {','.join(known)} can be collected")
     return [kind for kind in known if kind in asked or kind == "moments"]

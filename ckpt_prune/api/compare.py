@@ -33,6 +33,7 @@ def compare(
     plot: AnyPath | None = None,
     state_memory: float = 8.0,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -56,6 +57,7 @@ def compare(
         plot: HTML file to write.
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
         overwrite: replace an existing page.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -68,7 +70,7 @@ def compare(
     if not has_data(options, options):
         raise UserError("compare needs --text FILE, or --images DIR for vision models")
     for each in (options.reference, options.model):
-        check_supported(each)
+        check_supported(each, options.family)
     check_texts(options.text)
     if options.plot is not None:
         from ckpt_prune.reporting.place import check_page
@@ -82,7 +84,7 @@ def compare(
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import write_whole
-    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation import comparing
     from ckpt_prune.report.reading import report_of
@@ -94,7 +96,7 @@ def compare(
     with progress_shown(progress):
         say = Notices()
         target = resolve_device(options.device)
-        theirs, ours = (open_model(each, trust=trust) for each in (options.reference, options.model))
+        theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
         check_models(ours, theirs, WHY)
         chosen = chosen_samples(theirs, options, options, trust=trust, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)

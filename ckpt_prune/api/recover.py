@@ -69,6 +69,7 @@ def recover(
     perplexity_after: str | Sequence[int] | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -102,6 +103,7 @@ def recover(
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -120,13 +122,13 @@ def recover(
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
     for each in (options.pruned, options.dense):
-        check_supported(each)
+        check_supported(each, options.family)
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
-    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform import recover as recovering
     from ckpt_prune.transform.asked import asked_after, training_dtype
@@ -137,7 +139,7 @@ def recover(
         say = Notices()
         target = resolve_device(options.device)
         dtype = training_dtype(options, target)
-        ours, theirs = open_model(options.pruned, trust=trust), open_model(options.dense, trust=trust)
+        ours, theirs = (open_model(each, Opening.of(options)) for each in (options.pruned, options.dense))
         refuse_overlap(theirs.checkpoint.path, out)
         check_output(
             ours.checkpoint.path,

@@ -52,17 +52,33 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """How a tensor is stored whose elements are products of stored ones and their scales.
+
+    Attributes:
+        dtype: of the stored elements.
+        scale: the scales, a tensor on disk.
+        block: rows and columns of the last two axes that one scale stands for.
+    """
+
+    dtype: torch.dtype
+    scale: "TensorInfo"
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """A tensor as its file's header describes it.
 
     Attributes:
         name: on disk.
-        dtype: of its elements.
+        dtype: of its elements, as they are read.
         shape: as it is read and written.
         file: that holds it.
         nbytes: of its data.
         offset: of its data, in bytes from the start of the file.
         transposed: whether it is a matrix whose file holds its transpose.
+        scaled: how it is stored, where its elements are multiplied by scales as it is read.
     """
 
     name: str
@@ -72,6 +88,15 @@ class TensorInfo:
     nbytes: int
     offset: int
     transposed: bool = False
+    scaled: Scaled | None = None
+
+    @property
+    def parts(self) -> tuple["TensorInfo", ...]:
+        """What is on disk for it: itself, or its stored elements and their scales."""
+        if self.scaled is None:
+            return (self,)
+        own = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False, scaled=None)
+        return own, self.scaled.scale
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -155,6 +180,28 @@ def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:
     tensor = torch.empty(info.stored_shape, dtype=info.dtype)
     _fill(handle, info, 0, tensor)
     return tensor.T.contiguous() if info.transposed else tensor
+
+
+def multiplied(info: TensorInfo, stored: Tensor, scale: Tensor) -> Tensor:
+    """A tensor from its stored elements and their scales, as it is read.
+
+    Args:
+        info: with `scaled`.
+        stored: as its files hold it, in any memory layout.
+        scale: of as many axes, or one number.
+    """
+    assert info.scaled is not None
+    (rows, columns), (height, width) = info.scaled.block, stored.shape[-2:]
+    found = torch.empty(stored.shape, dtype=info.dtype)
+    wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
+    wide = wide.repeat_interleave(columns, dim=-1)[..., :width]
+    # A run of rows at a time: in float32 the whole would be four times what is stored.
+    step = rows * max(1, _CHUNK_BYTES // (4 * width * rows))
+    for first in range(0, height, step):
+        part = stored[..., first : first + step, :].float()
+        tall = wide[..., first // rows : -(-(first + step) // rows), :].repeat_interleave(rows, dim=-2)
+        found[..., first : first + step, :] = (part * tall[..., : part.shape[-2], :]).to(info.dtype)
+    return found.T.contiguous() if info.transposed else found
 
 
 def read_flat_chunks(handle: io.FileIO, info: TensorInfo) -> Iterator[Tensor]:

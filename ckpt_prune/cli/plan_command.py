@@ -13,6 +13,7 @@ from ckpt_prune.cli.options import (
     container_option,
     device_option,
     echo_json,
+    family_option,
     json_option,
     model_argument,
     overwrite_option,
@@ -62,6 +63,7 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
 @click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
 @overwrite_option
+@family_option
 @trust_option
 @device_option
 @json_option

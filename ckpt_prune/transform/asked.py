@@ -12,7 +12,7 @@ from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.containers.checking import check_source
-from ckpt_prune.containers.opening import open_model
+from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.devices import computed_in, resolve_device
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions, has_data
@@ -69,7 +69,7 @@ def read_asked(options: PruneOptions) -> Asked:
         )
     if options.perplexity_after is not None and not recovers:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
-    return Asked(options, open_model(options.model, trust=options.trust_remote_code), recipe, plan, device)
+    return Asked(options, open_model(options.model, Opening.of(options)), recipe, plan, device)
 
 
 def _recipe(options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
@@ -103,7 +103,7 @@ def plan_request(options: PlanOptions) -> Request:
         raise UserError(
             f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
         )
-    model = open_model(options.model, trust=options.trust_remote_code)
+    model = open_model(options.model, Opening.of(options))
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
     statistics = None if options.statistics is None else Statistics(options.statistics)

@@ -96,12 +96,6 @@ class TestRefusals:
         path = single / "config.json"
         assert message_of(single) == f"{path} is not a readable JSON object ({reason}); download or restore the file"
 
-    def test_quantised(self, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-        folder = save_single(tmp_path / "q", tensors, CONFIG | {"quantization_config": {"quant_method": "gptq"}})
-        assert message_of(folder) == (
-            f"{folder} is quantised (quantization_config in config.json); give the checkpoint it was made from"
-        )
-
     def test_only_pickles(self, single: Path) -> None:
         (single / "model.safetensors").rename(single / "pytorch_model.bin")
         assert message_of(single) == (

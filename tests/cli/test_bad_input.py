@@ -168,7 +168,7 @@ def test_an_unknown_family(place, command):
     set_config("dense", model_type="rwkv")
     assert refusal(command, "dense") == (
         f"model_type 'rwkv' is not a family this version knows ({', '.join(known_families())}): "
-        "a new one is a JSON description in ckpt_prune/architectures/families/"
+        "`ckpt-prune inspect` says which of them it is like, --family takes a description of it"
     )
 
 
@@ -192,10 +192,10 @@ def test_no_family(place, command, changes):
 
 @every_command
 def test_quantised_weights(place, command):
-    set_config("dense", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert refusal(command, "dense") == (
-        "dense is quantised (quantization_config in config.json); give the checkpoint it was made from"
-    )
+    set_config("dense", quantization_config={"quant_method": "awq", "bits": 4})
+    said = "dense is quantised by AWQ (quantization_config in config.json); give the checkpoint it was made from"
+    assert refusal(command, "dense") == said
+    assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "16") == said
 
 
 @every_command
@@ -248,7 +248,6 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
     (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
     (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
     (["validate", "absent", "--against", "dense"], "absent does not exist; give a folder that this tool wrote"),
-    (["inspect", "neox"], "model_type 'rwkv' is not a family this version knows"),
     (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this"),
     (["plan", "neox", "--statistics", "stats"], "model_type 'rwkv' is not a family this version knows"),
     (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this version"),
@@ -256,7 +255,7 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
         "model_type 'rwkv' is not a family this version knows",
     ),
-    (["inspect", "experts"], "this checkpoint is a mixture of experts (num_experts in config.json), which is not"),
+    (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in config.json"),
 ]
 """Arguments, and how the line that refuses them begins."""
 IMPORTS_NOTHING = """
