@@ -255,7 +255,7 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
         "model_type 'rwkv' is not a family this version knows",
     ),
-    (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in config.json"),
+    (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in "),
 ]
 """Arguments, and how the line that refuses them begins."""
 IMPORTS_NOTHING = """
