@@ -1,5 +1,7 @@
 """`ckpt_prune.compare`."""
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
@@ -74,9 +76,6 @@ def compare(
         from ckpt_prune.reporting.place import check_page
 
         check_page(options.plot, options.overwrite)
-
-    import tempfile
-    from pathlib import Path
 
     import torch
 
