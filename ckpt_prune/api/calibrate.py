@@ -17,6 +17,8 @@ EFFECTS = "effects"
 """What `collect` calls the effects of single sites."""
 CENTRED = "centred"
 """What `collect` calls moments of keys less their mean, which are nothing without the others."""
+NEEDS = {CENTRED: ("logits", "keys are those of logits"), EFFECTS: ("gram", "need Grams")}
+"""What `collect` takes only together with something else, and why."""
 
 
 def calibrate(
@@ -101,15 +103,7 @@ def calibrate(
         known = collectable(source)
         inside = [space for space in described.columns if space not in described.consumers]
         usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, described.model_type)
-        if "fisher" not in asked and set(inside) & set(asked):
-            raise UserError(
-                f"--collect {options.collect}: {' and '.join(inside)} are tried out with the metric, add fisher"
-            )
-        if CENTRED in asked and "logits" not in asked:
-            raise UserError(f"--collect {options.collect}: {CENTRED} keys are those of logits, add logits")
-        if EFFECTS in asked and "gram" not in asked:
-            raise UserError(f"--collect {options.collect}: effects need Grams, add gram")
+        asked = _kinds(options.collect, known, inside, usual, described.model_type)
         kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
         refuse_overlap(checkpoint.path, out)
@@ -149,12 +143,24 @@ def calibrate(
         )
 
 
-def _kinds(text: str | None, known: Sequence[str], usual: list[str], described: str) -> list[str]:
-    """What `collect` asks for, in a fixed order; vectors always."""
+def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual: list[str], family: str) -> list[str]:
+    """What `collect` asks for, in a fixed order; vectors always.
+
+    Args:
+        text: the option; None for `usual`.
+        kinds: of statistics that the model's family can use.
+        inside: spaces that stand inside others.
+        usual: what is collected by default.
+        family: its name.
+    """
     if text is None:
         return usual
+    known = (*kinds, EFFECTS, *inside)
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:
-        raise UserError(f"--collect {text}: of a {described}, one or more of {','.join(known)} can be collected")
+        raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
+    for kind, (needed, why) in (dict.fromkeys(inside, ("fisher", "are tried out with the metric")) | NEEDS).items():
+        if kind in asked and needed not in asked:
+            raise UserError(f"--collect {text}: {kind} {why}, add {needed}")
     return [kind for kind in known if kind in asked or kind == "moments"]

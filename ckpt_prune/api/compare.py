@@ -1,5 +1,7 @@
 """`ckpt_prune.compare`."""
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
@@ -76,9 +78,6 @@ def compare(
         from ckpt_prune.reporting.place import check_page
 
         check_page(options.plot, options.overwrite)
-
-    import tempfile
-    from pathlib import Path
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
