@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
-from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
+from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, Kind, LogitSpace, SpaceName, product
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
@@ -188,9 +188,9 @@ class Family(Description):
         consumers = {space.consumer for space in self.consumers.values()}
         return [first for first in self.inputs if first not in consumers]
 
-    def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
+    def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
         """On-disk name of a block's tensor."""
-        return f"{self.block.format(block=block)}{module}.{kind}"
+        return f"{self.block.format(block=block)}{module}{'' if kind == 'itself' else f'.{kind}'}"
 
     def check_config(self, config: Any) -> None:
         """Refuse a config that the description does not hold for.

@@ -111,8 +111,10 @@ class Architecture(Description):
         auto: the transformers Auto class that users load it with.
         head: the linear that a tied embedding stands in for, as it stands on disk, or None.
         pooled: modules that see one token of a sequence only.
+        probe: torch's attention by which one query of the model's own pools all tokens, or None.
     """
 
     auto: str
     head: str | None = None
     pooled: list[str] = Field(default_factory=list)
+    probe: str | None = None

@@ -20,9 +20,14 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if not is_stored_buffer(name)}
     parameters = sum(size for name, size in sizes.items() if not (model.tied and name.startswith(f"{family.head}.")))
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+    probe = family.architectures[family.architecture].probe
     flops = 0
     for name, numel in sizes.items():
-        flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
+        if name == f"{probe}.in_proj_weight":
+            # A query, and keys and values of every token; then two products of it with them.
+            flops += 2 * numel // 3 * (1 + 2 * tokens) + 4 * tokens * shapes[name][1][1]
+        else:
+            flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
     for block in range(model.blocks):
