@@ -13,7 +13,16 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
-from ckpt_prune.architectures.spaces import ENDS, AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
+from ckpt_prune.architectures.spaces import (
+    ENDS,
+    AnySpace,
+    ColumnSpace,
+    Description,
+    Kind,
+    LogitSpace,
+    SpaceName,
+    product,
+)
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.errors import UserError
@@ -203,9 +212,9 @@ class Family(Description):
         consumers = {space.consumer for space in self.consumers.values()}
         return [first for first in self.inputs if first not in consumers]
 
-    def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
+    def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
         """On-disk name of a block's tensor."""
-        return f"{self.block.format(block=block)}{module}.{kind}"
+        return f"{self.block.format(block=block)}{module}{'' if kind == 'itself' else f'.{kind}'}"
 
     def check_config(self, config: Any) -> None:
         """Refuse a config that the description does not hold for.

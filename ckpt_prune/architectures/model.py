@@ -16,7 +16,7 @@ from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import SpaceName, dim_of
+from ckpt_prune.architectures.spaces import Kind, SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 
@@ -164,7 +164,7 @@ class Model:
 
     # ---- tensors ----------------------------------------------------------------------------------------------
 
-    def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
+    def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
         """On-disk name of a block's tensor."""
         return self.family.tensor(block, module, kind)
 
@@ -216,7 +216,8 @@ class Model:
 
     def stays(self, kept: Kept) -> Stays:
         """What stays of a block's linear modules where these units do (`cuts.stays`)."""
-        sizes = {module: self.checkpoint.tensors[self.tensor(0, module)].shape for module in self.family.linears}
+        sizes = {module: self._shape(module) for module in self.family.linears}
+        sizes |= {each.module: self._shape(each.module) for s in self.family.spaces.values() for each in s.tables}
         return stays(self.family, self.dimension, kept, sizes)
 
     def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, Shape]:
@@ -240,15 +241,20 @@ class Model:
 
     def line_numbers(self, module: str, dim: int) -> Tensor:
         """All rows (dim 0) or columns of a linear module's dense weight."""
-        return torch.arange(self.checkpoint.tensors[self.tensor(0, module)].shape[dim])
+        return torch.arange(self._shape(module)[dim])
+
+    def _shape(self, module: str) -> tuple[int, ...]:
+        """Of a linear module's dense weight, or of a table."""
+        tensors, name = self.checkpoint.tensors, self.tensor(0, module)
+        return tensors[name if name in tensors else self.tensor(0, module, "itself")].shape
 
     def unit_weights(self, space: SpaceName) -> int:
         """Weights, without biases, that go with one unit of a space."""
         found = 0
         for axis, incidence in self.family.spaces[space].incidences:
-            shape = self.checkpoint.tensors[self.tensor(0, incidence.module)].shape
-            found += incidence.per_unit(self.dimension) * shape[1 - dim_of(axis)]
-        return found
+            found += incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - dim_of(axis)]
+        tables = self.family.spaces[space].tables
+        return found + sum(table.per_unit(self.dimension) * self._shape(table.module)[0] for table in tables)
 
     # ---- statistics -------------------------------------------------------------------------------------------
 

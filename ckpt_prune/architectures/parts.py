@@ -120,9 +120,11 @@ class Architecture(Description):
         pooled: modules that see one token of a sequence only.
         binary: whether its logits say of every token how likely one of two classes is, without an axis of classes
             (ELECTRA's discriminator).
+        probe: torch's attention by which one query of the model's own pools all tokens, or None.
     """
 
     auto: str
     head: str | None = None
     pooled: list[str] = Field(default_factory=list)
     binary: bool = False
+    probe: str | None = None

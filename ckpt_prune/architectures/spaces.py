@@ -20,8 +20,10 @@ Ends = Literal["columns", "logits"]
 """What a space ends in: the columns of a linear module, or the attention logits."""
 Rounding = Literal["floor", "ceil", "nearest"]
 """From units times a ratio to a whole number of units."""
-Axis = Literal["rows", "columns"]
-"""Of a linear module: its outputs, or its inputs."""
+Axis = Literal["rows", "columns", "table"]
+"""Of a linear module: its outputs, or its inputs; or the second of a table, whose `module` is the tensor itself."""
+Kind = Literal["weight", "bias", "itself"]
+"""Of a tensor of a module, or a tensor by its own path."""
 Dimension = Callable[[str], int]
 """The value of a dimension of a model, by name."""
 
@@ -36,7 +38,7 @@ inside units of the second, and come first where blocks are pruned."""
 
 def dim_of(axis: Axis) -> int:
     """Which dimension of a weight (outputs, inputs) the axis is."""
-    return int(axis == "columns")
+    return int(axis != "rows")
 
 
 class Description(BaseModel):
@@ -100,6 +102,8 @@ class Space(Description):
         rounding: how the published methods round units times ratio to a number of dropped units (scoring/README.md,
             section 3).
         rows: linear modules that make the space.
+        tables: tensors of a block that are looked up, one column for each unit (a bias of every head by position);
+            `module` is the path of the tensor.
         config: config key → dimensions whose product, times the units kept, is its new value.
         fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.
             Remote code then builds the stock block at its dense width, in which all that is scaled, rotated or
@@ -115,6 +119,7 @@ class Space(Description):
     per: str | None = None
     rounding: Rounding
     rows: list[Incidence]
+    tables: list[Incidence] = []
     config: dict[str, list[str]]
     fixed: str | None = None
     attributes: dict[str, list[str | int]] = {}

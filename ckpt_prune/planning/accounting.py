@@ -22,9 +22,14 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     tied = stock_names(model.checkpoint.config, family.architecture).tied
     parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+    probe = family.architectures[family.architecture].probe
     flops = 0
     for name, numel in sizes.items():
-        flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
+        if name == f"{probe}.in_proj_weight":
+            # A query, and keys and values of every token; then two products of it with them.
+            flops += 2 * numel // 3 * (1 + 2 * tokens) + 4 * tokens * shapes[name][1][1]
+        else:
+            flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
     for block in range(model.blocks):

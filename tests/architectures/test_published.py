@@ -211,7 +211,7 @@ def test_heads_of_a_phi3_with_listed_rotary_factors_stay(tmp_path: Path) -> None
 # ---- blocks of different widths ------------------------------------------------------------------------------------
 
 
-RATIO = {"gpt_neox": 0.4}
+RATIO = {"gpt_neox": 0.4, "siglip_vision_model": 0.4}
 """At which one block keeps more heads than the other; a quarter by default."""
 UNEVEN = [
     Case("stablelm", "StableLmForCausalLM"),
@@ -219,6 +219,8 @@ UNEVEN = [
     Case("phi3", "Phi3ForCausalLM"),
     Case("gpt_neox", "GPTNeoXForCausalLM"),
     Case("falcon", "FalconForCausalLM", "new_decoder_architecture"),
+    Case("beit", "BeitForImageClassification", "use_relative_position_bias"),
+    Case("siglip_vision_model", "SiglipVisionModel"),
 ]
 
 
@@ -226,7 +228,7 @@ UNEVEN = [
 def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
     """Every block of the output computes with its own numbers, with every implementation of attention."""
     dense, data = Dense(tmp_path), case.samples(3, seed=9)
-    spaces = {space: {"score": "flap", "compensation": {"method": "none"}} for space in case.ratios}
+    spaces = {space: {"score": "flap", "compensation": {"method": "none"}} for space in case.family.consumers}
     top = {
         "allocation": "across-layers",
         "widths": "per_layer",

@@ -85,7 +85,7 @@ def test_equals_a_whole_model_pruned_by_hand(
 
 TOGETHER = "queries and keys are normalised over all heads together, so that every head changes with the others"
 ALIBI = "every head adds a bias of its own to its logits (alibi), which its class makes from the number of heads"
-TABLE = "every head adds a bias of its own to its logits, from a table of relative positions"
+TABLE = "every head adds a bias of its own to its logits, from one table for all blocks"
 WHOLE = {
     ("olmo2", None): TOGETHER,
     ("olmo3", None): TOGETHER,
@@ -93,7 +93,6 @@ WHOLE = {
     ("mpt", None): ALIBI,
     ("falcon", "alibi"): ALIBI,
     ("mpnet", None): TABLE,
-    ("beit", "use_relative_position_bias"): TABLE,
     ("beit", "use_shared_relative_position_bias"): TABLE,
 }
 """Families and variants whose heads all stay, and why."""

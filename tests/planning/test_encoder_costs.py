@@ -7,7 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.planning.accounting import cost_of
 from tests.cli.running import ok
+from tests.contract.models import Case
 from tests.encoders import CONTEXT, FOR_CORP, VARIANTS, calibrate, job_on, make, recipe, samples, stock
 from tests.evaluation.tiny import random_windows
 from tests.families import prune
@@ -83,6 +86,32 @@ def test_a_bias_that_is_added_counts(dense, variant, tmp_path):
         check(job.output.cost, ckpt_prune.load(tmp_path / method), variant)
         counts.append(job.output.cost.parameters)
     assert (counts[1] > counts[0]) == (variant == "opt-no-bias")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dinov2_with_registers", "Dinov2WithRegistersForImageClassification"),
+        Case("dinov3_vit", "DINOv3ViTModel", "use_gated_mlp"),
+        Case("siglip_vision_model", "SiglipVisionModel"),
+        Case("beit", "BeitForImageClassification", "use_relative_position_bias"),
+        Case("beit", "BeitModel", "use_shared_relative_position_bias"),
+    ],
+    ids=str,
+)
+def test_flops_with_registers_tables_and_a_probe(case, tmp_path):
+    cost = cost_of(Model.open(case.write(tmp_path / "model")))
+    model = case.model()
+    model.set_attn_implementation("eager")
+    data = case.samples(1)
+    assert (cost.parameters, cost.tokens) == (model.num_parameters(), data.tokens)
+    # torch runs its own attention in one kernel where it may, of which the counter knows no FLOPs.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**data.batch(slice(1)))
+    torch.backends.mha.set_fastpath_enabled(fused)
+    assert cost.flops == counter.get_total_flops()
 
 
 # ---- CORP's table, from configs alone ------------------------------------------------------------------------------
