@@ -10,6 +10,9 @@ from ckpt_prune.evaluation.loading import kind_of, read_config
 
 MASKED = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
 
+LABELLED = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
+"""Heads whose figures would need labels: they are held against another model's."""
+
 
 def check_folder(folder: Path) -> None:
     """Refuse what is no checkpoint folder.
