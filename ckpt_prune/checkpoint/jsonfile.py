@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises UserError where it cannot be read, is not JSON or is not an object."""
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_input(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable JSON object ({error}); download or restore the file") from error
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.inputs import open_input
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
@@ -115,7 +116,7 @@ class Checkpoint:
         names = (name for name in self.tensors if not name.endswith(".masked_bias"))
         floats = [info for name in names if (info := self.tensors[name]).dtype.is_floating_point]
         for info in track(floats, "checking for NaN and Inf", unit="tensor"):
-            with (self.path / info.file).open("rb", buffering=0) as handle:
+            with open_input(self.path / info.file) as handle:
                 bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))
             if bad:
                 raise UserError(
@@ -138,7 +139,7 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for file, wanted in by_file.items():
         try:
-            with (folder / file).open("rb", buffering=0) as handle:
+            with open_input(folder / file) as handle:
                 for info in sorted(wanted, key=lambda info: info.offset):
                     found[info.name] = read_tensor(handle, info)
         except OSError as error:

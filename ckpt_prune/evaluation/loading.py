@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
 from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
@@ -155,7 +156,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = parse_object(path.read_bytes())
+        config = parse_object(read_input(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:
