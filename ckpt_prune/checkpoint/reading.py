@@ -1,8 +1,8 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.hub import resolve
-from ckpt_prune.checkpoint.inputs import open_input
+from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
@@ -41,6 +41,7 @@ class Checkpoint:
         files: the safetensors files' names, sorted.
         sharded: whether an index spreads the tensors over files.
         metadata: each file's free-text `__metadata__`.
+        stamps: of the folder's files when it was opened, by name.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Checkpoint:
     files: tuple[str, ...]
     sharded: bool
     metadata: dict[str, dict[str, str]]
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -69,6 +71,7 @@ class Checkpoint:
             files=tuple(headers),
             sharded=sharded,
             metadata={file: header.metadata for file, header in headers.items()},
+            stamps={file.name: stamp(file) for file in path.iterdir() if file.is_file()},
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -82,6 +85,20 @@ class Checkpoint:
             if name not in self.tensors:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.tensors[name] for name in names])
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse to go on with files of the folder that are not what they were when it was opened.
+
+        Raises:
+            UserError: naming the first that changed or is gone.
+        """
+        for name in names:
+            try:
+                same = stamp(self.path / name) == self.stamps.get(name)
+            except OSError:
+                same = False
+            if not same:
+                raise UserError(f"{self.path / name} changed since it was opened; run again")
 
     def turned(self, names: Iterable[str]) -> "Checkpoint":
         """The same checkpoint, these of its matrices read as their transposes."""
