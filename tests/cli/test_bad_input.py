@@ -1,6 +1,7 @@
 """Checkpoints, texts and devices that cannot be used: one line, exit code 2, nothing written."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -444,3 +445,22 @@ def test_an_output_is_not_pruned_into_itself_but_may_be_pruned_again(place):
     ok("prune", "pruned", "--recipe", "rcpu", "--set", "spaces.heads.ratio=0", *TEXT, "-o", "twice")
     assert ok("verify", "twice", "--against", "pruned").count(" ok\n") == 5
     shutil.rmtree("twice")
+
+
+def test_a_damaged_report_of_the_source_is_told_before_anything_is_written(place):
+    Path("pruned/ckpt_prune.json").write_text('{"a": 1}')
+    assert refusal(["prune", "--recipe", "magnitude"], "pruned") == (
+        "pruned/ckpt_prune.json is damaged (recipe: field required): prune again"
+    )
+
+
+def test_a_fifo_in_the_place_of_an_input_is_not_waited_for(place):
+    for name, command in (
+        ("dense/model.safetensors", COMMANDS["prune"]),
+        ("dense/config.json", COMMANDS["prune"]),
+        ("plan.json", ["prune", "--plan", "plan.json"]),
+    ):
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+        refusal(command, "dense")
+        Path(name).unlink()
