@@ -1,7 +1,7 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,8 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_MOST_LAYERS = 1000
+"""Building a model takes time and memory for each, tensors or not; the deepest published ones have about 130."""
 _CONVERT = (
     'convert them where they are trusted: python -c "from transformers import {auto} as M; '
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
@@ -175,7 +177,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's values, once the names of classes in it are known to be names.
+    """A config.json's values, once class names in it are known to be names, and its model not to be too deep to build.
 
     Raises:
         UserError: they are not.
@@ -183,7 +185,19 @@ def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
+    for key, value in _integers(config):
+        if "layer" in key and value > _MOST_LAYERS:
+            raise UserError(f"{path}: {key} is {value}, and {_MOST_LAYERS} layers are the most that are built")
     return config
+
+
+def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys whose values are whole numbers, those of configs inside a config included."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield key, value
 
 
 def _class_name(path: Path) -> str:

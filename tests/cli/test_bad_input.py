@@ -114,6 +114,19 @@ def test_models_to_evaluate_whose_config_is_no_object(place):
         assert refused(*command) == f"dense/config.json: not valid JSON: {reason}"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS.values(), ["inspect"], ["verify"], ["evaluate", "--text", "calib.txt", "--window", "16"]],
+    ids=lambda command: command[0],
+)
+def test_more_layers_than_any_model_has(place, command):
+    set_config("dense", num_hidden_layers=10**9)
+    out = ["-o", "out"] if command in COMMANDS.values() else []
+    assert refused(command[0], "dense", *command[1:], *out) == (
+        "dense/config.json: num_hidden_layers is 1000000000, and 1000 layers are the most that are built"
+    )
+
+
 # ---- tensors against the config --------------------------------------------------------------------------------
 
 
