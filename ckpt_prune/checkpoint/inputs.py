@@ -44,7 +44,10 @@ def stamp(file: Path | int) -> Stamp:
 def _regular(path: str, flags: int) -> int:
     # Without O_NONBLOCK the very opening of a FIFO waits; of a regular file it changes nothing.
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         raise OSError(errno.EINVAL, "not a regular file")
     return descriptor
