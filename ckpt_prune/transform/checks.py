@@ -220,6 +220,11 @@ def _plan(request: Request, plan: Plan) -> None:
                 f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
                 f"below {units}: plan again instead of editing it"
             )
+        if len(site.scores) != units:
+            raise UserError(
+                f"the plan has {len(site.scores)} scores for the {units} units of {site.space} in block {site.block}: "
+                "plan again instead of editing it"
+            )
         width = units // copies
         if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:
             raise UserError(
