@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
@@ -46,7 +47,7 @@ class Kind:
         if not (folder / self.record).is_file():
             raise self._refusal(folder, f"it has no {self.record}")
         try:
-            record = parse_object((folder / self.record).read_bytes())
+            record = parse_object(read_input(folder / self.record))
             names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._refusal(folder, f"its {self.record} is damaged") from error

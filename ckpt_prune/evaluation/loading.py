@@ -16,6 +16,7 @@ from ckpt_prune.architectures.skeleton import (
     quiet_transformers,
     shapes_alone,
 )
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
@@ -156,7 +157,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = parse_object(path.read_bytes())
+        config = parse_object(read_input(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:

@@ -284,7 +284,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site.space, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
-            if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(space):
+            units = model.site_units(space)
+            if site.units != units or not all(0 <= unit < units for unit in site.kept):
                 return False, f"{REPORT} keeps units of {space} in block {block} that the dense model has not"
         kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
         narrow = model.stays({space: units for space, units in kept.items() if space not in padded})

@@ -16,7 +16,7 @@ from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.checkpoint.written import EXPORT
-from ckpt_prune.containers.side_files import side_files, top_names
+from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.card import graph_card
@@ -122,7 +122,7 @@ class GraphWriter:
         source, settings, task = self.source, self._settings, self.task
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
-        for name, path in side_files(source.path).items():
+        for name, path in carried(source).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
         # The code it names does not travel: the graph needs none.

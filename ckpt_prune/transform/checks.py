@@ -13,6 +13,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
@@ -39,6 +40,8 @@ def check_fit(request: Request) -> None:
     Raises:
         UserError: with the first thing that does not fit.
     """
+    # Told of when all is done: damaged, it would be found after the output has got its name.
+    report_of(request.model.checkpoint.path)
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
@@ -216,6 +219,11 @@ def _plan(request: Request, plan: Plan) -> None:
             raise UserError(
                 f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
                 f"below {units}: plan again instead of editing it"
+            )
+        if len(site.scores) != units:
+            raise UserError(
+                f"the plan has {len(site.scores)} scores for the {units} units of {site.space} in block {site.block}: "
+                "plan again instead of editing it"
             )
         width = units // copies
         if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:

@@ -1,6 +1,7 @@
 """Checkpoints, texts and devices that cannot be used: one line, exit code 2, nothing written."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,19 @@ def test_models_to_evaluate_whose_config_is_no_object(place):
     for content, reason in ("[1]", "a list instead of an object"), ("[" * 100_000, "nested too deeply"):
         Path("dense/config.json").write_text(content)
         assert refused(*command) == f"dense/config.json: not valid JSON: {reason}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS.values(), ["inspect"], ["verify"], ["evaluate", "--text", "calib.txt", "--window", "16"]],
+    ids=lambda command: command[0],
+)
+def test_more_layers_than_any_model_has(place, command):
+    set_config("dense", num_hidden_layers=10**9)
+    out = ["-o", "out"] if command in COMMANDS.values() else []
+    assert refused(command[0], "dense", *command[1:], *out) == (
+        "dense/config.json: num_hidden_layers is 1000000000, and 1000 layers are the most that are built"
+    )
 
 
 # ---- tensors against the config --------------------------------------------------------------------------------
@@ -457,3 +471,22 @@ def test_an_output_is_not_pruned_into_itself_but_may_be_pruned_again(place):
     ok("prune", "pruned", "--recipe", "rcpu", "--set", "spaces.heads.ratio=0", *TEXT, "-o", "twice")
     assert ok("verify", "twice", "--against", "pruned").count(" ok\n") == 5
     shutil.rmtree("twice")
+
+
+def test_a_damaged_report_of_the_source_is_told_before_anything_is_written(place):
+    Path("pruned/ckpt_prune.json").write_text('{"a": 1}')
+    assert refusal(["prune", "--recipe", "magnitude"], "pruned") == (
+        "pruned/ckpt_prune.json is damaged (recipe: field required): prune again"
+    )
+
+
+def test_a_fifo_in_the_place_of_an_input_is_not_waited_for(place):
+    for name, command in (
+        ("dense/model.safetensors", COMMANDS["prune"]),
+        ("dense/config.json", COMMANDS["prune"]),
+        ("plan.json", ["prune", "--plan", "plan.json"]),
+    ):
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+        refusal(command, "dense")
+        Path(name).unlink()
