@@ -56,9 +56,9 @@ def calibrate(
         bos: begin-of-sequence token before the text.
         compute_dtype: in which blocks run.
         folds: runs of samples whose moments are kept apart.
-        collect: kinds of statistics; None for all that the model's family can use but `centred` and `taylor`, `effects`
-            only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query heads by
-            effect, are collected on request only.
+        collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
+            `effects` only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query
+            heads by effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.

@@ -12,8 +12,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
-from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
+from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.architectures.spaces import (
+    AnySpace,
+    ColumnSpace,
+    Description,
+    LogitSpace,
+    RotarySpace,
+    SpaceName,
+    product,
+    rotary_space,
+)
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
@@ -51,6 +60,8 @@ class Family(Description):
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
         rope: whether q and k are rotated by position before they meet.
+        rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
+        unpaired: why none can, where q and k are rotated.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
@@ -86,6 +97,8 @@ class Family(Description):
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
     rope: bool = False
+    rotary: Rotary | None = None
+    unpaired: str | None = None
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
@@ -151,6 +164,11 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
 
     @property
+    def turned(self) -> dict[SpaceName, RotarySpace]:
+        """The space of rotary pairs, where the family has one."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
+
+    @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
         spaces = [*self.logits.values(), *self.consumers.values()]
@@ -208,10 +226,12 @@ class Family(Description):
         return None if own is None else f"{self.block.format(block=block)}{own}"
 
     def dimension(self, config: Any, name: str) -> int:
-        """A dimension read off a transformers config; `group` is query heads per KV head."""
+        """A dimension read off a transformers config; `group` is query heads per KV head, `pairs` those of a head."""
         if name == "group":
             groups = self.dimension(config, "kv_heads")
             return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
+        if name == "pairs":
+            return self.dimension(config, "head_dim") // 2
         if name in self.multiples:
             multiple = self.multiples[name]
             return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
@@ -285,6 +305,8 @@ OF_THE_FUNCTION = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
 is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
+OF_THEIR_OWN = ("rotary", "unpaired")
+"""Keys of the same kind that a file lacks unless it states or inherits them."""
 
 
 def _description(model_type: str) -> dict[str, Any]:
@@ -293,6 +315,7 @@ def _description(model_type: str) -> dict[str, Any]:
     if parent is None and not inherits:
         return own
     whole = {} if parent is None else _description(parent)
+    whole = {key: value for key, value in whole.items() if key not in OF_THEIR_OWN or key in inherits}
     _check_inheritance(model_type, parent, whole, own, inherits)
     return whole | own
 
@@ -312,11 +335,12 @@ def _check_inheritance(
             f"{'is' if len(open_) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
             f'write "inherits": {json.dumps([*inherits, *open_])}, or state those that differ'
         )
-    wrong = [key for key in inherits if key in own or key not in OF_THE_FUNCTION or key not in whole]
+    known = (*OF_THE_FUNCTION, *OF_THEIR_OWN)
+    wrong = [key for key in inherits if key in own or key not in known or key not in whole]
     if wrong:
         raise UserError(
             f'{model_type}.json has {wrong[0]} in "inherits", where only keys stand that its parent states and it '
-            f"does not, of {', '.join(OF_THE_FUNCTION)}"
+            f"does not, of {', '.join(known)}"
         )
 
 
@@ -342,7 +366,11 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     if variant is not None:
         changes = variants[variant]
         values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    return Family.model_validate({"architecture": next(iter(values["architectures"])), "variant": variant, **values})
+    family = Family.model_validate({"architecture": next(iter(values["architectures"])), "variant": variant, **values})
+    if family.rotary is None:
+        return family
+    own = rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.tables)
+    return family.model_copy(update={"spaces": {"rotary": own, **family.spaces}})
 
 
 @cache

@@ -288,6 +288,12 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
             ours = ours.index_select(dim, found_among(lines, held))
             if not _same(ours, theirs.index_select(dim, lines), zeroed=name in masked):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
+        gone = {
+            space: units for space, units in kept.items() if space not in padded and len(units) < sites[space].units
+        }
+        pairs, name = model.pairs_kept(gone), model.pairs_name(block)
+        if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
+            return False, f"{name} does not name the rotary pairs that are kept"
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }
