@@ -495,7 +495,7 @@ def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> N
     own = [paths["query"], paths["key"], paths["value"], paths["output"]]
     attention.paired_names = [path.removeprefix(f"{owner}.") for path in own]
     attention.paired_facts, attention.paired_heads = facts, kv_heads
-    attention.register_buffer("rotary_pairs", torch.arange(kept).repeat(kv_heads))
+    attention.register_buffer("rotary_pairs", torch.arange(kept, dtype=torch.int16).repeat(kv_heads))
     attention.__class__ = _paired(type(attention))
 
 

@@ -237,7 +237,7 @@ class Model:
             for space, described in self.family.turned.items():
                 if own.get(space, self.units(space)) < self.units(space):
                     heads = next((n for s, n in own.items() if self.family.spaces[s].units == described.per), None)
-                    shapes[self.pairs_name(block)] = torch.int64, (own[space] * (heads or self.copies(space)),)
+                    shapes[self.pairs_name(block)] = torch.int16, (own[space] * (heads or self.copies(space)),)
         return shapes
 
     def pairs_name(self, block: int) -> str:
@@ -252,7 +252,7 @@ class Model:
             kept: spaces of a block that are pruned.
 
         Returns:
-            int64; None where no pair is gone.
+            int16; None where no pair is gone.
         """
         for name, space in self.family.turned.items():
             if name in kept:
@@ -260,7 +260,7 @@ class Model:
                 for other, units in kept.items():
                     if self.family.spaces[other].units == space.per:
                         own = own[torch.isin(own // count, units)]
-                return own % count
+                return (own % count).to(torch.int16)
         return None
 
     def line_numbers(self, module: str, dim: int) -> Tensor:

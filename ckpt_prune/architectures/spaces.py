@@ -64,25 +64,27 @@ class Incidence(Description):
 
     The axis is `after` lines of something else, then `copies` runs of units, then whatever follows. In a run, units
     follow each other with `each` neighbouring lines, and with lines of something else between them where `stride` is
-    more. Where a run has a part of the units only (`run`), the copies of that part are followed by those of the next.
+    more. Units may stand several times: each run of `run` units is repeated `times` times before the next one comes.
 
     Attributes:
         module: path of the linear module in a block, as it stands on disk.
         each: dimensions whose product is the lines of one unit in one run. Values and queries that alternate in one
             projection are one unit of several head sizes.
-        copies: runs one after the other (a SwiGLU's gate and up in one tensor); or dimensions whose product they are
-            (the halves of every query head that shares a key).
+        copies: runs one after the other (a SwiGLU's gate and up in one tensor).
         after: products of dimensions whose sum is the lines before the first run (keys behind queries in a fused
             projection).
         stride: products of dimensions whose sum is the lines from one unit of a run to the next; `each` by default.
-        run: dimensions whose product is the units of a run; all by default.
+        times: dimensions whose product is how often units stand there (the values of a KV head: once under every query
+            head of its group).
+        run: dimensions whose product is the units that are repeated together; all by default.
     """
 
     module: str
     each: list[str | int] = []
-    copies: Annotated[int, Field(ge=1)] | list[str | int] = 1
+    copies: int = Field(1, ge=1)
     after: list[list[str | int]] = []
     stride: list[list[str | int]] = []
+    times: list[str | int] = []
     run: list[str | int] = []
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
@@ -97,19 +99,17 @@ class Incidence(Description):
 
         each = product(self.each, dimension)
         start, stride = (sum(product(each, dimension) for each in sums) for sums in (self.after, self.stride))
-        stride, copies = stride or each, self.runs(dimension)
-        length = product(self.run, dimension) if self.run else count
-        places = units // length * length * copies + units % length
-        run = (places[:, None] * stride + torch.arange(each, device=units.device)).flatten()
-        return torch.cat([run + start + copy * stride * length for copy in range(copies)])
+        stride, times = stride or each, product(self.times, dimension)
+        run = product(self.run, dimension) if self.run else count
+        again = torch.arange(times, device=units.device) * run
+        places = (units // run * run * times + units % run)[:, None] + again
+        places = places.flatten().sort().values if times > 1 else units
+        lines = (places[:, None] * stride + torch.arange(each, device=units.device)).flatten()
+        return torch.cat([lines + start + copy * stride * times * count for copy in range(self.copies)])
 
     def per_unit(self, dimension: Dimension) -> int:
         """Rows or columns of one unit, all runs together."""
-        return self.runs(dimension) * product(self.each, dimension)
-
-    def runs(self, dimension: Dimension) -> int:
-        """Runs one after the other."""
-        return self.copies if isinstance(self.copies, int) else product(self.copies, dimension)
+        return self.copies * product(self.times, dimension) * product(self.each, dimension)
 
 
 class Space(Description):
@@ -301,8 +301,8 @@ def rotary_space(query: str, key: str, pairs: Pairing, tables: Pairing) -> Rotar
         per="kv_heads",
         rounding="floor",
         rows=[
-            Incidence(module=query, each=[each], copies=[halves, "group"], run=["pairs"]),
-            Incidence(module=key, each=[each], copies=halves, run=["pairs"]),
+            Incidence(module=query, each=[each], times=[halves, "group"], run=["pairs"]),
+            Incidence(module=key, each=[each], times=[halves], run=["pairs"]),
         ],
         config={"num_rotary_pairs": []},
         fixed="no stock class has queries and keys without some of their rotary pairs",

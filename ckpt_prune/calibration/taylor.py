@@ -164,5 +164,5 @@ def _importances(
             if sums is second:
                 change -= own.squares * weight.square() / 2
             by_line = change.abs().sum(int(axis == "rows"), dtype=torch.float64).cpu()
-            sums += by_line[lines].view(incidence.runs(model.dimension), units, -1).sum((0, 2))
+            sums += by_line[lines].view(incidence.copies, units, -1).sum((0, 2))
     return Taylor(first, second)

@@ -207,7 +207,7 @@ def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
         said, pairs = shapes.pop(found.pairs_name(block), None), found.pairs_kept(own)
         fewer = "rotary" in own and len(own["rotary"]) < found.site_units("rotary")
         assert (said is not None) == fewer
-        assert said is None or (pairs is not None and said == (torch.int64, tuple(pairs.shape)))
+        assert said is None or (pairs is not None and said == (torch.int16, tuple(pairs.shape)))
     assert {n: shapes[n] for n in found.outside()} == {n: found.shapes[n] for n in found.outside()}
     assert {n: dtype for n, (dtype, _) in shapes.items()} == {n: dtype for n, (dtype, _) in found.shapes.items()}
 
