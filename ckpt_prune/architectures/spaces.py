@@ -301,8 +301,8 @@ def rotary_space(query: str, key: str, pairs: Pairing, tables: Pairing) -> Rotar
         per="kv_heads",
         rounding="floor",
         rows=[
-            Incidence(module=query, each=[each], times=[halves, "group"], run=["pairs"]),
-            Incidence(module=key, each=[each], times=[halves], run=["pairs"]),
+            Incidence(module=query, each=[each], copies=1, times=[halves, "group"], run=["pairs"]),
+            Incidence(module=key, each=[each], copies=1, times=[halves], run=["pairs"]),
         ],
         config={"num_rotary_pairs": []},
         fixed="no stock class has queries and keys without some of their rotary pairs",

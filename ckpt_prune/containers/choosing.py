@@ -210,7 +210,7 @@ class NothingFitsError(UserError):
     """
 
     def __init__(self, reasons: list[str], advice: str) -> None:
-        super().__init__(f"no stock container fits: {'; '.join(reasons)}. {advice}")
+        super().__init__(f"no stock container fits: {'; '.join(dict.fromkeys(reasons))}. {advice}")
         self.reasons = reasons
 
 

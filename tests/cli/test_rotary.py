@@ -131,10 +131,9 @@ def test_a_model_without_rotary_positions(here):
         ),
         (
             ["--container", "auto"],
-            "no stock container fits: no stock class has queries and keys without some of their rotary pairs; no stock "
-            "class has queries and keys without some of their rotary pairs; no stock class has queries and keys without "
-            "some of their rotary pairs. Say container: remote to accept self-contained remote code, or container: "
-            "padded to fill up with zeros, which saves nothing there",
+            "no stock container fits: no stock class has queries and keys without some of their rotary pairs. Say "
+            "container: remote to accept self-contained remote code, or container: padded to fill up with zeros, which "
+            "saves nothing there",
         ),
         (
             ["--set", "spaces.rotary.compensation.method=low-rank"],
