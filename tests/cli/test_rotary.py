@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ckpt_prune
 from tests import encoders
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
+from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
 
 RECIPE = """\
 version: 1
@@ -67,9 +68,19 @@ def test_pairs_go_by_a_plan_or_at_once(here):
     assert read_json("out/ckpt_prune.json")["after"]["parameters"] == parameters("out")
     for check in json.loads(ok("verify", "out", "--against", "dense", "--json"))["checks"]:
         assert check["passed"] is not False, check
-    # A tensor that names other pairs is no longer what the report says.
-    files = ckpt_prune.load("out").model.layers[0].self_attn.rotary_pairs
-    assert files.tolist() == [unit % 2 for unit in first["kept"]]
+    # Which pairs stay is a tensor, and held against the report.
+    tensors = load_file("out/model.safetensors")
+    name = "model.layers.0.self_attn.rotary_pairs"
+    assert tensors[name].tolist() == [unit % 2 for unit in first["kept"]]
+    save_file(tensors | {name: 1 - tensors[name]}, "out/model.safetensors", metadata={"format": "pt"})
+    found = {
+        check["name"]: check
+        for check in json.loads(run("verify", "out", "--against", "dense", "--json").stdout)["checks"]
+    }
+    assert (found["kept units"]["passed"], found["kept units"]["detail"]) == (
+        False,
+        f"{name} does not name the rotary pairs that are kept",
+    )
 
 
 def test_a_budget_shares_out_pairs_heads_query_heads_and_columns(here):

@@ -39,8 +39,8 @@ class RotarySolver(Solver):
 
     @property
     def tried_out(self) -> bool:
-        """Never: the errors of every width are known."""
-        return False
+        """With factors, as they are tried out."""
+        return self.own.compensation.method == "factors"
 
     @property
     def _groups(self) -> int:
