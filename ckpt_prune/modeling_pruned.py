@@ -1,7 +1,7 @@
 """Pruned models that no stock config can describe.
 
 Their blocks differ in width, or have biases where the stock class has no slot for one, or have queries and keys
-narrower than values, or fewer heads than the stock class allows.
+narrower than values or without some of their rotary pairs, or fewer heads than the stock class allows.
 
 This one file is both what `ckpt_prune.load` uses and what travels with such a checkpoint as its remote code. It needs
 transformers alone. `PrunedX` is the stock class `X` of transformers, whichever it is, with every block rebuilt from the
@@ -11,6 +11,8 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 - `num_kept_heads`: heads, where the stock class also takes their dense number elsewhere, or refuses other numbers;
 - `head_dim`: width of a value head, as in the dense model; attention is scaled by its inverse square root;
 - `qk_head_dim`: width of a query and key head, where it is narrower;
+- `num_rotary_pairs`: rotary pairs of a query and key head, where some are gone; which ones stay, of every KV head, is a
+  tensor of the block (`rotary_pairs`);
 - `ckpt_prune_blocks`: where in the model the blocks are, and where in a block what is rebuilt (`Blocks`);
 - `ckpt_prune_biases`: linear modules (paths within a block) that have a bias although the stock class gives them none;
 - `ckpt_prune_rotations`: blocks before (`entry`) and after (`exit`) which the residual stream is turned into another
@@ -21,6 +23,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 
 import copy
 import inspect
+import sys
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -72,6 +75,20 @@ class WidthPaths(TypedDict):
     attributes: NotRequired[dict[str, int]]
 
 
+class RotaryFacts(TypedDict):
+    """Queries and keys that are turned by position, pair by pair.
+
+    Attributes:
+        pairs: of a head, in the dense model.
+        neighbours: whether the two dimensions of a pair are neighbours; else they are half a head apart.
+        tables: the same of cosines and sines.
+    """
+
+    pairs: int
+    neighbours: bool
+    tables: bool
+
+
 class Blocks(TypedDict):
     """The config's `ckpt_prune_blocks`: a family's facts about its blocks.
 
@@ -80,11 +97,13 @@ class Blocks(TypedDict):
         attention: of blocks whose heads may be any number and whose queries and keys may be narrower than values, the
             same in number; None where attention is the stock class's.
         widths: config key of an inner width that the stock class does not read, or not as it stands → where it lies.
+        rotary: of blocks that may lack rotary pairs, where their attention is and what it does.
     """
 
     layers: str
     attention: AttentionPaths | None
     widths: dict[str, WidthPaths]
+    rotary: NotRequired[tuple[AttentionPaths, RotaryFacts]]
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
@@ -163,6 +182,7 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
         index: of the block.
     """
     layer = _resized(layer_class, config, blocks, index)
+    _drop_pairs(layer, config, blocks)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
@@ -407,6 +427,107 @@ def _narrowed(attention: type) -> type:
     if attention not in _NARROWED:
         _NARROWED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": narrow_forward})
     return _NARROWED[attention]
+
+
+# ---- attention without some of its rotary pairs -----------------------------------------------------------------
+
+
+def turn(states: Tensor, cosines: Tensor, sines: Tensor, *, neighbours: bool) -> Tensor:
+    """Queries or keys turned by position, pair by pair.
+
+    Args:
+        states: (..., 2 P).
+        cosines: (..., P).
+        sines: (..., P).
+        neighbours: whether the two dimensions of a pair are neighbours; else they are P apart.
+    """
+    first, second = (states[..., ::2], states[..., 1::2]) if neighbours else states.chunk(2, -1)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return (torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)).to(states.dtype)
+
+
+def of_pairs(table: Tensor, *, neighbours: bool) -> Tensor:
+    """Cosines or sines as blocks are passed them, (..., 2 P), once for every pair, (..., P)."""
+    return table[..., ::2] if neighbours else table[..., : table.shape[-1] // 2]
+
+
+def paired_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention whose KV heads have rotary pairs of their own, in place of a stock forward."""
+    shape, facts = hidden_states.shape[:-1], self.paired_facts
+    kv_heads = self.paired_heads
+
+    def heads(name: str, count: int) -> Tensor:
+        projected: Tensor = getattr(self, name)(hidden_states)
+        return projected.view(*shape, count, -1).transpose(1, 2)
+
+    names, groups = self.paired_names, self.num_key_value_groups
+    query, key, value = heads(names[0], kv_heads * groups), heads(names[1], kv_heads), heads(names[2], kv_heads)
+    tables = []
+    for table in position_embeddings:
+        own = of_pairs(table, neighbours=facts["tables"])[..., self.rotary_pairs.long()]
+        tables.append(own.reshape(*own.shape[:2], kv_heads, -1).transpose(1, 2))
+    key = turn(key, tables[0], tables[1], neighbours=facts["neighbours"])
+    cosines, sines = (table.repeat_interleave(groups, 1) for table in tables)
+    query = turn(query, cosines, sines, neighbours=facts["neighbours"])
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    implementation = self.config._attn_implementation
+    if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
+        # As in `narrow_forward`.
+        missing = max(0, value.shape[-1] - key.shape[-1])
+        query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
+    stock = sys.modules[type(self).__bases__[0].__module__]
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, stock.eager_attention_forward)
+    softcap = getattr(self, "attn_logit_softcapping", None)
+    output, weights = attend(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=self.attention_dropout if self.training else 0.0,
+        scaling=self.scaling,
+        sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
+        **({} if softcap is None else {"softcap": softcap}),
+        **kwargs,
+    )
+    output = getattr(self, names[3])(output.reshape(*shape, -1).contiguous())
+    return nn.functional.dropout(output, getattr(self, "residual_dropout", 0.0), self.training), weights
+
+
+def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> None:
+    """Narrow a block's queries and keys to the rotary pairs that are left, if some are gone."""
+    kept = getattr(config, "num_rotary_pairs", None)
+    if "rotary" not in blocks or kept is None or kept == blocks["rotary"][1]["pairs"]:
+        return
+    paths, facts = blocks["rotary"]
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    _replace(layer, paths["query"], rows=heads * 2 * kept)
+    _replace(layer, paths["key"], rows=kv_heads * 2 * kept)
+    owner = paths["query"].rpartition(".")[0]
+    attention: Any = layer.get_submodule(owner)
+    own = [paths["query"], paths["key"], paths["value"], paths["output"]]
+    attention.paired_names = [path.removeprefix(f"{owner}.") for path in own]
+    attention.paired_facts, attention.paired_heads = facts, kv_heads
+    attention.register_buffer("rotary_pairs", torch.arange(kept, dtype=torch.int16).repeat(kv_heads))
+    attention.__class__ = _paired(type(attention))
+
+
+_PAIRED: dict[type, type] = {}
+
+
+def _paired(attention: type) -> type:
+    """The stock attention class with `paired_forward` in place of its own; one class for each stock one."""
+    if attention not in _PAIRED:
+        _PAIRED[attention] = type(f"Paired{attention.__name__}", (attention,), {"forward": paired_forward})
+    return _PAIRED[attention]
 
 
 # ---- the classes ------------------------------------------------------------------------------------------------

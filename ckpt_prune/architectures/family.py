@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
+from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual, Rotary
 from ckpt_prune.architectures.spaces import (
     ENDS,
     AnySpace,
@@ -20,8 +20,10 @@ from ckpt_prune.architectures.spaces import (
     Description,
     Kind,
     LogitSpace,
+    RotarySpace,
     SpaceName,
     product,
+    rotary_space,
 )
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
@@ -66,6 +68,8 @@ class Family(Description):
         spaces: what can be pruned, in the order of computation.
         absent: why there is none of a space that families alike have.
         rope: whether q and k are rotated by position before they meet.
+        rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
+        unpaired: why none can, where q and k are rotated.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
@@ -106,6 +110,8 @@ class Family(Description):
     spaces: dict[SpaceName, AnySpace]
     absent: dict[SpaceName, str] = Field(default_factory=dict)
     rope: bool = False
+    rotary: Rotary | None = None
+    unpaired: str | None = None
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
@@ -178,6 +184,11 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
 
     @property
+    def turned(self) -> dict[SpaceName, RotarySpace]:
+        """The space of rotary pairs, where the family has one."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
+
+    @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
         spaces = [*self.logits.values(), *self.consumers.values()]
@@ -235,10 +246,12 @@ class Family(Description):
         return None if own is None else f"{self.block.format(block=block)}{own}"
 
     def dimension(self, config: Any, name: str) -> int:
-        """A dimension read off a transformers config; `group` is query heads per KV head."""
+        """A dimension read off a transformers config; `group` is query heads per KV head, `pairs` those of a head."""
         if name == "group":
             groups = self.dimension(config, "kv_heads")
             return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
+        if name == "pairs":
+            return self.dimension(config, "head_dim") // 2
         if name in self.multiples:
             multiple = self.multiples[name]
             return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
@@ -321,6 +334,8 @@ OF_THE_FUNCTION = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
 is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
+OF_THEIR_OWN = ("rotary", "unpaired")
+"""Keys of the same kind that a file lacks unless it states or inherits them."""
 
 
 def _description(model_type: str) -> dict[str, Any]:
@@ -338,6 +353,7 @@ def _inherited(model_type: str, own: dict[str, Any]) -> dict[str, Any]:
     if parent is None and not inherits:
         return own
     whole = {} if parent is None else _description(parent)
+    whole = {key: value for key, value in whole.items() if key not in OF_THEIR_OWN or key in inherits}
     _check_inheritance(model_type, parent, whole, own, inherits)
     return whole | own
 
@@ -348,9 +364,13 @@ def _family(values: dict[str, Any], variant: str | None, **more: Any) -> Family:
     if variant is not None:
         changes = variants[variant]
         values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    return Family.model_validate(
+    family = Family.model_validate(
         {"architecture": next(iter(values["architectures"])), "variant": variant, **values, **more}
     )
+    if family.rotary is None:
+        return family
+    own = rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.tables)
+    return family.model_copy(update={"spaces": {"rotary": own, **family.spaces}})
 
 
 @cache
@@ -423,11 +443,12 @@ def _check_inheritance(
             f"{'is' if len(open_) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
             f'write "inherits": {json.dumps([*inherits, *open_])}, or state those that differ'
         )
-    wrong = [key for key in inherits if key in own or key not in OF_THE_FUNCTION or key not in whole]
+    known = (*OF_THE_FUNCTION, *OF_THEIR_OWN)
+    wrong = [key for key in inherits if key in own or key not in known or key not in whole]
     if wrong:
         raise UserError(
             f'{model_type}.json has {wrong[0]} in "inherits", where only keys stand that its parent states and it '
-            f"does not, of {', '.join(OF_THE_FUNCTION)}"
+            f"does not, of {', '.join(known)}"
         )
 
 

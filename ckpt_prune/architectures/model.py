@@ -15,7 +15,7 @@ from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
-from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config
+from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config
 from ckpt_prune.architectures.spaces import Kind, SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -237,7 +237,34 @@ class Model:
                 if name in shapes:
                     dtype, shape = shapes[name]
                     shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
+            for space, described in self.family.turned.items():
+                if own.get(space, self.units(space)) < self.units(space):
+                    heads = next((n for s, n in own.items() if self.family.spaces[s].units == described.per), None)
+                    shapes[self.pairs_name(block)] = torch.int16, (own[space] * (heads or self.copies(space)),)
         return shapes
+
+    def pairs_name(self, block: int) -> str:
+        """On-disk name of the tensor that says which rotary pairs a block keeps, where some are gone."""
+        owner = self.family.attention.query.rpartition(".")[0]
+        return f"{self.family.block.format(block=block)}{owner}.{PAIRS}"
+
+    def pairs_kept(self, kept: Kept) -> Tensor | None:
+        """What that tensor holds: the pairs of the first KV head that stays, then those of the next.
+
+        Args:
+            kept: spaces of a block that are pruned.
+
+        Returns:
+            int16; None where no pair is gone.
+        """
+        for name, space in self.family.turned.items():
+            if name in kept:
+                own, count = kept[name], space.count(self.dimension)
+                for other, units in kept.items():
+                    if self.family.spaces[other].units == space.per:
+                        own = own[torch.isin(own // count, units)]
+                return (own % count).to(torch.int16)
+        return None
 
     def line_numbers(self, module: str, dim: int) -> Tensor:
         """All rows (dim 0) or columns of a linear module's dense weight."""
@@ -300,6 +327,14 @@ class Model:
             f"{self.family.block}{space.measured}.weight": (space.copies(self.dimension), space.count(self.dimension))
             for space in self.family.spaces.values()
             if space.ends == "logits"
+        }
+
+    @property
+    def turned_heads(self) -> dict[str, tuple[int, int]]:
+        """Query's on-disk weight, with `{block}` for the block → query heads and pairs of each, where pairs can go."""
+        return {
+            f"{self.family.block}{space.measured}.weight": (self.dimension("query_heads"), space.count(self.dimension))
+            for space in self.family.turned.values()
         }
 
 

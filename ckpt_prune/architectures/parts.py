@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.spaces import Description, Dimension, Incidence
+from ckpt_prune.architectures.spaces import Description, Dimension, Incidence, Pairing
 
 
 class Multiple(Description):
@@ -46,6 +46,18 @@ class Attention(Description):
     def modules(self) -> tuple[str, ...]:
         """All of them, once each."""
         return tuple(dict.fromkeys((self.query, self.key, self.value, self.output)))
+
+
+class Rotary(Description):
+    """How a family turns whole queries and keys by position, pair by pair.
+
+    Attributes:
+        pairs: how the two dimensions of a pair lie in a head.
+        tables: how cosines and sines lie in what a block is passed.
+    """
+
+    pairs: Pairing
+    tables: Pairing
 
 
 class Refusal(Description):

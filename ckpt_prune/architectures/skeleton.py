@@ -200,6 +200,15 @@ def is_stored_buffer(name: str) -> bool:
     return name.endswith(_STORED_BUFFERS)
 
 
+PAIRS = "rotary_pairs"
+"""Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a tensor of a checkpoint counts among its parameters: all but buffers."""
+    return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
+
+
 def tied_names(model: nn.Module) -> frozenset[str]:
     """Names in the model that share another tensor."""
     if not getattr(model.config, "tie_word_embeddings", False):
@@ -227,4 +236,4 @@ def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
 def parameter_count(model: nn.Module) -> int:
     """Parameters, a tied tensor counted once."""
     tied = tied_names(model)
-    return sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in tied)
+    return sum(t.numel() for name, t in model.state_dict().items() if name not in tied and is_parameter(name))

@@ -21,6 +21,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.observers import Turning
 from ckpt_prune.calibration.products import add_gram
 from ckpt_prune.calibration.readout import Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
@@ -46,7 +47,8 @@ class Fisher:
         samples: how many.
         sums: of a site with a consumer Σ g gᵀ over all tokens, (d_out, d_out) float32: half its trace with E[δδᵀ], over
             `samples`, is the divergence of a sample. Of a site of q and k (heads,) float32: half its product with the
-            squared errors of a head's logits q·k, summed over all pairs of tokens of a sample, is.
+            squared errors of a head's logits q·k, summed over all pairs of tokens of a sample, is. A site of rotary
+            pairs has the same.
     """
 
     samples: int
@@ -94,6 +96,7 @@ def measure_fisher(
     compute_dtype: torch.dtype,
     allocate: Allocate = in_memory,
     watcher: Watcher | None = None,
+    rotary: bool = False,
 ) -> Iterator[tuple[int, dict[str, Fisher]]]:
     """The Fisher metric at every site of the dense model, block by block from the last to the first.
 
@@ -109,6 +112,7 @@ def measure_fisher(
         compute_dtype: in which they run.
         allocate: makes the tensors that hold hidden states.
         watcher: told of every block.
+        rotary: also at the sites of rotary pairs.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name` (on-disk weight of the consumer, or of the query).
@@ -126,7 +130,7 @@ def measure_fisher(
         if watcher is not None:
             watcher.begin(block, tensors)
         module = factory.block(block, tensors).requires_grad_(False)
-        found = _backward(stream, module, block, states.pop(), gradients, watcher)
+        found = _backward(stream, module, block, states.pop(), gradients, watcher, rotary)
         if watcher is not None:
             watcher.end(len(samples))
         named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
@@ -155,6 +159,7 @@ def _backward(
     given: Tensor,
     gradients: Sequence[Drawn],
     watcher: Watcher | None,
+    rotary: bool,
 ) -> dict[SpaceName, Tensor]:
     """Turn gradients at the states that leave a block into those at the states that enter it.
 
@@ -168,6 +173,9 @@ def _backward(
         for consumer in consumers.values()
     }
     readers = {space: own.readers for space, own in family.logits.items()}
+    # Keys meet queries turned by position; turning changes no length of a gradient.
+    turnings = {space: Turning.of(factory, module, block, own) for space, own in family.turned.items() if rotary}
+    readers |= {space: family.turned[space].readers for space in turnings}
     names = {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}
     paths = {name: factory.module_path(block, name) for name in names}
     found: dict[SpaceName, Tensor] = {}
@@ -184,7 +192,10 @@ def _backward(
                 for each in watched_at[consumer]:
                     watcher.see(each, passed.inputs[paths[consumer]].flatten(0, -2), g, drawn, passed.samples)
         for space, (query, key, *_) in readers.items():
-            sums = _of_logits(passed.gradients[paths[query]], passed.outputs[paths[key]], head_dim) * drawn.weight
+            keys = passed.outputs[paths[key]]
+            if space in turnings:
+                keys = turnings[space](keys).flatten(-2).transpose(1, 2).flatten(-2)
+            sums = _of_logits(passed.gradients[paths[query]], keys, head_dim) * drawn.weight
             found[space] = found[space] + sums if space in found else sums
     return {space: found[space].cpu() for space in family.spaces if space in found}
 

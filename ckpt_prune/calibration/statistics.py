@@ -1,7 +1,7 @@
 """Statistics on disk: a folder with an index and safetensors files for every block, keyed by on-disk tensor names.
 
 `statistics.json` says of which model, tokenizer and data they are; `block-00000.safetensors` holds, for every consumer
-and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys as
+and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys, or of rotary pairs, as
 `<query weight>/<fold>/<moment>`; `fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, under
 their names; `taylor-00000.safetensors` the importances of units as `<consumer weight>/<order>`. Grams and metrics are
 symmetric and stored as their packed upper triangle, row by row. Two folders of the same model can be summed, but for
@@ -38,6 +38,7 @@ from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, packed_width
 from ckpt_prune.calibration.moments import Moments, Taylor
+from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
@@ -74,7 +75,7 @@ class StatisticsIndex(BaseModel):
             totals.
         folds: moments are kept apart for this many contiguous runs of samples.
         collect: moments (vectors), gram (Grams), both of consumers' inputs; logits (moments of queries and keys);
-            centred (with keys less their mean over each sample, too);
+            centred (with keys less their mean over each sample, too); rotary (moments of rotary pairs);
             linears (vectors, and Grams where asked for, also of the inputs of all other linears); fisher (the Fisher
             metric at the outputs of consumers and of queries); taylor (importances of units, by gradients of the loss).
         compute_dtype: in which the model ran.
@@ -82,6 +83,8 @@ class StatisticsIndex(BaseModel):
         consumers: consumer's on-disk weight → width, for every block.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
+        turned: query's on-disk weight → query heads and their rotary pairs, for every block, where moments of them
+            were collected. Left out like `effects`.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
         files: file → sha256.
@@ -115,6 +118,7 @@ class StatisticsIndex(BaseModel):
     blocks: int = Field(ge=1)
     consumers: dict[str, int]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
@@ -141,7 +145,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("fisher", "predicted", "spaces", "scores", "effects"):
+        for key in ("turned", "fisher", "predicted", "spaces", "scores", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -196,8 +200,11 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
     return gram
 
 
-def _flat(moments: Moments | LogitMoments) -> dict[str, Tensor]:
+def _flat(moments: Moments | LogitMoments | RotaryMoments) -> dict[str, Tensor]:
     """Moments as tensors by name."""
+    if isinstance(moments, RotaryMoments):
+        counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
+        return {"counts": counts, "pairs": torch.stack([pack_symmetric(gram) for gram in moments.gram])}
     if isinstance(moments, LogitMoments):
         known = {name: getattr(moments, name) for name in _LOGITS if getattr(moments, name) is not None}
         counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
@@ -226,7 +233,7 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     """
     tensors: dict[str, Tensor] = {}
     for weight, folds in moments.items():
-        parts: Sequence[Moments | LogitMoments] = folds
+        parts: Sequence[Moments | LogitMoments | RotaryMoments] = folds
         for fold, each in enumerate(parts):
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     return _write(folder, block_file(block), tensors)
@@ -331,6 +338,11 @@ class Statistics:
                 parts = {name: get(f"{prefix}{name}", heads, rows, width) for name in held}
                 return LogitMoments(samples, tokens, heads, head_dim, **parts)
 
+            def rotary(prefix: str, pairs: int) -> RotaryMoments:
+                samples, tokens = get(f"{prefix}counts", 2).tolist()
+                packed = get(f"{prefix}pairs", None, pairs * (2 * pairs + 1))
+                return RotaryMoments(samples, tokens, torch.stack([unpack_symmetric(own, 2 * pairs) for own in packed]))
+
             folds = range(self.index.folds)
             linears = self.index.linears if "linears" in self.index.collect else {}
             for weight, width in (self.index.consumers | linears).items():
@@ -344,6 +356,10 @@ class Statistics:
                     if weights is not None and name not in weights:
                         continue
                     found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
+            for query, (_, pairs) in self.index.turned.items():
+                name = query.format(block=block)
+                if weights is None or name in weights:
+                    found[name] = tuple(rotary(f"{name}/{fold}/", pairs) for fold in folds)
         return found
 
     def fisher(self, block: int) -> dict[str, Fisher]:
@@ -359,7 +375,7 @@ class Statistics:
             raise UserError(f"{self.folder} holds no Fisher metric: calibrate with --collect moments,gram,fisher")
         with self._open(fisher_file(block)) as (names, get):
             packed = {name: get(name, None) for name in names}
-        queries = {_in_block(name, block) for name in self.index.queries}
+        queries = {_in_block(name, block) for name in (*self.index.queries, *self.index.turned)}
         found = {}
         for name, sums in packed.items():
             width = (isqrt(8 * len(sums) + 1) - 1) // 2
@@ -435,8 +451,9 @@ class Statistics:
         if index.model != fingerprint:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
         linears = model.linear_widths if "linears" in index.collect else index.linears
-        expected = (model.blocks, model.consumer_widths, model.query_heads, linears)
-        if (index.blocks, index.consumers, index.queries, index.linears) != expected:
+        turned = model.turned_heads if "rotary" in index.collect else {}
+        expected = (model.blocks, model.consumer_widths, model.query_heads, turned, linears)
+        if (index.blocks, index.consumers, index.queries, index.turned, index.linears) != expected:
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
     def summary(self) -> dict[str, Any]:
@@ -525,6 +542,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "window": "windows",
         "consumers": "consumers",
         "queries": "queries",
+        "turned": "rotary pairs",
         "linears": "linears",
     }
     for field, name in same.items():

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Logits
+from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Observer
 from ckpt_prune.calibration.outside import ReadTensors, load_module
 from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples, as_input
@@ -172,7 +172,7 @@ class HiddenStream:
                 self.states[rows] = output.cpu()
         return {key: observer.moments() for key, observer in observers.items()}
 
-    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Inputs | Logits:
+    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Observer:
         """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
 
         Args:

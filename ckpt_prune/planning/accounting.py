@@ -3,7 +3,7 @@
 from math import prod
 
 from ckpt_prune.architectures.model import Model, Shapes, patches
-from ckpt_prune.architectures.skeleton import is_stored_buffer, stock_names
+from ckpt_prune.architectures.skeleton import is_parameter, stock_names
 from ckpt_prune.planning.records import Cost
 
 
@@ -17,7 +17,7 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     family, tokens = model.family, model.tokens
     shapes = model.shapes if shapes is None else shapes
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
-    sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if not is_stored_buffer(name)}
+    sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
     # A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
     tied = stock_names(model.checkpoint.config, family.architecture).tied
     parameters = sum(size for name, size in sizes.items() if name not in tied)
@@ -36,7 +36,10 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
         values = shapes[model.tensor(block, family.attention.output)][1][1]
         # Queries are as wide as values unless a space narrows them.
-        own = [shapes[model.tensor(block, space.measured)][1][0] for space in family.logits.values()]
+        own = [
+            shapes[model.tensor(block, space.measured)][1][0]
+            for space in (*family.logits.values(), *family.turned.values())
+        ]
         flops += 2 * tokens**2 * (own[0] if own else values) + 2 * tokens**2 * values
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens)
 

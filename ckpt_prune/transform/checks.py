@@ -65,6 +65,11 @@ def check_fit(request: Request) -> None:
                 f"recipe {request.recipe.name} prunes q and k, and {request.statistics.folder} has no moments of them: "
                 f"calibrate with --collect {','.join(request.recipe.collect)}"
             )
+        if "rotary" in request.recipe.collect and "rotary" not in request.statistics.index.collect:
+            raise UserError(
+                f"recipe {request.recipe.name} prunes rotary pairs, and {request.statistics.folder} has no moments of "
+                f"them: calibrate with --collect {','.join(request.recipe.collect)}"
+            )
         if "centred" in request.recipe.collect and "centred" not in request.statistics.index.collect:
             raise UserError(
                 f"recipe {request.recipe.name} says centre_keys, and {request.statistics.folder} has no moments of "
@@ -266,9 +271,15 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
-            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. Heads and mlp "
-            f"can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. "
+            + ("Whole pairs can go: spaces.rotary. " if family.turned else "")
+            + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
         )
+    if missing and ENDS[missing[0]] == "rotary":
+        lies = family.unpaired or "its description does not say how they lie"
+        found = f"in {family.model_type} none can go: {lies}" if family.rope else f"{family.model_type} has none"
+        remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
+        raise UserError(f"recipe {recipe.name} prunes {missing[0]}, pairs of rotary positions, and {found}{remedy}")
     if missing and missing[0] in BESIDE and ENDS[missing[0]] == "columns":
         raise UserError(
             f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "

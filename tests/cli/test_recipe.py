@@ -23,6 +23,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
         "Smaller, for the stock classes of transformers:",
         "Smallest loss:",
         "Vision models, and any family without rotary positions:",
+        "A smaller cache of keys and values, for families with rotary positions:",
         "Zeros (masks): shapes stay:",
         "Recovery: what stays of each block is trained:",
         "Baselines of papers:",
@@ -32,7 +33,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 6, 18, 3, 11]
+    assert [len(own) for own in named.values()] == [4, 1, 6, 1, 18, 3, 11]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -135,7 +136,7 @@ def test_schema():
             GOOD.replace("rotation", "rotate"),
             "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
             "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
-            "grail, auto, logit, low-rank",
+            "grail, auto, logit, low-rank, factors",
         ),
         (
             GOOD + "ratio: ten\n",

@@ -142,10 +142,16 @@ class Case:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By space: a head or KV group goes, half of its queries, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5}
+        """By space that all promises are held for; rotary pairs have tests of their own (`test_rotary`)."""
         spaces = self.family.with_config(self.config).spaces
-        return {name: wanted[name] for name, space in spaces.items() if space.whole is None}
+        return {
+            name: self.ratio(name) for name, space in spaces.items() if space.whole is None and space.ends != "rotary"
+        }
+
+    def ratio(self, space: str) -> float:
+        """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
+        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5, "rotary": 0.5}
+        return wanted[space]
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""

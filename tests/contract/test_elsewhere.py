@@ -57,9 +57,14 @@ def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory: pytes
     return once(run_folder(tmp_path_factory) / "contract-elsewhere", make)
 
 
+PAIRED = ("llama", "cohere")
+"""Families that lose rotary pairs, too: one of each layout."""
+
+
 def methods(case: Case) -> dict[str, str]:
     """With a bias for every consumer, whether its class has a slot or not."""
-    return {space: "logit" if space in case.family.logits else "affine" for space in case.ratios}
+    found = {space: "logit" if space in case.family.logits else "affine" for space in case.ratios}
+    return found | ({"rotary": "factors"} if case.model_type in PAIRED else {})
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)

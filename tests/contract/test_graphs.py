@@ -32,6 +32,8 @@ ELSEWHERE = {"llama", "mistral", "opt", "vit"}
 """Graphs of theirs are held in `tests/exporting`, of stock blocks and of outputs, in float32."""
 WAYS = {"qwen3": {"opset": 23}, "seed_oss": {"optimize": "cpu"}}
 """Ways to export, dealt to families; `tests/exporting` has the others."""
+PAIRED = "seed_oss"
+"""A family that loses rotary pairs, too."""
 SHALLOW = [
     replace(case, blocks=1) for case in unlike_cases() if case.variant is None and case.model_type not in ELSEWHERE
 ]
@@ -43,6 +45,8 @@ def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) 
     """Of an output that no stock class has the shape of, where there are such."""
     settings = GraphSettings(**WAYS.get(case.model_type, {}))
     methods = {space: "logit" if space in case.family.logits else "none" for space in case.ratios}
+    if case.model_type == PAIRED:
+        methods["rotary"] = "factors"
     dense.prune(case, spaces_recipe(case, methods), tmp_path / "model")
     with undisturbed():
         GraphWriter(Checkpoint.open(tmp_path / "model"), tmp_path / "graph", settings).write()
