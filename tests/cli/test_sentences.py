@@ -39,6 +39,11 @@ def test_the_structure_travels(dense: Path) -> None:
         assert (Path("out") / name).read_bytes() == (dense / name).read_bytes()
     assert set(json.loads(Path("out/ckpt_prune.json").read_text())["side_files"]) >= OWN
     assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
+    card = Path("out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: sentence-transformers\n")
+    assert '\nmodel = SentenceTransformer("PATH")\n```\n' in card
+    ok("prune", "dense", *PRUNE, "--container", "remote", "-o", "remote")
+    assert 'SentenceTransformer("PATH", trust_remote_code=True)\n' in Path("remote/README.md").read_text()
     # A second output takes the first one's place, and what somebody put among its files is not lost.
     ok("prune", "dense", *PRUNE, "-o", "out", "--overwrite")
     Path("out/1_Pooling/notes.txt").write_text("mine")

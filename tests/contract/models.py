@@ -246,8 +246,18 @@ def first_cases() -> list[Case]:
     return list(found.values())
 
 
-RENAMED = {"xlm-roberta", "camembert", "data2vec-text", "ernie", "xlm-roberta-xl"}
-"""Families whose blocks and embeddings are those of another, under other names: they are described, and pruned once."""
+RENAMED = {
+    "roberta",
+    "distilbert",
+    "xlm-roberta",
+    "camembert",
+    "data2vec-text",
+    "ernie",
+    "electra",
+    "roberta-prelayernorm",
+    "xlm-roberta-xl",
+}
+"""Families whose blocks have the same linear modules as BERT's, by other names: they are described, and pruned once."""
 FIRST = [case for case in first_cases() if case.model_type not in RENAMED]
 """What promises that take longest are held for."""
 LONG = [case for case in CASES if case.model_type not in ALIKE or case in FIRST]
