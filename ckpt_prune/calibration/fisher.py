@@ -23,7 +23,7 @@ from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.observers import Turning
 from ckpt_prune.calibration.products import add_gram
-from ckpt_prune.calibration.readout import Drawn, Readout
+from ckpt_prune.calibration.readout import READOUT_TOKENS, Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
@@ -33,8 +33,6 @@ from ckpt_prune.progress import track
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
-READOUT_TOKENS = 512
-"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
 _SEED = 0
 """Of the labels that are drawn from the model's own predictions."""
 

@@ -13,12 +13,14 @@ from torch.nn import functional
 from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.outside import ReadTensors, give_buffers
-from ckpt_prune.calibration.samples import as_input
+from ckpt_prune.calibration.samples import Samples, as_input, batches_of
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
 
 
+READOUT_TOKENS = 512
+"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
 DRAWS = 8
 """Draws of labels where a sample has one prediction: that of a text has hundreds, which are drawn apart."""
 
@@ -201,6 +203,26 @@ class Readout:
             return (states, None) if several else states
 
         return forward
+
+
+def divergences(
+    reference: Readout, states: Tensor, samples: Samples, others: Sequence[tuple[Readout, Tensor]]
+) -> list[float]:
+    """Mean over samples of each one's divergence from the reference.
+
+    Args:
+        reference: of the model that the others are held against.
+        states: that leave its last block, (N, T, hidden).
+        samples: that these are of.
+        others: the same of others.
+    """
+    sums = [0.0] * len(others)
+    for rows in batches_of(samples, READOUT_TOKENS):
+        batch = samples.batch(rows)
+        expected = reference.outputs(batch, states[rows])
+        for index, (readout, own) in enumerate(others):
+            sums[index] += reference.divergence(expected, readout.outputs(batch, own[rows]))
+    return [each / len(samples) for each in sums]
 
 
 def _hollow(layer: nn.Module) -> Any:

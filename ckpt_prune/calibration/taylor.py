@@ -19,9 +19,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.fisher import READOUT_TOKENS
 from ckpt_prune.calibration.moments import Taylor
-from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.readout import READOUT_TOKENS, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
@@ -67,7 +66,7 @@ def measure_taylor(
     A model of L blocks has 5 L of them run, gradients of states and of weights counted as one run each more. Memory: a
     block with its activations of `streams.TOKENS_PER_BATCH` tokens and twice its weights in float32, everything outside
     the blocks, the hidden states at the end of every block and once more for the gradients, and the logits of
-    `fisher.READOUT_TOKENS` tokens (at least of one sample) twice.
+    `READOUT_TOKENS` tokens (at least of one sample) twice.
 
     Args:
         model: the dense model, a causal language model.

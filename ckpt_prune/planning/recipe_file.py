@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.kinds import TRAITS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shipped import find_recipe, recipe_text
 from ckpt_prune.planning.yaml12 import read_yaml
@@ -46,6 +47,7 @@ def load_recipe(
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
         keys = _apply_override(values, override)
+        _drop_strength(values, keys, lines)
         # What is set on the command line has no line in the file.
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
@@ -151,6 +153,24 @@ def _shown(value: Any) -> str:
     """A value in a message of one line."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _drop_strength(values: dict[str, Any], keys: tuple[str, ...], lines: Lines) -> None:
+    """Where a method that has no strength was set in place of the file's own, leave out what the file says of one.
+
+    Args:
+        values: of the recipe, changed in place.
+        keys: path of the key that was just set.
+        lines: where keys stand.
+    """
+    if keys[:1] != ("spaces",) or keys[2:] != ("compensation", "method"):
+        return
+    own = values["spaces"][keys[1]]["compensation"]
+    traits = TRAITS.get(own["method"]) if isinstance(own["method"], str) else None
+    if traits is not None and not traits.uses_strength:
+        for key in ("lambda", "lambda_grid", "lambda_by"):
+            if lines.get((*keys[:-1], key), 0):
+                own.pop(key, None)
 
 
 def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:

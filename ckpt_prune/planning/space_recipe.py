@@ -28,7 +28,9 @@ class Compensation(Strict):
         description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. Default 0.01.",
     )
     lambda_units: Literal["relative", "absolute"] = Field(
-        "relative", description="relative: times the mean diagonal of the kept Gram; absolute: as it stands."
+        "relative",
+        description="relative: times the mean diagonal of the kept Gram; absolute: as it stands, beside sums over all "
+        "calibration tokens (of q and k: over samples), so that the same number weighs less the more there are.",
     )
     lambda_grid: list[float] | None = Field(
         None, min_length=2, description="Strengths to choose from; method auto has a grid of its own."

@@ -15,9 +15,10 @@ from ckpt_prune import machine
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import ENDS
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
-from ckpt_prune.calibration.fisher import LIMITS, READOUT_TOKENS
+from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import statistics_bytes
+from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.compensation.choice import PLENTY

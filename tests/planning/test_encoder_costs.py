@@ -9,11 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform.decisions import Decisions
 from tests.cli.running import ok
 from tests.contract.models import Case
 from tests.encoders import CONTEXT, FOR_CORP, VARIANTS, calibrate, job_on, make, recipe, samples, stock
 from tests.evaluation.tiny import random_windows
-from tests.families import prune
+from tests.families import model_of, prune
 from tests.pairs import dealt
 
 WHAT = {
@@ -208,6 +210,20 @@ def test_corps_large_models_are_deit_three(tmp_path, size, dense):
     counts = [found["parameters"], *(each["parameters"] for each in found["pruned"])]
     assert [f"{(count + 2 * hidden * blocks - hidden) / 1e6:.1f}" for count in counts] == [dense, *TABLE_10[size]]
     assert f"{counts[0] / 1e6:.1f}" != dense
+
+
+@pytest.mark.parametrize(
+    ("hidden", "blocks", "heads", "swiglu", "millions"),
+    [(384, 12, 6, False, 14.6), (768, 12, 12, False, 56.9), (1024, 24, 16, False, 198.9), (1536, 40, 24, True, 741.1)],
+)
+def test_what_corps_table_8_calls_half_of_dinov2(hidden, blocks, heads, swiglu, millions):
+    """6 of the 64 dimensions of a head and half of the MLP; of the giant the paper says 0.74 B."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads, "image_size": 518}
+    raw = {"model_type": "dinov2", "architectures": ["Dinov2Model"], "patch_size": 14, "use_swiglu_ffn": swiglu}
+    model = model_of(raw | sizes)
+    widths = Decisions(load_recipe("corp-table8")).widths(model)
+    assert {width["qk"] for width in widths} == {58}
+    assert cost_of(model, model.shapes_at(widths)).parameters / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_flops_of_deit_tiny_are_those_of_the_papers(tmp_path):

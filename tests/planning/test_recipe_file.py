@@ -228,6 +228,32 @@ def test_numbers_on_the_command_line(text, value):
     assert loaded.spaces["heads"].compensation.strength == 0.01
 
 
+@pytest.mark.parametrize("recipe", ["ridge", "ridge-folds", "ridge-perplexity", "corp"])
+@pytest.mark.parametrize("method", ["none", "rotation"])
+def test_a_method_without_a_strength_leaves_that_of_the_recipe_out(recipe, method):
+    loaded = load_recipe(recipe, (f"spaces.mlp.compensation.method={method}",))
+    own = loaded.spaces["mlp"].compensation
+    assert (own.method, own.lam, own.lambda_grid, own.lambda_by) == (method, None, None, None)
+    (other,) = loaded.spaces.keys() - {"mlp"}
+    assert loaded.spaces[other].compensation == load_recipe(recipe).spaces[other].compensation
+
+
+@pytest.mark.parametrize("strength", ["spaces.mlp.compensation.lambda=0.1", "spaces.mlp.compensation={lambda: 0.1}"])
+def test_a_strength_that_is_set_for_a_method_without_one_is_refused(strength):
+    overrides = [strength, "spaces.mlp.compensation.method=none"]
+    assert refusal("ridge", overrides).endswith("spaces.mlp.compensation: method none has no lambda")
+
+
+def test_a_method_may_be_set_twice():
+    told = tuple(f"spaces.mlp.compensation.method={method}" for method in ("none", "rotation"))
+    assert load_recipe("ridge", told).spaces["mlp"].compensation.method == "rotation"
+
+
+def test_a_method_that_is_no_name_is_refused_where_the_recipe_has_a_strength():
+    assert "unknown method 'nonsense'" in refusal("ridge", ["spaces.mlp.compensation.method=nonsense"])
+    assert "spaces.mlp.compensation.method" in refusal("ridge", ["spaces.mlp.compensation.method={a: 1}"])
+
+
 def test_overrides_of_every_kind():
     loaded = load_recipe(
         "rcpu",
