@@ -90,8 +90,10 @@ class SampleOptions(Options):
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
     )
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type the model runs in while it is measured or recovered."
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type the model runs in while it is measured or recovered; auto: bfloat16 where the model is "
+        "stored in it and the device multiplies faster in it, else float32, as always to recover and to compare.",
     )
 
 
@@ -185,13 +187,23 @@ class TrustOptions(Options):
     trust_remote_code: bool = Field(False, description="Accept a model that asks for code of its own.")
 
 
+class OpeningOptions(TrustOptions):
+    """How a model is opened that is measured or pruned."""
+
+    family: Path | None = Field(
+        None,
+        description="Description of the model's family, a JSON file as in ckpt_prune/architectures/families, where "
+        "this version has none; `ckpt-prune inspect MODEL` drafts it. Outputs carry it along.",
+    )
+
+
 class PlaceOptions(TrustOptions):
     """Whose code may be run, and where to work."""
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
 
 
-class SourceOptions(PlaceOptions):
+class SourceOptions(PlaceOptions, OpeningOptions):
     """Which model to read, and where to work."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
@@ -245,7 +257,7 @@ class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions, HeldStatesOp
     dry_run: bool = Field(False, description="Check everything; write nothing.")
 
 
-class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOptions):
+class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOptions, OpeningOptions):
     """What to recover, against what, and into what."""
 
     pruned: Folder = Field(description="Folder of the pruned model, or a Hub id.")
@@ -255,7 +267,7 @@ class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOpti
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
-class CompareOptions(SampleOptions, ImageOptions, PlaceOptions):
+class CompareOptions(SampleOptions, ImageOptions, PlaceOptions, OpeningOptions):
     """Which two models to compare, and on what."""
 
     reference: Folder = Field(description="Folder of a model, or a Hub id.")
@@ -286,7 +298,7 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")
 
 
-class InspectOptions(Options):
+class InspectOptions(OpeningOptions):
     """What to describe."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_prune.architectures.family import known_families
 from ckpt_prune.planning.recipe import json_schema
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import shipped_recipes
@@ -58,6 +59,12 @@ def dangling(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_to_files_and_headings_that_exist(name: str):
     assert list(dangling(ROOT / name)) == []
+
+
+def test_the_front_page_names_every_family_and_no_other() -> None:
+    (said,) = re.findall(r"^Families: (.+?)\. ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    plain = re.sub(r"\([^)]*\)|, each with or without.*", "", said, flags=re.DOTALL)
+    assert sorted(re.split(r"[;,\s]+(?:and )?", plain.replace(" and ", ", ").strip())) == list(known_families())
 
 
 def test_links_that_lead_nowhere_are_noticed(tmp_path: Path):

@@ -27,9 +27,9 @@ from bench_perplexity import SHARED, Subject
 from lora import LR
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.demo import corpus
-from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.filenames import REPORT
 
 TOOLS = Path(__file__).resolve().parent

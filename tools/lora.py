@@ -29,12 +29,13 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import ckpt_prune
+from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.calibration.image_files import choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import auto_class, quiet_transformers, read_config
+from ckpt_prune.evaluation.loading import auto_class, read_config
 from ckpt_prune.filenames import REPORT
 
 LR = 1e-3

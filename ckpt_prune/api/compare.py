@@ -1,5 +1,7 @@
 """`ckpt_prune.compare`."""
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
@@ -28,11 +30,12 @@ def compare(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     lens: bool = False,
     plot: AnyPath | None = None,
     state_memory: float = 8.0,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -51,11 +54,12 @@ def compare(
         seed: of the choice of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run.
+        compute_dtype: in which blocks run; auto for float32.
         lens: also compare what each model's own head makes of every block's states.
         plot: HTML file to write.
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
         overwrite: replace an existing page.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -68,24 +72,19 @@ def compare(
     if not has_data(options, options):
         raise UserError("compare needs --text FILE, or --images DIR for vision models")
     for each in (options.reference, options.model):
-        check_supported(each)
+        check_supported(each, options.family)
     check_texts(options.text)
     if options.plot is not None:
         from ckpt_prune.reporting.place import check_page
 
         check_page(options.plot, options.overwrite)
 
-    import tempfile
-    from pathlib import Path
-
-    import torch
-
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import write_whole
-    from ckpt_prune.containers.opening import open_model
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation import comparing
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
@@ -96,7 +95,7 @@ def compare(
     with progress_shown(progress):
         say = Notices()
         target = resolve_device(options.device)
-        theirs, ours = (open_model(each, trust=trust) for each in (options.reference, options.model))
+        theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
         check_models(ours, theirs, WHY)
         chosen = chosen_samples(theirs, options, options, trust=trust, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
@@ -108,7 +107,7 @@ def compare(
             Dense(theirs, target, rotated, None if rotated is None else container),
             Dense(ours, target, container=container),
             chosen,
-            compute_dtype=getattr(torch, options.compute_dtype),
+            compute_dtype=computed_in(options.compute_dtype, target),
             allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
             lens=options.lens,
         )

@@ -73,7 +73,7 @@ def export(
     )
 
     from ckpt_prune.checkpoint.staging import refuse_inside
-    from ckpt_prune.containers.opening import open_checkpoint
+    from ckpt_prune.containers.opening import Opening, open_checkpoint
     from ckpt_prune.exporting.folder import GraphWriter
     from ckpt_prune.exporting.proof_data import proof_samples
     from ckpt_prune.exporting.session import provider_for
@@ -81,7 +81,7 @@ def export(
 
     trust = options.trust_remote_code
     with progress_shown(progress):
-        source = open_checkpoint(options.model, trust=trust)
+        source = open_checkpoint(options.model, Opening(trust))
         refuse_inside(options.output, [proving.images, proving.labels, *proving.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
         chosen = proof_samples(source.path, writer.task, proving, trust=trust) if options.proof else None

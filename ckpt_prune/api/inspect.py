@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_prune.api.types import AnyModel
-from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.family import check_supported, is_known
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
 from ckpt_prune.planning.shipped import find_recipe
@@ -22,9 +22,12 @@ def inspect(
     ratios: str | Sequence[float] | None = None,
     recipe: str = "rcpu",
     sparsity: bool = False,
+    family: AnyPath | None = None,
     progress: bool = True,
 ) -> "Description":
     """Say what a model is, as `ckpt-prune inspect` does: family, spaces and widths, sizes, and fitting containers.
+
+    Of an unknown family it says which known one it is like, what differs, and a description to start from.
 
     Args:
         model: a folder, perhaps with nothing but a config.json, a Hub id, or what a function of this package has
@@ -32,19 +35,20 @@ def inspect(
         ratios: shares of the units of the recipe's spaces; the size is told after dropping each.
         recipe: whose spaces and rounding ratios apply to.
         sparsity: also count the zeros of the linear weights. Reads all weights.
+        family: file of a description of the model's family, where this version has none.
         progress: show bars on stderr.
 
     Raises:
-        UserError: there is no such model, it is of no known family, or a ratio leaves nothing.
+        UserError: there is no such model, its family is like no known one, or a ratio leaves nothing.
     """
     options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
     find_recipe(options.recipe)
-    check_supported(options.model)
+    check_supported(options.model, options.family, unknown=True)
 
-    from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
-    from ckpt_prune.containers.opening import open_checkpoint
-    from ckpt_prune.description.describe import describe
+    from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
+    from ckpt_prune.containers.opening import Opening, described_as, open_checkpoint
+    from ckpt_prune.description.describe import describe, describe_unknown
 
     with progress_shown(progress):
         folder = Path(options.model)
@@ -53,7 +57,15 @@ def inspect(
             raise UserError(
                 f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
             )
-        checkpoint = checkpoint_of_config(folder) if config_only else open_checkpoint(options.model, trust=True)
+        if config_only:
+            config = described_as(config_of_folder(folder), options.family)
+            if not is_known(config):
+                return describe_unknown(folder, config)
+            checkpoint = checkpoint_of_config(folder, config)
+        else:
+            checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family))
+            if not is_known(checkpoint.config):
+                return describe_unknown(checkpoint.path, checkpoint.config)
         return describe(
             checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity
         )

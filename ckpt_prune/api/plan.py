@@ -126,6 +126,7 @@ def plan(
     container: str | None = None,
     output: AnyPath | None = None,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -144,6 +145,7 @@ def plan(
         container: what the output is to be stored as.
         output: the plan file to write, if any.
         overwrite: replace an existing plan.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.
@@ -154,7 +156,7 @@ def plan(
     options = checked(PlanOptions, locals())
     # Before torch is imported, what can be told without it.
     asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
-    check_supported(options.model)
+    check_supported(options.model, options.family)
 
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.transform.asked import check_plan_place, plan_request

@@ -92,7 +92,7 @@ def prune(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     ratio: float | str | None = None,
     target_params: str | None = None,
@@ -106,6 +106,7 @@ def prune(
     state_memory: float = 8.0,
     perplexity_after: str | Sequence[int] | None = None,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -127,7 +128,8 @@ def prune(
         seed: of the random choice of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run.
+        compute_dtype: in which blocks run; auto for bfloat16 where the model is stored in it and the device is faster
+            in it, else float32.
         folds: runs of samples whose moments are kept apart.
         ratio: share of units to drop in every space, or of weights that a mask zeroes, such as 0.2 or "20%".
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
@@ -141,6 +143,7 @@ def prune(
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped beside the output.
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
         overwrite: replace an existing output.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -175,7 +178,7 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
         find_recipe(options.recipe)
     if Path(options.model).is_dir():
         check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
-    check_supported(options.model)
+    check_supported(options.model, options.family)
     check_texts(options.text)
 
     from ckpt_prune.transform.asked import prune_request, read_asked

@@ -55,7 +55,7 @@ def recover(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     epochs: int = 10,
     lr: float | None = None,
     batch: int = 4,
@@ -69,6 +69,7 @@ def recover(
     perplexity_after: str | Sequence[int] | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -88,7 +89,7 @@ def recover(
         seed: of the choice and the order of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run; float32 or bfloat16.
+        compute_dtype: in which blocks run; float32 (as is auto) or bfloat16.
         epochs: passes over the samples for each block, at most.
         lr: learning rate of Adam; None for the paper's, scaled by the hidden size.
         batch: samples per optimiser step.
@@ -102,6 +103,7 @@ def recover(
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -120,13 +122,13 @@ def recover(
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
     for each in (options.pruned, options.dense):
-        check_supported(each)
+        check_supported(each, options.family)
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
-    from ckpt_prune.containers.opening import open_model
+    from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform import recover as recovering
     from ckpt_prune.transform.asked import asked_after, training_dtype
@@ -135,8 +137,9 @@ def recover(
 
     with progress_shown(progress):
         say = Notices()
-        target, dtype = resolve_device(options.device), training_dtype(options)
-        ours, theirs = open_model(options.pruned, trust=trust), open_model(options.dense, trust=trust)
+        target = resolve_device(options.device)
+        dtype = training_dtype(options, target)
+        ours, theirs = (open_model(each, Opening.of(options)) for each in (options.pruned, options.dense))
         refuse_overlap(theirs.checkpoint.path, out)
         check_output(
             ours.checkpoint.path,

@@ -50,6 +50,7 @@ def sweep(
     statistics: "AnyPath | Statistics | None" = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
+    family: AnyPath | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -63,6 +64,7 @@ def sweep(
         statistics: what `calibrate` gave, or its folder.
         overrides: changes of the recipe's keys, dotted.
         container: what the output is to be stored as.
+        family: file of a description of the model's family, where this version has none.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.

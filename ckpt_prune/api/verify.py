@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.api.types import AnyModel
+from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options import path_of
@@ -34,12 +34,15 @@ class Verification:
         return {"passed": self.passed, "checks": [asdict(check) for check in self.checks]}
 
 
-def verify(folder: AnyModel, *, against: AnyModel | None = None, progress: bool = True) -> Verification:
+def verify(
+    folder: AnyModel, *, against: AnyModel | None = None, family: AnyPath | None = None, progress: bool = True
+) -> Verification:
     """Prove that an output or an exported graph is whole, as `ckpt-prune verify` does. The whole model is loaded.
 
     Args:
         folder: an output of this tool, or a folder that `export` wrote.
         against: the dense model, or the one that was exported: also check that what was kept is its own.
+        family: file of a description of the dense model's family, where neither this version nor the output has one.
         progress: show bars on stderr.
 
     Raises:
@@ -56,7 +59,7 @@ def verify(folder: AnyModel, *, against: AnyModel | None = None, progress: bool 
         holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))
-        checks = list(checking.verify(place, dense))
+        checks = list(checking.verify(place, dense, None if family is None else Path(family)))
         if (place / GRAPH_FOLDER / GRAPH_RECORD).is_file():
             inside = verify_graph(place / GRAPH_FOLDER, place)
             checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]

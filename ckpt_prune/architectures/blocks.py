@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from transformers import AutoConfig
 
-from ckpt_prune.architectures.family import Family, load_family
+from ckpt_prune.architectures.family import Family, family_from, load_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
 from ckpt_prune.architectures.spaces import ColumnSpace, Dimension, product
 from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, WidthPaths
@@ -16,13 +16,16 @@ def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
 
     A module that transformers holds as several, equal parts of its rows, has several.
     """
-    return _module_paths(family.model_type, family.variant, family.architecture)
+    return _module_paths(family.model_type, family.variant, family.architecture, family.outside)
 
 
 @cache
-def _module_paths(model_type: str, variant: str | None, architecture: str) -> MappingProxyType[str, tuple[str, ...]]:
+def _module_paths(
+    model_type: str, variant: str | None, architecture: str, outside: str | None
+) -> MappingProxyType[str, tuple[str, ...]]:
     # Names do not depend on sizes: one block of the config's defaults has them all.
-    family = load_family(model_type, variant).of(architecture)
+    whole = load_family(model_type, variant) if outside is None else family_from(outside, variant)
+    family = whole.of(architecture)
     config = AutoConfig.for_model(model_type, **({variant: True} if variant else {}))
     setattr(config, family.dimensions["layers"][0], 1)
     for dimension, keys in family.dimensions.items():

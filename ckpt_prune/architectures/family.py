@@ -10,11 +10,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
-from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, Kind, LogitSpace, SpaceName, product
-from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.architectures.spaces import (
+    ENDS,
+    AnySpace,
+    ColumnSpace,
+    Description,
+    Kind,
+    LogitSpace,
+    SpaceName,
+    product,
+)
+from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
+from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.errors import UserError
 
 Modality = Literal["text", "image"]
@@ -25,6 +35,8 @@ KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 
 REMOTE_PREFIX = "Pruned"
 """Of a class of this tool's remote code, before the stock class it stands for."""
+OUTSIDE_KEY = "ckpt_prune_family"
+"""Config key of a description from outside the package, as its file has it: outputs carry it to whoever opens them."""
 
 
 class Family(Description):
@@ -52,11 +64,14 @@ class Family(Description):
             else they are (outputs, inputs).
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
+        absent: why there is none of a space that families alike have.
         rope: whether q and k are rotated by position before they meet.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
         multiples: dimensions that the config says as multiples of the hidden size.
+        positions_behind: the config key of the position that tokens' positions are counted from behind, or None where
+            they begin at 0.
         tuples: whether a block returns its hidden states as the first of several things.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
@@ -67,6 +82,7 @@ class Family(Description):
         uneven: config keys and values that an output has whose blocks differ in width.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
+        outside: JSON of the file, where that is from outside the package.
     """
 
     model_type: str
@@ -88,10 +104,12 @@ class Family(Description):
     transposed: list[str] = Field(default_factory=list)
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
+    absent: dict[SpaceName, str] = Field(default_factory=dict)
     rope: bool = False
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
+    positions_behind: str | None = None
     tuples: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
@@ -101,6 +119,7 @@ class Family(Description):
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
     uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
+    outside: str | None = None
 
     # ---- the class at hand ------------------------------------------------------------------------------------
 
@@ -118,6 +137,11 @@ class Family(Description):
     def pooled(self) -> list[str]:
         """Modules that see one token of a sequence only."""
         return self.architectures[self.architecture].pooled
+
+    @property
+    def binary(self) -> bool:
+        """Whether its logits say of every token how likely one of two classes is, without an axis of classes."""
+        return self.architectures[self.architecture].binary
 
     @property
     def causal(self) -> bool:
@@ -284,6 +308,7 @@ def _unsupported() -> dict[str, str]:
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
+    "absent",
     "rope",
     "bias_slots",
     "sliding_window",
@@ -299,13 +324,88 @@ is wrong changes what is computed without a word, so a file that extends another
 
 
 def _description(model_type: str) -> dict[str, Any]:
-    own: dict[str, Any] = json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
+    return _inherited(model_type, json.loads((_folder() / f"{model_type}.json").read_text(encoding="utf-8")))
+
+
+def keys_of(model_type: str) -> frozenset[str]:
+    """Keys that the description of a known family has, its own or taken over."""
+    return frozenset(_description(model_type))
+
+
+def _inherited(model_type: str, own: dict[str, Any]) -> dict[str, Any]:
+    """A description with what it takes over from the one that it extends."""
     parent, inherits = own.pop("extends", None), own.pop("inherits", [])
     if parent is None and not inherits:
         return own
     whole = {} if parent is None else _description(parent)
     _check_inheritance(model_type, parent, whole, own, inherits)
     return whole | own
+
+
+def _family(values: dict[str, Any], variant: str | None, **more: Any) -> Family:
+    """A family from the keys of its description, with the variant that a config chooses."""
+    variants = values.pop("variants", {})
+    if variant is not None:
+        changes = variants[variant]
+        values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
+    return Family.model_validate(
+        {"architecture": next(iter(values["architectures"])), "variant": variant, **values, **more}
+    )
+
+
+@cache
+def family_from(outside: str, variant: str | None = None) -> Family:
+    """The family of a description from outside the package, the first class named.
+
+    Args:
+        outside: JSON of the description.
+        variant: as of `load_family`.
+
+    Raises:
+        UserError: it is not whole, or says what no description says; the key is named.
+    """
+    own = parse_object(outside.encode())
+    name = own.get("model_type")
+    if not isinstance(name, str) or not name:
+        raise UserError("the description of a family has no model_type")
+    parent = own.get("extends")
+    if parent is not None and parent not in known_families():
+        raise UserError(f"{name}.json extends {parent!r}, which is none of {', '.join(known_families())}")
+    inherits = own.get("inherits", [])
+    if not (isinstance(inherits, list) and all(isinstance(key, str) for key in inherits)):
+        raise UserError(f'{name}.json has "inherits": {json.dumps(inherits)}, where a list of keys stands')
+    values = _inherited(name, own)
+    if not (isinstance(values.get("architectures"), dict) and values["architectures"]):
+        raise UserError(f"{name}.json: architectures: an object of classes of transformers, one at least")
+    if isinstance(values.get("spaces"), dict):
+        # Whoever has sorted the keys of a config has sorted these.
+        order = [*ENDS, *values["spaces"]]
+        values["spaces"] = dict(sorted(values["spaces"].items(), key=lambda item: order.index(item[0])))
+    try:
+        return _family(values, variant, outside=outside)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{name}.json: {place}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+
+
+def described_by(path: str | Path) -> str:
+    """JSON of a description in a file, once it is known to be one.
+
+    Raises:
+        UserError: the file cannot be read, is no description, or describes a family of this package.
+    """
+    own = read_object(Path(path))
+    try:
+        family = family_from(json.dumps(own))
+    except UserError as error:
+        raise UserError(f"--family {path}: {error}") from error
+    if family.model_type in known_families():
+        raise UserError(
+            f"--family {path} describes {family.model_type}, a family that this version knows: leave --family out, or "
+            "give its model_type another name where the model is another"
+        )
+    return family.outside or ""
 
 
 def _check_inheritance(
@@ -349,14 +449,9 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
         known = ", ".join(known_families())
         raise UserError(
             f"model_type {model_type!r} is not a family this version knows ({known}): "
-            "a new one is a JSON description in ckpt_prune/architectures/families/"
+            "`ckpt-prune inspect` says which of them it is like, --family takes a description of it"
         )
-    values = _description(model_type)
-    variants = values.pop("variants", {})
-    if variant is not None:
-        changes = variants[variant]
-        values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    return Family.model_validate({"architecture": next(iter(values["architectures"])), "variant": variant, **values})
+    return _family(_description(model_type), variant)
 
 
 @cache
@@ -367,8 +462,23 @@ def variants_of(model_type: str) -> tuple[str, ...]:
 
 def described(config: dict[str, Any]) -> Family:
     """The description of a config's family as it stands in its file, with the variant that the config chooses."""
-    model_type = config["model_type"]
-    return load_family(model_type, next((key for key in variants_of(model_type) if config.get(key)), None))
+    model_type, outside = config["model_type"], config.get(OUTSIDE_KEY)
+    if outside is None:
+        return load_family(model_type, next((key for key in variants_of(model_type) if config.get(key)), None))
+    text = json.dumps(outside)
+    plain = family_from(text)
+    if plain.model_type != model_type:
+        raise UserError(
+            f"config.json of type {model_type} carries a description of {plain.model_type} ({OUTSIDE_KEY}): "
+            "download it again"
+        )
+    variants = _inherited(model_type, parse_object(text.encode())).get("variants", {})
+    return family_from(text, next((key for key in variants if config.get(key)), None))
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether there is a description of a config's family, in this package or in the config."""
+    return config.get("model_type") in known_families() or config.get(OUTSIDE_KEY) is not None
 
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
@@ -386,21 +496,37 @@ def family_of(config: dict[str, Any]) -> Family:
     return family.of(declared if declared in family.architectures else family.architecture)
 
 
-def check_supported(model: str) -> None:
+def check_supported(model: str, family: str | Path | None = None, *, unknown: bool = False) -> None:
     """Refuse a folder of no known family by its config.json alone, before anything large is imported.
 
     What else may be wrong is found where the folder is read. A Hub id passes, as does a config that asks for code of
     its own.
 
+    Args:
+        model: the folder.
+        family: file of a description from outside the package.
+        unknown: let a family pass that there is no description of.
+
     Raises:
-        UserError: as `family_of`.
+        UserError: as `family_of` and `described_by`.
     """
+    outside = None if family is None else parse_object(described_by(family).encode())
     try:
         config = read_object(Path(model) / "config.json")
     except (OSError, UserError):
         return
-    if "auto_map" not in config:
-        _supported(config)
+    refuse_quantised(Path(model), config)
+    if "auto_map" not in config and not (
+        unknown and isinstance(config.get("model_type"), str) and not is_known(config)
+    ):
+        _supported(config if outside is None else with_description(config, outside))
+
+
+def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that carries a description, where it is of that model_type and has none of its own."""
+    if config.get("model_type") != outside["model_type"] or OUTSIDE_KEY in config:
+        return config
+    return config | {OUTSIDE_KEY: outside}
 
 
 def _supported(config: dict[str, Any]) -> Family:

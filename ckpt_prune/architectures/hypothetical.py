@@ -2,12 +2,14 @@
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.checkpoint.jsonfile import read_object
+from ckpt_prune.checkpoint.quantised import without_quantisation
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint, config_object
 from ckpt_prune.checkpoint.shard import TensorInfo
 
@@ -19,13 +21,26 @@ def is_config_only(folder: Path) -> bool:
     return not any(path.suffix in {".safetensors", ".bin", ".pt", ".pth"} for path in folder.iterdir())
 
 
-def checkpoint_of_config(folder: Path) -> Checkpoint:
+def config_of_folder(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, of the model with plain weights.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return without_quantisation(config_object(folder / CONFIG, read_object(folder / CONFIG)))
+
+
+def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> Checkpoint:
     """The checkpoint a config describes, for counting; it cannot be read.
+
+    Args:
+        folder: with the config.json.
+        config: what stands in it, where something is to be added to that.
 
     Raises:
         UserError: the config cannot be read, or is of no known family.
     """
-    config = config_object(folder / CONFIG, read_object(folder / CONFIG))
+    config = config_of_folder(folder) if config is None else config
     family = family_of(config)
     known = stock_names(config, family.architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
@@ -148,7 +149,8 @@ class Model:
         """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
         if self.family.modality == "image":
             return self.image_tokens(_pair(self.config.image_size))
-        return min(_MOST_TOKENS, int(getattr(self.config, "max_position_embeddings", _MOST_TOKENS)))
+        context = context_length(self.config)
+        return _MOST_TOKENS if context is None else min(_MOST_TOKENS, context)
 
     def image_tokens(self, size: tuple[int, ...]) -> int:
         """Tokens of an image of `size` (height, width): patches and special tokens."""

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.initialization import no_init_weights
+from transformers.utils import logging
 
 from ckpt_prune.errors import UserError
 
@@ -57,6 +58,20 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     made.tie_weights()  # which is done where weights are initialised
     model: nn.Module = made.eval()
     return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hold back transformers' loading bars and all its notes but errors; restores what was set before."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -5,8 +5,8 @@ sample, and g = ∂ℓ/∂y at an output y of the site. To second order an error
 
     KL ≈ ½ E[Σ_t (g_t·δ_t)²] ≈ ½ tr(F E[δδᵀ]),    F = E[Σ_t g_t g_tᵀ],
 
-expectations over samples, of δ over tokens, with g and δ taken as independent. One pass forward keeps the states at the
-ends of all blocks. One pass backward takes every block again, with its gradient. Both are linear in depth.
+expectations over samples, of δ over tokens, with g and δ taken as independent. The gradients are taken block by block
+(`calibration.backward`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.products import add_gram
 from ckpt_prune.calibration.readout import Drawn, Readout
@@ -135,27 +136,6 @@ def measure_fisher(
         yield block, named
 
 
-def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> list[Tensor]:
-    """Hidden states that enter the first block and that leave every block, for a pass back through them.
-
-    Args:
-        model: the dense model.
-        stream: at its first block; it stays there.
-        allocate: makes the tensors that hold hidden states.
-
-    Returns:
-        One more than there are blocks, (N, T, hidden) each.
-    """
-    states = [stream.states]
-    for block in track(range(model.blocks), "gradients: states", total=model.blocks):
-        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
-        module = stream.factory.block(block, model.read_block(block))
-        with torch.no_grad():
-            for _, rows in stream.batches:
-                states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
-    return states
-
-
 def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
     """Gradients at the states that leave the last block."""
     generator = torch.Generator().manual_seed(_SEED)
@@ -182,50 +162,30 @@ def _backward(
         `Fisher.sums` of the block's sites, on CPU.
     """
     family, factory = stream.factory.family, stream.factory
-    watched: dict[str, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
-
-    def watch(name: str) -> None:
-        def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            inputs[name], watched[name] = args[0].detach(), output
-
-        module.get_submodule(factory.module_path(block, name)).register_forward_hook(see)
-
     consumers = {space: own.consumer for space, own in family.consumers.items()}
     watched_at = {
         consumer: [space for space, own in family.columns.items() if own.consumer == consumer]
         for consumer in consumers.values()
     }
     readers = {space: own.readers for space, own in family.logits.items()}
-    for name in {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}:
-        watch(name)
+    names = {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}
+    paths = {name: factory.module_path(block, name) for name in names}
     found: dict[SpaceName, Tensor] = {}
     head_dim = factory.model.dimension("head_dim")
-    for _, rows in stream.batches:
-        with torch.enable_grad():
-            entering = given[rows].to(factory.device).requires_grad_(True)
-            leaving = stream.run(module, block, entering)
-        names = list(watched)
-        for index, gradient in enumerate(gradients):
-            own = gradient.values[rows].to(leaving)
-            entered, *others = torch.autograd.grad(
-                leaving, [entering, *watched.values()], own, retain_graph=index < len(gradients) - 1
-            )
-            at = dict(zip(names, others, strict=True))
-            for space, consumer in consumers.items():
-                g = at[consumer].flatten(0, -2).float()
-                if space not in found:
-                    found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
-                add_gram(found[space], g, gradient.weight)
-                if watcher is not None:
-                    # A space within another ends in the same consumer.
-                    for each in watched_at[consumer]:
-                        watcher.see(each, inputs[consumer].flatten(0, -2), g, gradient, len(entering))
-            for space, (query, key, *_) in readers.items():
-                sums = _of_logits(at[query], watched[key].detach(), head_dim) * gradient.weight
-                found[space] = found[space] + sums if space in found else sums
-            # Last: the gradient at an output that is added to the stream is this very tensor.
-            gradient.values[rows] = entered.float().cpu()
+    for passed in pass_back(stream, module, block, given, [each.values for each in gradients], paths.values()):
+        drawn = gradients[passed.index]
+        for space, consumer in consumers.items():
+            g = passed.gradients[paths[consumer]].flatten(0, -2).float()
+            if space not in found:
+                found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
+            add_gram(found[space], g, drawn.weight)
+            if watcher is not None:
+                # A space within another ends in the same consumer.
+                for each in watched_at[consumer]:
+                    watcher.see(each, passed.inputs[paths[consumer]].flatten(0, -2), g, drawn, passed.samples)
+        for space, (query, key, *_) in readers.items():
+            sums = _of_logits(passed.gradients[paths[query]], passed.outputs[paths[key]], head_dim) * drawn.weight
+            found[space] = found[space] + sums if space in found else sums
     return {space: found[space].cpu() for space in family.spaces if space in found}
 
 

@@ -61,12 +61,15 @@ class Readout:
     def __init__(self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors) -> None:
         self.factory = factory
         self.logits = factory.family.auto_class != "AutoModel"
-        self._model: Any = copy.deepcopy(factory.skeleton).to("meta")
+        layers: Any = factory.skeleton.get_submodule(factory.family.layers)
+        # Blocks do not run here: what is inside them is not copied.
+        hollow = {id(layer): _hollow(layer) for layer in layers}
+        self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
+        self._binary = factory.family.binary
         self._states: Tensor | None = None
         self._fill(tensors, read)
         give_buffers(factory, self._model, self._outside)
-        layers: Any = self._model.get_submodule(factory.family.layers)
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(hollow.values()):
             layer.forward = self._stand_in(last=index == len(layers) - 1)
 
     def gradients(self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator) -> list["Drawn"]:
@@ -87,7 +90,7 @@ class Readout:
         """
         entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
         with torch.enable_grad():
-            outputs = self._outputs(batch, entering)
+            outputs = [self._classes(output) for output in self._outputs(batch, entering)]
         found = []
         for output in outputs:
             seen, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
@@ -148,14 +151,22 @@ class Readout:
         """How far outputs are from those of the reference, summed over samples.
 
         A sample counts with the mean over its positions of KL(reference ‖ outputs) in nats, added up over several
-        logits. Without a head it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states.
+        logits; a head of one number (a reranker's, ELECTRA's discriminator's) tells two classes apart. Without a head
+        it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states.
 
         Args:
             reference: as `outputs` returns them.
             outputs: the same of other states of the same samples.
         """
         measure = kl_divergence if self.logits else relative_error
-        return sum(measure(theirs, ours) for theirs, ours in zip(reference, outputs, strict=True))
+        pairs = zip(reference, outputs, strict=True)
+        return sum(measure(self._classes(theirs), self._classes(ours)) for theirs, ours in pairs)
+
+    def _classes(self, output: Tensor) -> Tensor:
+        """Logits with an axis of classes: where they are single numbers, each is how much likelier one of two is."""
+        if self.logits and self._binary:
+            return two_classes(output)
+        return two_classes(output.squeeze(-1)) if self.logits and output.shape[-1] == 1 else output
 
     def _outside(self, name: str) -> bool:
         """Whether a module or parameter of the model is outside its blocks."""
@@ -190,6 +201,18 @@ class Readout:
             return (states, None) if several else states
 
         return forward
+
+
+def _hollow(layer: nn.Module) -> Any:
+    """A module without the modules, parameters and buffers that it has."""
+    shell = copy.copy(layer)
+    shell._modules, shell._parameters, shell._buffers = {}, {}, {}
+    return shell
+
+
+def two_classes(logits: Tensor) -> Tensor:
+    """The logits of two classes, (..., 2), of those that say how much likelier the second is, (...)."""
+    return torch.stack((torch.zeros_like(logits), logits), -1)
 
 
 def draw_labels(log_p: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -36,7 +36,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
-from ckpt_prune.calibration.logits import LogitMoments
+from ckpt_prune.calibration.logits import LogitMoments, packed_width
 from ckpt_prune.calibration.moments import Moments, Taylor
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
@@ -174,6 +174,11 @@ def files_of(blocks: int, collect: Container[str]) -> list[str]:
     return [name(block) for name in kinds for block in range(blocks)]
 
 
+def _in_block(name: str, block: int) -> str:
+    """The on-disk name of a tensor in a block; not by `str.format`, for which a file's text may be a programme."""
+    return name.replace("{block}", str(block))
+
+
 def pack_symmetric(gram: Tensor) -> Tensor:
     """Upper triangle of a symmetric (d, d) matrix, row by row, (d (d + 1) / 2,)."""
     return torch.cat([gram[i, i:] for i in range(gram.shape[0])])
@@ -287,7 +292,9 @@ class Statistics:
             self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged or of another version: measure again") from error
-        if set(self.index.files) != set(files_of(self.index.blocks, self.index.collect)):
+        # Counted first: names of a billion blocks take all memory.
+        many = self.index.blocks > len(self.index.files)
+        if many or set(self.index.files) != set(files_of(self.index.blocks, self.index.collect)):
             raise UserError(f"{path} does not list the files of each of its {self.index.blocks} blocks: measure again")
         for name in self.index.files:
             if not (folder / name).is_file():
@@ -307,25 +314,33 @@ class Statistics:
         with self._open(block_file(block)) as (names, get):
 
             def inputs(prefix: str, width: int) -> Moments:
-                gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
-                vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
+                packed = get(f"{prefix}gram", packed_width(width)) if f"{prefix}gram" in names else None
+                gram = None if packed is None else unpack_symmetric(packed, width)
+                vectors = {name: get(f"{prefix}{name}", width) for name in _VECTORS}
                 return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None, taylor=None)
 
             def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
-                samples, tokens = get(f"{prefix}counts").tolist()
-                parts = {name: get(f"{prefix}{name}") for name in _LOGITS if f"{prefix}{name}" in names}
+                samples, tokens = get(f"{prefix}counts", 2).tolist()
+                width = packed_width(head_dim)
+                rows = width if f"{prefix}fourth" in names else samples
+                held = [name for name in _LOGITS if f"{prefix}{name}" in names]
+                if set(held) - {"centred"} not in ({"fourth"}, {"queries", "keys"}):
+                    raise UserError(
+                        f"{self.folder / block_file(block)}: {prefix} holds no whole moments: measure again"
+                    )
+                parts = {name: get(f"{prefix}{name}", heads, rows, width) for name in held}
                 return LogitMoments(samples, tokens, heads, head_dim, **parts)
 
             folds = range(self.index.folds)
             linears = self.index.linears if "linears" in self.index.collect else {}
             for weight, width in (self.index.consumers | linears).items():
-                name = weight.format(block=block)
+                name = _in_block(weight, block)
                 if weights is not None and name not in weights:
                     continue
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
             if "logits" in self.index.collect:
                 for query, (heads, head_dim) in self.index.queries.items():
-                    name = query.format(block=block)
+                    name = _in_block(query, block)
                     if weights is not None and name not in weights:
                         continue
                     found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
@@ -343,11 +358,13 @@ class Statistics:
         if not self.index.fisher:
             raise UserError(f"{self.folder} holds no Fisher metric: calibrate with --collect moments,gram,fisher")
         with self._open(fisher_file(block)) as (names, get):
-            packed = {name: get(name) for name in names}
-        queries = {name.format(block=block) for name in self.index.queries}
+            packed = {name: get(name, None) for name in names}
+        queries = {_in_block(name, block) for name in self.index.queries}
         found = {}
         for name, sums in packed.items():
             width = (isqrt(8 * len(sums) + 1) - 1) // 2
+            if name not in queries and packed_width(width) != len(sums):
+                raise UserError(f"{self.folder / fisher_file(block)}: {name} is no packed triangle: measure again")
             found[name] = Fisher(self.index.fisher, sums if name in queries else unpack_symmetric(sums, width))
         return found
 
@@ -367,11 +384,11 @@ class Statistics:
             return {}
         with self._open(taylor_file(block)) as (names, get):
             sites = dict.fromkeys(name.rpartition("/")[0] for name in sorted(names))
-            return {site: Taylor(*(get(f"{site}/{order}") for order in _ORDERS)) for site in sites}
+            return {site: Taylor(*(get(f"{site}/{order}", None) for order in _ORDERS)) for site in sites}
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[tuple[set[str], Callable[[str], Tensor]]]:
-        """The names of a file's tensors, and what reads one.
+    def _open(self, name: str) -> Iterator[tuple[set[str], Callable[..., Tensor]]]:
+        """The names of a file's tensors, and what reads one of a shape, where None stands for any size.
 
         Raises:
             UserError: the file changed since it was written, or a tensor that was read holds NaN or Inf.
@@ -380,7 +397,11 @@ class Statistics:
         try:
             with safe_open(path, framework="pt") as file:
 
-                def get(name: str) -> Tensor:
+                def get(name: str, *shape: int | None) -> Tensor:
+                    found = file.get_slice(name).get_shape()  # before as much memory is taken
+                    if len(found) != len(shape) or any(b not in (None, a) for a, b in zip(found, shape, strict=True)):
+                        wanted = ["any" if size is None else size for size in shape]
+                        raise UserError(f"{path}: {name} has shape {found}, where {wanted} is meant: measure again")
                     tensor: Tensor = file.get_tensor(name)
                     if not torch.isfinite(tensor).all():
                         raise UserError(f"{path}: {name} holds NaN or Inf: measure again")

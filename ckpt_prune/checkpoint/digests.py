@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.inputs import open_input
 from ckpt_prune.checkpoint.jsonfile import canonical
 from ckpt_prune.checkpoint.shard import CODES, TensorInfo, read_bytes
 
@@ -31,7 +32,7 @@ def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The hex SHA-256 of each named file of `folder`, read as a stream."""
     digests = {}
     for name in names:
-        with (folder / name).open("rb") as handle:
+        with open_input(folder / name) as handle:
             digests[name] = hashlib.file_digest(handle, "sha256").hexdigest()
     return digests
 
@@ -57,15 +58,16 @@ def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable
     """Hex SHA-256 that tells a checkpoint from its fine-tuned siblings without reading all of it.
 
     Hashed, in this order: the canonical JSON of `config` without `transformers_version` and `auto_map`; then for each
-    tensor, by name: name, dtype, shape and a sample of its bytes. The sample is all of them up to 12,288 bytes; beyond,
-    the first 4,096, sixteen evenly spaced pieces of 256, and the last 4,096. An edit of a few elements of a large
-    tensor can therefore go unseen. How the tensors are spread over files does not matter.
+    tensor on disk, by name: name, dtype, shape and a sample of its bytes. The sample is all of them up to 12,288 bytes;
+    beyond, the first 4,096, sixteen evenly spaced pieces of 256, and the last 4,096. An edit of a few elements of a
+    large tensor can therefore go unseen. How the tensors are spread over files does not matter.
     """
     kept = {key: value for key, value in config.items() if key not in ("transformers_version", "auto_map")}
     digest = hashlib.sha256(canonical(kept).encode())
-    for info in sorted(tensors, key=lambda info: info.name):
+    stored = (part for info in tensors for part in info.parts)
+    for info in sorted(stored, key=lambda info: info.name):
         digest.update(canonical([info.name, CODES[info.dtype], info.stored_shape]).encode())
-        with (path / info.file).open("rb", buffering=0) as handle:
+        with open_input(path / info.file) as handle:
             for start, count in _sample(info.nbytes):
                 digest.update(read_bytes(handle, info, start, count))
     return digest.hexdigest()

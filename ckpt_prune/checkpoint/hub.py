@@ -5,11 +5,13 @@ import re
 import stat
 from pathlib import Path
 
+from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.errors import UserError
 
-# Top-level files only: weights, configurations, tokenizers, model card. Never pickles, never code.
+# Weights, configurations, tokenizers, model card; of folders inside only those of sentence-transformers' modules, which
+# are numbered behind the model's own (1_Pooling). Never pickles, never code.
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
+_UNWANTED = ["[!1-9]*/*", "[1-9][!_]*/*", "*/*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_ID = 96
 _NEAR = 0.75
@@ -48,6 +50,7 @@ def local_folder(model: str) -> Path | None:
         raise UserError("the model's name is empty; give an existing folder or a Hub id such as org/name")
     path = Path(model)
     if _is_folder(path):
+        refuse_gguf(path)
         return path
     if not _HUB_ID.fullmatch(model) or len(model) > _LONGEST_ID or model.startswith("."):
         raise UserError(
@@ -83,6 +86,7 @@ def _is_folder(path: Path) -> bool:
     except (OSError, ValueError):  # also of a name that no file can have
         return False
     if not stat.S_ISDIR(mode):
+        refuse_gguf(path)
         raise UserError(f"{path} is a file; give the folder that holds config.json")
     return True
 
@@ -107,11 +111,17 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import errors
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        # The config first: of a model that is refused for it no weights are fetched.
+        for wanted in (["config.json", "README.md"], _WANTED):
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    model, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED
+                )
             )
-        )
+            refuse_by_config(folder)
+        return folder
+    except UserError:
+        raise
     except errors.GatedRepoError as error:
         raise UserError(
             f"{model} is gated; ask for access at https://huggingface.co/{model} and run `hf auth login`"

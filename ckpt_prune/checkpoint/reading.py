@@ -1,8 +1,8 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,26 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.shard import Header, TensorInfo, read_flat_chunks, read_header, read_tensor
+from ckpt_prune.checkpoint.quantised import (
+    block_size,
+    class_name,
+    plain_fp8,
+    refuse_quantised,
+    scale_block,
+    without_quantisation,
+)
+from ckpt_prune.checkpoint.shard import (
+    Header,
+    Scaled,
+    TensorInfo,
+    multiplied,
+    read_flat_chunks,
+    read_header,
+    read_tensor,
+)
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -22,6 +39,8 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_MOST_LAYERS = 1000
+"""Building a model takes time and memory for each, tensors or not; the deepest published ones have about 130."""
 _CONVERT = (
     'convert them where they are trusted: python -c "from transformers import {auto} as M; '
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
@@ -40,6 +59,7 @@ class Checkpoint:
         files: the safetensors files' names, sorted.
         sharded: whether an index spreads the tensors over files.
         metadata: each file's free-text `__metadata__`.
+        stamps: of the folder's files when it was opened, by name.
     """
 
     path: Path
@@ -48,6 +68,7 @@ class Checkpoint:
     files: tuple[str, ...]
     sharded: bool
     metadata: dict[str, dict[str, str]]
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -61,13 +82,20 @@ class Checkpoint:
         # The order of transformers: the single file wins where both are there.
         sharded = not (path / SINGLE).exists()
         headers = _read_shards(path) if sharded else {SINGLE: read_header(path / SINGLE)}
+        tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
+        if plain_fp8(config):
+            tensors, config = _scaled(path, tensors, config), without_quantisation(config)
+        # A file of nothing but scales has nothing that is read for itself.
+        held = {info.file for info in tensors.values()}
+        files = tuple(file for file in headers if file in held or not headers[file].tensors)
         return cls(
             path=path,
             config=config,
-            tensors={name: info for header in headers.values() for name, info in header.tensors.items()},
-            files=tuple(headers),
+            tensors=tensors,
+            files=files,
             sharded=sharded,
-            metadata={file: header.metadata for file, header in headers.items()},
+            metadata={file: headers[file].metadata for file in files},
+            stamps={file.name: stamp(file) for file in path.iterdir() if file.is_file()},
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -81,6 +109,20 @@ class Checkpoint:
             if name not in self.tensors:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.tensors[name] for name in names])
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse to go on with files of the folder that are not what they were when it was opened.
+
+        Raises:
+            UserError: naming the first that changed or is gone.
+        """
+        for name in names:
+            try:
+                same = stamp(self.path / name) == self.stamps.get(name)
+            except OSError:
+                same = False
+            if not same:
+                raise UserError(f"{self.path / name} changed since it was opened; run again")
 
     def turned(self, names: Iterable[str]) -> "Checkpoint":
         """The same checkpoint, these of its matrices read as their transposes."""
@@ -113,9 +155,10 @@ class Checkpoint:
         # Cached only when it passes: a job that measures before it writes asks twice, and 13 GB are read once.
         # Old transformers saved what they masked logits with: -1e9, which float16 does not hold.
         names = (name for name in self.tensors if not name.endswith(".masked_bias"))
-        floats = [info for name in names if (info := self.tensors[name]).dtype.is_floating_point]
+        stored = (part for name in names for part in self.tensors[name].parts)
+        floats = [info for info in stored if info.dtype.is_floating_point]
         for info in track(floats, "checking for NaN and Inf", unit="tensor"):
-            with (self.path / info.file).open("rb", buffering=0) as handle:
+            with open_input(self.path / info.file) as handle:
                 bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))
             if bad:
                 raise UserError(
@@ -133,16 +176,19 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
     """Tensors of `folder` by name, in the order given; each file is opened once and read front to back."""
     infos = list(infos)
     by_file = defaultdict(list)
-    for info in infos:
-        by_file[info.file].append(info)
+    for part in (part for info in infos for part in info.parts):
+        by_file[part.file].append(part)
     found: dict[str, Tensor] = {}
     for file, wanted in by_file.items():
         try:
-            with (folder / file).open("rb", buffering=0) as handle:
+            with open_input(folder / file) as handle:
                 for info in sorted(wanted, key=lambda info: info.offset):
                     found[info.name] = read_tensor(handle, info)
         except OSError as error:
             raise UserError(f"cannot read {folder / file} ({error.strerror}); restore the file") from error
+    for info in infos:
+        if info.scaled is not None:
+            found[info.name] = multiplied(info, found[info.name], found.pop(info.scaled.scale.name))
     return {info.name: found[info.name] for info in infos}
 
 
@@ -151,13 +197,48 @@ def _read_config(path: Path) -> dict[str, Any]:
         refuse_unfinished(path)
         raise UserError(f"{path} has no {CONFIG}; give a checkpoint folder as published on the Hub")
     config = config_object(path / CONFIG, read_object(path / CONFIG))
-    if config.get("quantization_config") is not None:
-        raise UserError(f"{path} is quantised (quantization_config in {CONFIG}); give the checkpoint it was made from")
+    refuse_quantised(path, config)
     return config
 
 
+_SCALES = ("_scale_inv", "_scale")
+"""What the names of weights end in where their scales are: of DeepSeek's form, and of compressed-tensors'."""
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
+"""Scales that a plain model has no use for: they quantise what runs through it."""
+
+
+def _scaled(path: Path, tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, TensorInfo]:
+    """The tensors of a plain fp8 checkpoint as they are read: float8 ones as bfloat16, their scales with them.
+
+    Raises:
+        UserError: a float8 tensor has no scales, or such as fit neither it, its rows, nor the config's blocks.
+    """
+    block, used = block_size(config), set()
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if not _is_float8(info.dtype):
+            found[name] = info
+            continue
+        scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
+        if scale is None:
+            raise UserError(f"{path}: {name} is {info.dtype} and has no scales ({name}{_SCALES[0]}); download it again")
+        fits = scale_block(info.shape, scale.shape, block) if scale.dtype.is_floating_point else None
+        if fits is None:
+            raise UserError(
+                f"{path}: {scale.name}, {scale.dtype} {list(scale.shape)}, are not scales of {name}, "
+                f"{list(info.shape)}, by the blocks that {CONFIG} names ({block and list(block)})"
+            )
+        used.add(scale.name)
+        found[name] = replace(info, dtype=torch.bfloat16, scaled=Scaled(info.dtype, scale, fits))
+    return {name: info for name, info in found.items() if name not in used and not name.endswith(_OF_ACTIVATIONS)}
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's values, once the names of classes in it are known to be names.
+    """A config.json's values, once class names in it are known to be names, and its model not to be too deep to build.
 
     Raises:
         UserError: they are not.
@@ -165,13 +246,19 @@ def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
+    for key, value in _integers(config):
+        if "layer" in key and value > _MOST_LAYERS:
+            raise UserError(f"{path}: {key} is {value}, and {_MOST_LAYERS} layers are the most that are built")
     return config
 
 
-def _class_name(path: Path) -> str:
-    """The transformers class that a config.json names, for a command to copy."""
-    name = next(iter(_read_config(path).get("architectures") or []), None)
-    return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
+def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys whose values are whole numbers, those of configs inside a config included."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield key, value
 
 
 def _read_shards(path: Path) -> dict[str, Header]:
@@ -197,7 +284,7 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     index = path / INDEX
     if not index.is_file():
         pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in PICKLES)
-        convert = _CONVERT.format(path=path, auto=_class_name(path))
+        convert = _CONVERT.format(path=path, auto=class_name(_read_config(path)))
         if pickles:
             raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")
         raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; if it was published as .bin pickles, {convert}")

@@ -9,6 +9,7 @@ from ckpt_prune.api.calibrate import calibrate
 from ckpt_prune.cli.options import (
     device_option,
     echo_json,
+    family_option,
     json_option,
     model_argument,
     options_of,
@@ -38,6 +39,7 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @overwrite_option
+@family_option
 @trust_option
 @device_option
 @json_option

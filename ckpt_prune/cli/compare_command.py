@@ -10,6 +10,7 @@ from ckpt_prune.cli.options import (
     checked_model,
     device_option,
     echo_json,
+    family_option,
     json_option,
     options_of,
     overwrite_option,
@@ -35,6 +36,7 @@ from ckpt_prune.options import ImageOptions, SampleOptions
 )
 @state_memory_option
 @overwrite_option
+@family_option
 @trust_option
 @device_option
 @json_option

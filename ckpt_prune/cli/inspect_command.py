@@ -1,14 +1,21 @@
 """`ckpt-prune inspect`."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ckpt_prune.api.inspect import inspect
-from ckpt_prune.cli.options import checked_recipe, echo_json, json_option, model_argument, table
+from ckpt_prune.cli.options import checked_recipe, echo_json, family_option, json_option, model_argument, table
 
 if TYPE_CHECKING:
-    from ckpt_prune.description.model import ModelDescription, RemoteDescription, SparsityDescription
+    from ckpt_prune.description.model import (
+        ModelDescription,
+        RemoteDescription,
+        SparsityDescription,
+        UnknownDescription,
+    )
 
 
 @click.command("inspect")
@@ -33,27 +40,31 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also count the zeros of the linear weights, and say which of 1:4, 2:4 and 4:8 they hold. Reads all weights.",
 )
+@family_option
 @json_option
-def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json: bool) -> None:
+def command(model: str, ratios: str | None, recipe: str, sparsity: bool, family: Path | None, as_json: bool) -> None:
     """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
 
     Reads the config and the headers of the weights only, unless asked for --sparsity. A folder with nothing but a
-    config.json will do, for counting.
+    config.json will do, for counting. Of a MODEL whose family has no description it says which family it is like, what
+    differs, and the description to start from.
 
     \b
       ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
       ckpt-prune inspect OUT --sparsity
     """
-    found = inspect(model, ratios=ratios, recipe=recipe, sparsity=sparsity)
+    found = inspect(model, ratios=ratios, recipe=recipe, sparsity=sparsity, family=family)
     if as_json:
         echo_json(found.data())
         return
 
-    from ckpt_prune.description.model import RemoteDescription
+    from ckpt_prune.description.model import RemoteDescription, UnknownDescription
 
     if isinstance(found, RemoteDescription):
         _print_remote(found)
+    elif isinstance(found, UnknownDescription):
+        _print_unknown(found)
     else:
         _print(found)
 
@@ -94,6 +105,29 @@ def _print_remote(found: "RemoteDescription") -> None:
     click.echo("\nit cannot be pruned or measured again: start from the dense model")
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
+
+
+def _print_unknown(found: "UnknownDescription") -> None:
+    click.echo(f"model       {found.model}")
+    click.echo(f"family      {found.model_type} ({found.architecture}), which this version has no description of")
+    click.echo(f"like        {found.like}")
+    keys = [f"{key} {json.dumps(value)}" for key, value in found.keys.items()]
+    for what, names in (
+        (f"tensors that only {found.like} has", found.lacking),
+        (f"tensors that {found.like} has not", found.extra),
+        (f"config keys that {found.like} has not", keys),
+        ("code of transformers that differs", found.code),
+    ):
+        click.echo(f"{what}: {', '.join(names) or 'none'}")
+    if found.undecided:
+        click.echo(
+            f"for you to decide, by the two modeling files: {', '.join(found.undecided)} (state each, or name it in "
+            '"inherits" where it is the same)'
+        )
+    elif found.code:
+        click.echo("read that code before you trust the spaces")
+    click.echo(f"\na description to start from, for --family {found.model_type}.json:")
+    echo_json(found.draft)
 
 
 def _print(found: "ModelDescription") -> None:

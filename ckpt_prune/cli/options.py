@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ckpt_prune.checkpoint.hub import local_folder
+from ckpt_prune.options import OpeningOptions
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, find_recipe
 from ckpt_prune.ratios import checked_ratio, share_of
 
@@ -195,6 +196,14 @@ trust_option = click.option(
     "transformers has no such class; the model's is not, except by evaluate, export, validate and benchmark: the stock "
     "class of its model_type is used, if every tensor fits it. A tokenizer's never is, and code is not downloaded from "
     "the Hub.",
+)
+
+
+family_option = click.option(
+    "--family",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=OpeningOptions.model_fields["family"].description,
 )
 
 

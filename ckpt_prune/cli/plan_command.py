@@ -13,6 +13,7 @@ from ckpt_prune.cli.options import (
     container_option,
     device_option,
     echo_json,
+    family_option,
     json_option,
     model_argument,
     overwrite_option,
@@ -62,6 +63,7 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
 @click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
 @overwrite_option
+@family_option
 @trust_option
 @device_option
 @json_option
@@ -91,14 +93,15 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
         _at_ratios(sweep, as_json, given)
         return
     made = plan(**given)
+    takes = made.takes
     if as_json:
-        for line in filter(None, (*made.messages, made.takes)):
+        for line in filter(None, (*made.messages, takes)):
             click.echo(line, err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)
-    if made.takes is not None:
-        click.echo(f"\n{made.takes}")
+    if takes is not None:
+        click.echo(f"\n{takes}")
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
 

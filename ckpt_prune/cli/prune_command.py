@@ -11,6 +11,7 @@ from ckpt_prune.cli.options import (
     container_option,
     device_option,
     echo_json,
+    family_option,
     json_option,
     model_argument,
     options_of,
@@ -55,6 +56,7 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions, PruneOptions, c
 @state_memory_option
 @after_option
 @overwrite_option
+@family_option
 @trust_option
 @device_option
 @json_option

@@ -11,6 +11,7 @@ from ckpt_prune.cli.options import (
     checked_model,
     device_option,
     echo_json,
+    family_option,
     json_option,
     options_of,
     overwrite_option,
@@ -39,6 +40,7 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
 @overwrite_option
+@family_option
 @trust_option
 @device_option
 @json_option

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ckpt_prune.api.verify import verify
-from ckpt_prune.cli.options import checked_model, echo_json, json_option, table
+from ckpt_prune.cli.options import checked_model, echo_json, family_option, json_option, table
 
 
 @click.command("verify")
@@ -18,6 +18,7 @@ from ckpt_prune.cli.options import checked_model, echo_json, json_option, table
     help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit. Of an "
     "exported folder the model that it was exported from.",
 )
+@family_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:
     """Prove that OUT is whole: it loads, is finite, agrees with its config and with the digests in ckpt_prune.json.

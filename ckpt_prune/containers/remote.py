@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import block_facts
-from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
+from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
 from ckpt_prune.errors import UserError
 
 REMOTE_MODULE = "modeling_pruned"
@@ -34,7 +34,7 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
 
 def _ours(config: dict[str, Any]) -> set[str]:
     """Classes of remote code that this tool writes for a config's family."""
-    if config.get("model_type") not in known_families():
+    if not is_known(config):
         return set()
     return {f"{REMOTE_PREFIX}{name}" for name in described(config).architectures}
 

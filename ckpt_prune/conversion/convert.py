@@ -13,7 +13,7 @@ from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.checkpoint.written import Kind
 from ckpt_prune.containers.checking import check_shapes
-from ckpt_prune.containers.side_files import side_files
+from ckpt_prune.containers.side_files import carried, top_names
 from ckpt_prune.conversion.mae import plain_of_mae
 from ckpt_prune.conversion.plain import Plain
 from ckpt_prune.conversion.timm import is_timm, plain_of_timm
@@ -58,10 +58,11 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
     _check(plain, architecture, checkpoint)
     dtypes = {name: checkpoint.tensors[made.sources[0]].dtype for name, made in plain.tensors.items()}
     layout = {SINGLE: {name: (dtypes[name], made.shape) for name, made in plain.tensors.items()}}
-    carried = [path for path in side_files(checkpoint.path) if plain.processor is None or path.name != PROCESSOR]
-    wants: dict[str, Path | None] = {path.name: path for path in carried}
+    replaced = set() if plain.processor is None else {PROCESSOR}
+    kept = {name: path for name, path in carried(checkpoint).items() if name not in replaced}
     names = {SINGLE, CONFIG, CONVERTED} | ({PROCESSOR} if plain.processor else set())
-    with Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=wants | dict.fromkeys(names)) as staging:
+    wants = top_names(kept) | dict.fromkeys(names)
+    with Staging(out, job="", overwrite=overwrite, kind=CONVERSION, wants=wants) as staging:
         writer = CheckpointWriter(staging, layout, sharded=False)
         for name, made in track(list(plain.tensors.items()), "converting", unit="tensor"):
             found = checkpoint.read(made.sources)
@@ -70,8 +71,8 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
         writer.write_json(CONFIG, plain.config)
         if plain.processor is not None:
             writer.write_json(PROCESSOR, plain.processor)
-        for path in carried:
-            writer.copy(path)
+        for name, path in kept.items():
+            writer.copy(path, name)
         with (writer.folder / SINGLE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         record = {"source": str(checkpoint.path), "files": {SINGLE: digest}, "notes": list(plain.notes)}

@@ -1,10 +1,12 @@
 """Describing a checkpoint from its config and the headers of its weights."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.likeness import likeness
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_source
@@ -19,6 +21,7 @@ from ckpt_prune.description.model import (
     SpaceDescription,
     SparsityDescription,
     TensorZeros,
+    UnknownDescription,
     Zeros,
 )
 from ckpt_prune.errors import UserError
@@ -54,6 +57,31 @@ def describe(
     if remote is not None and not ratios:
         return _remote(checkpoint, remote, zeros)
     return _model(checkpoint, weights, recipe, ratios, zeros)
+
+
+def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription:
+    """Describe a model of a family that there is no description of.
+
+    Args:
+        folder: where it is.
+        config: its config.json.
+
+    Raises:
+        UserError: it is like no known family, or transformers has no class for it.
+    """
+    found = likeness(config)
+    return UnknownDescription(
+        model=str(folder),
+        model_type=found.model_type,
+        architecture=found.architecture,
+        like=found.family,
+        lacking=list(found.lacking),
+        extra=list(found.extra),
+        keys=found.keys,
+        code=list(found.code),
+        undecided=list(found.undecided),
+        draft=found.draft,
+    )
 
 
 def _model(

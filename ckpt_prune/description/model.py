@@ -166,4 +166,34 @@ class RemoteDescription(_Any):
     note: str | None
 
 
-Description = ModelDescription | RemoteDescription
+class UnknownDescription(_Fixed):
+    """What a model of an unknown family is like.
+
+    Attributes:
+        model: its folder.
+        model_type, architecture: of its config, and the stock class that loads it.
+        like: the known family that is nearest.
+        lacking, extra: tensors that only that family, or only this model has, with `{block}`.
+        keys: config keys that only this one's class has, with its values.
+        code: classes of transformers that are not alike, by the ends of their names.
+        undecided: keys of the description that this leaves open.
+        draft: a description to start from.
+    """
+
+    model: str
+    model_type: str
+    architecture: str
+    like: str
+    lacking: list[str]
+    extra: list[str]
+    keys: dict[str, Any]
+    code: list[str]
+    undecided: list[str]
+    draft: dict[str, Any]
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return self.model_dump()
+
+
+Description = ModelDescription | RemoteDescription | UnknownDescription

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from ckpt_prune.architectures.family import described, known_families
+from ckpt_prune.architectures.family import described, is_known
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import auto_class
@@ -48,7 +48,7 @@ class ClassifierComparison:
 
 def is_vision(config: dict[str, Any]) -> bool:
     """Whether a config.json is of a model that reads images alone: by its family, or by transformers; in doubt not."""
-    if config.get("model_type") in known_families():
+    if is_known(config):
         return described(config).modality == "image"
     architectures = _architectures(config)
     if any("ImageClassification" in name for name in architectures):
@@ -60,7 +60,7 @@ def is_vision(config: dict[str, Any]) -> bool:
 
 def is_classifier(config: dict[str, Any]) -> bool:
     """Whether a config.json is of an image classifier: by the class it names, or its model type where it names none."""
-    if config.get("model_type") in known_families():
+    if is_known(config):
         return auto_class(config) == "AutoModelForImageClassification"
     architectures = _architectures(config)
     return any("ImageClassification" in name for name in architectures) or (not architectures and is_vision(config))

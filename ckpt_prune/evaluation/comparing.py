@@ -97,33 +97,31 @@ def compare(
         lens: also compare what each model's own head makes of every block's states.
     """
     theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
-    readouts = (theirs.readout(), ours.readout()) if lens else None
+    readouts: list[Readout] = []
     found: list[BlockComparison] = []
-    blocks = model.model.blocks
+    blocks, divergence = model.model.blocks, 0.0
     for block in track(range(blocks), "comparing", total=blocks):
         for stream, source in ((theirs, reference), (ours, model)):
             stream.advance(block, source.block(block))
         sums = SimilaritySums()
         for _, rows in ours.batches:
             sums.add(*(each.states[rows].to(ours.factory.device) for each in (theirs, ours)))
-        divergence = None if readouts is None else _divergence(readouts, (theirs, ours), samples)
-        found.append(BlockComparison(block, sums.figures(), divergence))
-    readouts = readouts or (theirs.readout(), ours.readout())
-    last = found[-1].divergence
+        if lens or block == blocks - 1:
+            readouts = readouts or [theirs.readout(), ours.readout()]
+            divergence = _divergence(readouts, (theirs, ours), samples)
+        found.append(BlockComparison(block, sums.figures(), divergence if lens else None))
     return Comparison(
         reference.model.checkpoint.path,
         model.model.checkpoint.path,
         found,
-        _divergence(readouts, (theirs, ours), samples) if last is None else last,
+        divergence,
         readouts[0].logits,
         len(samples),
         samples.tokens,
     )
 
 
-def _divergence(
-    readouts: tuple[Readout, Readout], streams: tuple[HiddenStream, HiddenStream], samples: Samples
-) -> float:
+def _divergence(readouts: Sequence[Readout], streams: tuple[HiddenStream, HiddenStream], samples: Samples) -> float:
     """Mean over samples of what the second model's outputs diverge from the first one's."""
     total = 0.0
     for rows in batches_of(samples, READOUT_TOKENS):

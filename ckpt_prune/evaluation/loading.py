@@ -1,7 +1,5 @@
 """Whole models in memory, for evaluation only. Pruning never comes here: it reads one block at a time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +7,19 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
-from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
-from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config
+from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
+from ckpt_prune.architectures.skeleton import (
+    absent_pooler,
+    is_stored_buffer,
+    parse_config,
+    quiet_transformers,
+    shapes_alone,
+)
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.reading import config_object
+from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
 
@@ -100,16 +105,27 @@ def load_reported(
         if not trust_remote_code:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         ours, foreign = None, True
+    refuse_quantised(folder, raw)
     loader: Any = getattr(transformers, auto or auto_class(raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
+    source: Path | None = folder
     with quiet_transformers():
         try:
             if ours is not None:
                 loader = remote_model_class(ours)
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
+            elif plain_fp8(raw) and not foreign:
+                # transformers' own way needs a GPU, or another package.
+                checkpoint, source = Checkpoint.open(folder), None
+                options = {
+                    "config": parse_config(checkpoint.config),
+                    "state_dict": checkpoint.read(checkpoint.tensors),
+                }
+                with shapes_alone():  # an Auto class cannot load what is in memory
+                    loader = type(loader.from_config(options["config"]))
             model, info = loader.from_pretrained(
-                folder,
+                source,
                 local_files_only=True,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name, where transformers would stop with a table
@@ -133,20 +149,6 @@ def load_reported(
     return model.eval(), report
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' loading bars and all its notes but errors; restores what was set before."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json.
 
@@ -155,7 +157,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = parse_object(path.read_bytes())
+        config = parse_object(read_input(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:
@@ -203,12 +205,19 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
 def auto_class(config: dict[str, Any]) -> str:
     """The Auto class of a config.json: of its family's class where the family is known, else by the class's name."""
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
-    if config.get("model_type") not in known_families():
+    if not is_known(config):
         return _by_name(name)
     family = described(config)
     if name and name not in family.architectures:
         return _by_name(name)
     return family.of(name or family.architecture).auto_class
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """The Auto class whose models give what that of a config.json gives: ELECTRA's discriminator classifies tokens."""
+    name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
+    known = is_known(config) and name in described(config).architectures
+    return "AutoModelForTokenClassification" if known and described(config).of(name).binary else auto_class(config)
 
 
 def _by_name(architecture: str) -> str:

@@ -1,19 +1,21 @@
 """Proving that a checkpoint is whole: it loads, it is finite, and it is what its report says it is."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ckpt_prune.architectures.cuts import found_among, touched
-from ckpt_prune.architectures.family import KINDS
+from ckpt_prune.architectures.family import KINDS, OUTSIDE_KEY, described_by, with_description
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
+from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
@@ -47,11 +49,16 @@ class Check:
     detail: str
 
 
-def verify(folder: Path, against: Path | None = None) -> list[Check]:
+def verify(folder: Path, against: Path | None = None, family: Path | None = None) -> list[Check]:
     """Check a checkpoint, and with `against` that what stays is what the dense model had.
 
     Loads the WHOLE model once, with stock transformers (or, where it has remote code of this tool, with
     `ckpt_prune.load`: the code in the folder is not run).
+
+    Args:
+        folder: the checkpoint.
+        against: the dense model.
+        family: file of a description of the dense model's family; that which the checkpoint carries by default.
 
     Raises:
         UserError: the folder is no checkpoint at all, or an unfinished one, or `against` is not the model it was made
@@ -60,7 +67,10 @@ def verify(folder: Path, against: Path | None = None) -> list[Check]:
     refuse_unfinished(folder)
     checkpoint = Checkpoint.open(folder)
     report = _report(folder)
-    dense = None if against is None else _dense(folder, report, against)
+    description = checkpoint.config.get(OUTSIDE_KEY)
+    if family is not None:
+        description = parse_object(described_by(family).encode())
+    dense = None if against is None else _dense(folder, report, against, description)
     checks = [
         guarded("tensors", lambda: _tensors(checkpoint)),
         guarded("finite", lambda: _finite(checkpoint)),
@@ -107,8 +117,10 @@ def _rewritten(report: Report) -> str | None:
     return report.mask.method if report.mask and report.mask.method not in _ONLY_ZEROING else None
 
 
-def _dense(folder: Path, report: Report | None, against: Path) -> Checkpoint:
+def _dense(folder: Path, report: Report | None, against: Path, description: Mapping[str, Any] | None) -> Checkpoint:
     dense = Checkpoint.open(against)
+    if description is not None:
+        dense = replace(dense, config=with_description(dense.config, description))
     if report is None:
         raise UserError(f"{folder} has no {REPORT}: it cannot be compared with the model it was made from")
     if report.source.fingerprint != dense.fingerprint:
@@ -272,7 +284,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site.space, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
-            if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(space):
+            units = model.site_units(space)
+            if site.units != units or not all(0 <= unit < units for unit in site.kept):
                 return False, f"{REPORT} keeps units of {space} in block {block} that the dense model has not"
         kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
         narrow = model.stays({space: units for space, units in kept.items() if space not in padded})

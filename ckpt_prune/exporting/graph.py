@@ -19,9 +19,9 @@ from transformers.exporters.configs import OnnxConfig
 from transformers.exporters.exporter_onnx import OnnxExporter
 
 from ckpt_prune._version import __version__
+from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.checkpoint.staging import write_whole
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.exporting.tasks import PAST, PRESENT, Task
 from ckpt_prune.exporting.tracing import Example
 

@@ -7,7 +7,7 @@ from transformers import MODEL_MAPPING
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import is_vision
-from ckpt_prune.evaluation.loading import auto_class
+from ckpt_prune.evaluation.loading import kind_of
 from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
@@ -48,7 +48,7 @@ def chosen_task(config: dict[str, Any], *, task: AskedTask = "auto", cache: bool
     Raises:
         UserError: a head that the checkpoint does not have, or a cache where nothing is generated.
     """
-    auto = auto_class(config)
+    auto = kind_of(config)
     own = _TASKS.get(auto)
     if own is None:
         raise UserError(f"a model of class {auto} cannot be exported: known are {', '.join(_TASKS)}")

@@ -3,7 +3,7 @@
 from math import prod
 
 from ckpt_prune.architectures.model import Model, Shapes, patches
-from ckpt_prune.architectures.skeleton import is_stored_buffer
+from ckpt_prune.architectures.skeleton import is_stored_buffer, stock_names
 from ckpt_prune.planning.records import Cost
 
 
@@ -18,7 +18,9 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     shapes = model.shapes if shapes is None else shapes
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if not is_stored_buffer(name)}
-    parameters = sum(size for name, size in sizes.items() if not (model.tied and name.startswith(f"{family.head}.")))
+    # A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
+    tied = stock_names(model.checkpoint.config, family.architecture).tied
+    parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     probe = family.architectures[family.architecture].probe
     flops = 0

@@ -12,8 +12,8 @@ from ckpt_prune.calibration.states import Allocate, StateMemory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.containers.checking import check_source
-from ckpt_prune.containers.opening import open_model
-from ckpt_prune.devices import resolve_device
+from ckpt_prune.containers.opening import Opening, open_model
+from ckpt_prune.devices import computed_in, resolve_device
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions, has_data
 from ckpt_prune.planning.plan import Plan, read_plan
@@ -69,7 +69,7 @@ def read_asked(options: PruneOptions) -> Asked:
         )
     if options.perplexity_after is not None and not recovers:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
-    return Asked(options, open_model(options.model, trust=options.trust_remote_code), recipe, plan, device)
+    return Asked(options, open_model(options.model, Opening.of(options)), recipe, plan, device)
 
 
 def _recipe(options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
@@ -103,7 +103,7 @@ def plan_request(options: PlanOptions) -> Request:
         raise UserError(
             f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
         )
-    model = open_model(options.model, trust=options.trust_remote_code)
+    model = open_model(options.model, Opening.of(options))
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
     statistics = None if options.statistics is None else Statistics(options.statistics)
@@ -201,7 +201,8 @@ def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveS
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
     source = ", ".join(map(str, options.text)) or str(options.images)
-    return LiveSamples(samples, folds, getattr(torch, options.compute_dtype), allocate, options.seed, source)
+    dtype = computed_in(options.compute_dtype, asked.device, asked.model.dtype)
+    return LiveSamples(samples, folds, dtype, allocate, options.seed, source)
 
 
 def _training(
@@ -215,10 +216,10 @@ def _training(
     if samples is None or recovery.samples is not None:
         wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
         samples = chosen_samples(asked.model, wanted, options, trust=options.trust_remote_code, say=say)
-    return RecoverySamples(samples, training_dtype(options), allocate, after)
+    return RecoverySamples(samples, training_dtype(options, asked.device), allocate, after)
 
 
-def training_dtype(options: SampleOptions) -> torch.dtype:
+def training_dtype(options: SampleOptions, device: torch.device) -> torch.dtype:
     """The type that blocks in training run in.
 
     Raises:
@@ -226,8 +227,7 @@ def training_dtype(options: SampleOptions) -> torch.dtype:
     """
     if options.compute_dtype == "float16":
         raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
-    dtype: torch.dtype = getattr(torch, options.compute_dtype)
-    return dtype
+    return computed_in(options.compute_dtype, device)
 
 
 def asked_after(after: str | None, model: Model) -> frozenset[int]:

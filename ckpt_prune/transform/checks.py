@@ -13,6 +13,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
@@ -39,6 +40,8 @@ def check_fit(request: Request) -> None:
     Raises:
         UserError: with the first thing that does not fit.
     """
+    # Told of when all is done: damaged, it would be found after the output has got its name.
+    report_of(request.model.checkpoint.path)
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
@@ -217,6 +220,11 @@ def _plan(request: Request, plan: Plan) -> None:
                 f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
                 f"below {units}: plan again instead of editing it"
             )
+        if len(site.scores) != units:
+            raise UserError(
+                f"the plan has {len(site.scores)} scores for the {units} units of {site.space} in block {site.block}: "
+                "plan again instead of editing it"
+            )
         width = units // copies
         if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:
             raise UserError(
@@ -267,8 +275,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"this {family.model_type}: spaces.heads drops them with their keys and values"
         )
     if missing:
+        why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not{why}: it has "
             f"{', '.join(family.spaces)}"
         )
     for name in recipe.spaces:

@@ -108,7 +108,7 @@ def refusal(config) -> str:
 def test_an_unknown_family(model_type):
     assert refusal({"model_type": model_type}) == (
         f"model_type {model_type!r} is not a family this version knows ({KNOWN}): "
-        "a new one is a JSON description in ckpt_prune/architectures/families/"
+        "`ckpt-prune inspect` says which of them it is like, --family takes a description of it"
     )
 
 

@@ -169,6 +169,21 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
             "gemma with use_bidirectional_attention true in config.json is not supported: its tokens look at later "
             "ones, so that it predicts none of them",
         ),
+        (
+            {"model_type": "roberta", "is_decoder": True},
+            "roberta with is_decoder true in config.json is not supported: its tokens look at earlier ones only, and "
+            "no class of it that does is described",
+        ),
+        (
+            {"model_type": "deberta-v2", "conv_kernel_size": 3},
+            "deberta-v2 with conv_kernel_size 3 in config.json is not supported: a convolution stands between its "
+            "first two blocks",
+        ),
+        (
+            {"model_type": "deberta-v2", "relative_attention": True},
+            "deberta-v2 with share_att_key false in config.json is not supported: its relative positions have "
+            "projections of their own",
+        ),
     ],
 )
 def test_settings_that_change_the_function_are_refused(config: dict[str, Any], message: str) -> None:

@@ -22,7 +22,7 @@ from tests.exporting.exports import (
 from tests.graphs import undisturbed
 
 from .dense import Dense, spaces_recipe
-from .models import ALIKE, Case, first_cases
+from .models import Case, unlike_cases
 
 EXACT = 1e-5
 """Share of the largest output that float32 leaves."""
@@ -33,9 +33,7 @@ ELSEWHERE = {"llama", "mistral", "opt", "vit"}
 WAYS = {"qwen3": {"opset": 23}, "seed_oss": {"optimize": "cpu"}}
 """Ways to export, dealt to families; `tests/exporting` has the others."""
 SHALLOW = [
-    replace(case, blocks=1)
-    for case in first_cases()
-    if case.variant is None and case.model_type not in ELSEWHERE | ALIKE.keys()
+    replace(case, blocks=1) for case in unlike_cases() if case.variant is None and case.model_type not in ELSEWHERE
 ]
 """Tracing is slow, and what holds for one block next to another is held in `tests/exporting`."""
 

@@ -8,7 +8,7 @@ from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.streams import HiddenStream
 
 from .dense import Dense
-from .models import BLOCKS, CASES, Case
+from .models import BLOCKS, LONG, Case
 from .whole import assert_same_outputs, outputs, seen
 
 NEAR = 1e-9
@@ -16,7 +16,7 @@ FLOAT32 = {"dinov3_vit": 1e-6}
 """Families whose positions are float32 numbers, which `double` turns into others; and what that leaves."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_states_and_outputs_are_those_of_the_whole_model(dense: Dense, case: Case) -> None:
     model, data = dense.model(case), case.samples(3, seed=9)
     factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe_file import load_recipe
 
 from .recipes import GOOD, refusal, write
@@ -292,3 +293,40 @@ def test_the_ratio_option_replaces_every_ratio(tmp_path):
     loaded = load_recipe(str(path), (), 0.4)
     assert [loaded.ratio_of("heads"), loaded.ratio_of("mlp")] == [0.4, 0.4]
     assert "ratio: input should be less than 1" in refusal(path, (), 1.0)
+
+
+def bomb(link: str) -> str:
+    """A recipe of some hundred bytes that stands for 2**29 values."""
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    return "\n".join(lines + [f"a{i}: &a{i} {link.format(f'*a{i - 1}')}" for i in range(1, 30)])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (bomb("{{x: {0}, y: {0}}}"), "its aliases stand for more than 20000 values"),
+        (bomb("[{0}, {0}]"), "its aliases stand for more than 20000 values"),
+        (bomb("{{<<: [{0}, {0}]}}"), "its aliases stand for more than 20000 values"),
+        ("ratio: &a [*a]", "it refers to itself"),
+        ("ratio: " + "[" * 2000, "nested too deeply"),
+        ("ratio: " + "9" * 5001, "Exceeds the limit (4300 digits) for integer string conversion"),
+    ],
+)
+def test_what_no_recipe_holds(tmp_path, text, reason):
+    path = write(tmp_path, text)
+    assert refusal(path).startswith(f"{path} is not YAML: {reason}")
+
+
+@pytest.mark.parametrize("text", ["[" * 2000, "9" * 5001, "&a [*a]"])
+def test_overrides_that_no_recipe_holds(text):
+    with pytest.raises(UserError) as error:
+        load_recipe("rcpu", overrides=(f"ratio={text}",))
+    assert str(error.value).startswith(f"--set ratio={text[:100]}")
+    assert str(error.value).endswith(" is not a YAML value")
+    assert len(str(error.value)) < 500
+
+
+def test_a_long_value_is_not_repeated_whole():
+    with pytest.raises(UserError) as error:
+        load_recipe("rcpu", overrides=(f"ratio={[1] * 5000}",))
+    assert len(str(error.value)) < 500

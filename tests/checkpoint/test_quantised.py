@@ -1,0 +1,236 @@
+"""Quantised checkpoints: plain fp8 is what its numbers times its scales are; the rest is refused before it is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckpt_prune.checkpoint import shard
+from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
+
+from .folders import CONFIG, example_tensors, save_single, write_index
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [2, 3]}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+}
+NAME = "model.layers.0.up.weight"
+
+
+def stored(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+
+
+def fp8(
+    folder: Path, shape: tuple[int, ...], scale: Tensor, said: dict[str, Any] = FP8, suffix: str = "_scale_inv"
+) -> Path:
+    tensors = {NAME: stored(*shape), NAME + suffix: scale, "model.norm.weight": torch.ones(3)}
+    return save_single(folder, tensors, CONFIG | {"quantization_config": said})
+
+
+def by_elements(weight: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Every element times the scale of its block, one by one, in float64."""
+    found = torch.empty(weight.shape, dtype=torch.float64)
+    for index in range(weight.numel()):
+        place = torch.unravel_index(torch.tensor(index), weight.shape)
+        *before, row, column = (int(each) for each in place)
+        by = scale if scale.numel() == 1 else scale[(*before, row // rows, column // columns)]
+        found[(*before, row, column)] = weight[(*before, row, column)].double() * by.double().reshape(())
+    return found.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("chunk", [shard._CHUNK_BYTES, 1], ids=["at once", "by runs of rows"])
+@pytest.mark.parametrize(
+    ("shape", "scale", "block", "said", "suffix"),
+    [
+        ((5, 7), (3, 3), (2, 3), FP8, "_scale_inv"),  # the last blocks are smaller
+        ((4, 6), (2, 2), (2, 3), FP8, "_scale_inv"),
+        ((2, 5, 7), (2, 3, 3), (2, 3), FP8, "_scale_inv"),  # experts in one tensor
+        ((5, 7), (5, 1), (1, 7), COMPRESSED, "_scale"),
+        ((5, 7), (1,), (5, 7), COMPRESSED, "_scale"),
+        ((5, 7), (), (5, 7), FP8 | {"weight_block_size": None}, "_scale_inv"),
+    ],
+)
+def test_what_is_read_is_the_stored_numbers_times_their_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape, scale, block, said, suffix, chunk
+) -> None:
+    monkeypatch.setattr(shard, "_CHUNK_BYTES", chunk)
+    scales = torch.rand(scale, generator=torch.Generator().manual_seed(1)) + 0.1
+    checkpoint = Checkpoint.open(fp8(tmp_path / "m", shape, scales, said, suffix))
+    assert set(checkpoint.tensors) == {NAME, "model.norm.weight"}
+    assert checkpoint.config == CONFIG
+    assert (checkpoint.tensors[NAME].dtype, checkpoint.tensors[NAME].shape) == (torch.bfloat16, shape)
+    read = checkpoint.read([NAME])[NAME]
+    assert torch.equal(read, by_elements(stored(*shape), scales, *block))
+
+
+def test_scales_may_be_in_another_file_and_take_it_with_them(tmp_path: Path) -> None:
+    folder, scale = tmp_path / "m", torch.rand(3, 3)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": FP8}))
+    files = {"a.safetensors": {NAME: stored(5, 7)}, "b.safetensors": {NAME + "_scale_inv": scale}}
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    write_index(folder, {name: file for file, tensors in files.items() for name in tensors})
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.files == ("a.safetensors",)
+    assert torch.equal(checkpoint.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3))
+    turned = checkpoint.turned([NAME])
+    assert torch.equal(turned.read([NAME])[NAME], by_elements(stored(5, 7), scale, 2, 3).T)
+
+
+def test_another_scale_is_another_model_and_its_nan_is_found(tmp_path: Path) -> None:
+    scale = torch.ones(3, 3)
+    first = Checkpoint.open(fp8(tmp_path / "a", (5, 7), scale))
+    first.check_finite()
+    scale[2, 2] = 2
+    assert Checkpoint.open(fp8(tmp_path / "b", (5, 7), scale)).fingerprint != first.fingerprint
+    scale[1, 1] = float("nan")
+    with pytest.raises(UserError, match=r"tensor 'model.layers.0.up.weight_scale_inv' has 1 NaN or Inf among 9"):
+        Checkpoint.open(fp8(tmp_path / "c", (5, 7), scale)).check_finite()
+
+
+@pytest.mark.parametrize(
+    ("scale", "said", "message"),
+    [
+        (torch.ones(3, 4), FP8, "{}_scale_inv, torch.float32 [3, 4], are not scales of {}, [5, 7], by the blocks "),
+        (torch.ones(3, 3), FP8 | {"weight_block_size": None}, "{}_scale_inv, torch.float32 [3, 3], are not scales of "),
+        (torch.ones(3, 3, dtype=torch.uint8), FP8, "{}_scale_inv, torch.uint8 [3, 3], are not scales of {}, [5, 7], "),
+    ],
+)
+def test_scales_that_fit_nothing(tmp_path: Path, scale: Tensor, said: dict[str, Any], message: str) -> None:
+    folder = fp8(tmp_path / "m", (5, 7), scale, said)
+    with pytest.raises(UserError) as error:
+        Checkpoint.open(folder)
+    assert str(error.value).startswith(f"{folder}: " + message.replace("{}", NAME))
+
+
+def test_no_scales(tmp_path: Path) -> None:
+    folder = save_single(tmp_path / "m", {NAME: stored(5, 7)}, CONFIG | {"quantization_config": FP8})
+    with pytest.raises(UserError) as error:
+        Checkpoint.open(folder)
+    assert str(error.value) == (
+        f"{folder}: {NAME} is torch.float8_e4m3fn and has no scales ({NAME}_scale_inv); download it again"
+    )
+
+
+BY_TRANSFORMERS = "python -c \"from transformers import {} as M; M.{}.save_pretrained('NEW')\""
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "convert"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "AWQ", None),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "GPTQ",
+            'python -c "from gptqmodel.utils.model_dequant import dequantize_model; '
+            "dequantize_model('{folder}', 'NEW')\"",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "bitsandbytes",
+            BY_TRANSFORMERS.format("LlamaForCausalLM", "from_pretrained('{folder}').dequantize()"),
+        ),
+        (
+            {"load_in_8bit": True},
+            "bitsandbytes",
+            BY_TRANSFORMERS.format("LlamaForCausalLM", "from_pretrained('{folder}').dequantize()"),
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            "MXFP4",
+            BY_TRANSFORMERS.format(
+                "Mxfp4Config, LlamaForCausalLM",
+                "from_pretrained('{folder}', quantization_config=Mxfp4Config(dequantize=True))",
+            ),
+        ),
+        (
+            COMPRESSED | {"format": "pack-quantized"},
+            "compressed-tensors",
+            BY_TRANSFORMERS.format(
+                "CompressedTensorsConfig, LlamaForCausalLM",
+                "from_pretrained('{folder}', quantization_config=CompressedTensorsConfig(dequantize=True))",
+            ),
+        ),
+        ({"quant_method": "hqq"}, "hqq", None),
+        ("something", "something", None),
+        ({}, "unknown method", None),
+    ],
+)
+def test_refused_by_name_before_weights_are_looked_at(tmp_path: Path, said: object, name: str, convert: str | None):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    config = CONFIG | {"quantization_config": said, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        Checkpoint.open(folder)
+    remedy = "give the checkpoint it was made from"
+    if convert is not None:
+        remedy += f", or make a plain copy: {convert.replace('{folder}', str(folder))}"
+    assert str(error.value) == f"{folder} is quantised by {name} (quantization_config in config.json); {remedy}"
+
+
+@pytest.mark.parametrize(
+    "card", ["base_model: org/plain", 'base_model: "org/plain"', "license: mit\nbase_model:\n- org/plain\ntags: [a]"]
+)
+def test_the_checkpoint_that_a_card_names_is_the_remedy(tmp_path: Path, card: str) -> None:
+    config = CONFIG | {"quantization_config": {"quant_method": "gptq"}}
+    folder = save_single(tmp_path / "m", example_tensors(), config)
+    (folder / "README.md").write_text(f"---\n{card}\n---\nbase_model: not/this\n")
+    with pytest.raises(UserError) as error:
+        Checkpoint.open(folder)
+    assert str(error.value) == (
+        f"{folder} is quantised by GPTQ (quantization_config in config.json); its README.md names the checkpoint it "
+        "was made from: `hf download org/plain`"
+    )
+
+
+def test_a_part_of_a_model_that_is_quantised(tmp_path: Path) -> None:
+    """What a config inside the config says counts too, and is no plain fp8."""
+    folder = save_single(tmp_path / "m", example_tensors(), CONFIG | {"text_config": {"quantization_config": FP8}})
+    with pytest.raises(UserError, match=f"^{folder} is quantised by fp8 "):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("given", ["m", "m/llama-Q4_K_M.gguf"])
+def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError) as error:
+        Checkpoint.open(given)
+    convert = BY_TRANSFORMERS.format("AutoModelForCausalLM", "from_pretrained('m', gguf_file='llama-Q4_K_M.gguf')")
+    assert str(error.value) == (
+        "m/llama-Q4_K_M.gguf is GGUF, whose weights are quantised; give the checkpoint it was made from, or make a "
+        f"plain copy: {convert}"
+    )
+
+
+def test_gguf_beside_plain_weights_is_left_alone(tmp_path: Path) -> None:
+    folder = save_single(tmp_path / "m", example_tensors())
+    (folder / "model.gguf").touch()
+    assert Checkpoint.open(folder).config == CONFIG
+
+
+def test_weights_of_a_quantised_model_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[object] = []
+
+    def snapshot_download(model: str, **options: object) -> str:
+        asked.append(options["allow_patterns"])
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match="is quantised by AWQ"):
+        resolve("org/name")
+    assert asked == [["config.json", "README.md"]]
