@@ -505,6 +505,12 @@ def is_known(config: Mapping[str, Any]) -> bool:
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
+def is_timm(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is timm's, or of transformers' wrapper of it."""
+    named = isinstance(config.get("architecture"), str) and not {"num_classes", "pretrained_cfg"}.isdisjoint(config)
+    return named and config.get("model_type", "timm_wrapper") == "timm_wrapper"
+
+
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a checkpoint's config.json.
 
@@ -553,7 +559,7 @@ def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict
 def _supported(config: dict[str, Any]) -> Family:
     """The description of a config's family, whichever class is declared."""
     model_type = config.get("model_type")
-    if isinstance(config.get("architecture"), str) and model_type in (None, "timm_wrapper"):
+    if is_timm(config):
         raise UserError(
             f"this is timm's {config['architecture']}: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
             "transformers where one computes the same"

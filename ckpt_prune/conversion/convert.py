@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.architectures.family import is_timm
 from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint
@@ -16,7 +17,7 @@ from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.side_files import carried, top_names
 from ckpt_prune.conversion.mae import plain_of_mae
 from ckpt_prune.conversion.plain import Plain
-from ckpt_prune.conversion.timm import is_timm, plain_of_timm
+from ckpt_prune.conversion.timm import plain_of_timm
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import CONVERTED
 from ckpt_prune.progress import track

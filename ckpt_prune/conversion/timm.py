@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +29,10 @@ _PARTS = {
     "attn.proj": "attention.output.dense",
 }
 """Module of a block in timm → its name in transformers' files."""
+_AXES = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4, "head.weight": 2}
+"""Axes of tensors whose shapes say what the model is."""
 _SCALES = {"attn.proj": "ls1.gamma", "mlp.fc2": "ls2.gamma"}
 """Projections → the layer scale of what they give."""
-
-
-def is_timm(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is timm's, or of transformers' wrapper of it."""
-    return isinstance(config.get("architecture"), str) and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
 def plain_of_timm(checkpoint: Checkpoint) -> Plain:
@@ -96,8 +92,11 @@ class _Source:
             if pool not in (None, "token"):
                 raise UserError(f"{path} pools its tokens by global_pool {pool!r}, where ViT reads the class token")
         data = config.get("pretrained_cfg")
-        if not isinstance(data, dict) or not {"input_size", "mean", "std"} <= data.keys():
-            raise UserError(f"{path}: config.json has no pretrained_cfg with input_size, mean and std")
+        known = isinstance(data, dict) and all(_is_three(data.get(key)) for key in ("input_size", "mean", "std"))
+        if not isinstance(data, dict) or not known:
+            raise UserError(
+                f"{path}: config.json has no pretrained_cfg with input_size, mean and std, three numbers each"
+            )
         prefix = _WRAPPED if any(name.startswith(_WRAPPED) for name in checkpoint.tensors) else ""
         given = changes.get("img_size") or data["input_size"][1:]
         height, width = (given, given) if isinstance(given, int) else given
@@ -119,7 +118,10 @@ class _Source:
         """Of a tensor that must be there."""
         if not self.has(name):
             raise UserError(f"{self.checkpoint.path} lacks tensor {self.prefix}{name}")
-        return self.checkpoint.tensors[f"{self.prefix}{name}"].stored_shape
+        found = self.checkpoint.tensors[f"{self.prefix}{name}"].stored_shape
+        if len(found) != _AXES.get(name, len(found)):
+            raise UserError(f"{self.checkpoint.path}: {self.prefix}{name} has shape {list(found)}, which no ViT's has")
+        return found
 
     @property
     def distilled(self) -> bool:
@@ -213,6 +215,10 @@ class _Source:
             "crop_size": {"height": height, "width": width},
             "do_convert_rgb": True,
         }
+
+
+def _is_three(values: Any) -> bool:
+    return isinstance(values, list) and len(values) == 3 and all(isinstance(each, int | float) for each in values)
 
 
 class _Writer:

@@ -139,7 +139,8 @@ def test_a_family_that_spaces_do_not_hold_for(model_type, why):
 
 @pytest.mark.parametrize("wrapped", [{}, {"model_type": "timm_wrapper"}])
 def test_a_folder_of_timm(wrapped):
-    assert refusal({"architecture": "vit_tiny_patch16_224", **wrapped}) == (
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 10, **wrapped}
+    assert refusal(config) == (
         "this is timm's vit_tiny_patch16_224: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
         "transformers where one computes the same"
     )

@@ -200,7 +200,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "data": (
         {"pretrained_cfg": {}},
-        "timm: config.json has no pretrained_cfg with input_size, mean and std",
+        "timm: config.json has no pretrained_cfg with input_size, mean and std, three numbers each",
+    ),
+    "size": (
+        {"pretrained_cfg": DATA | {"input_size": 224}},
+        "timm: config.json has no pretrained_cfg with input_size, mean and std, three numbers each",
     ),
     "crop": (
         {"pretrained_cfg": DATA | {"crop_mode": "border"}},
@@ -232,6 +236,8 @@ def test_tensors_of_something_else_are_refused(name: str, message: str) -> None:
     tensors = timm(Path("timm"))
     save_file(tensors | {name: torch.ones(HIDDEN)}, "timm/model.safetensors")
     assert message in refused("convert", "timm", "-o", "out")
+    save_file(tensors | {"pos_embed": torch.ones(10, HIDDEN)}, "timm/model.safetensors")
+    assert refused("convert", "timm", "-o", "out").endswith("pos_embed has shape [10, 16], which no ViT's has")
     del tensors["blocks.1.mlp.fc2.bias"]
     save_file(tensors, "timm/model.safetensors")
     assert refused("convert", "timm", "-o", "out").endswith("lacks tensor blocks.1.mlp.fc2.bias")
