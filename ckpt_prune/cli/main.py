@@ -1,6 +1,7 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
 import difflib
+import errno
 import importlib
 import os
 from contextlib import suppress
@@ -82,6 +83,12 @@ class LazyGroup(click.Group):
                 return super().invoke(ctx)
         except UserError as error:
             raise Refusal(str(error)) from error
+        except OSError as error:
+            # What no one place expects: a name that no file can have, a folder that may not be read, a disk that fails.
+            # Where nobody listens any more (EPIPE), click knows what to do.
+            if error.errno == errno.EPIPE or error.filename is None:
+                raise
+            raise Refusal(f"{error.filename}: {error.strerror}; give another path or mend this one") from error
         except KeyboardInterrupt as error:
             with suppress(OSError):  # after SIGHUP the terminal may be gone
                 click.echo("Interrupted.", err=True)

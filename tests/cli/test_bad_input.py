@@ -461,6 +461,42 @@ def test_a_model_without_a_tokenizer(place, command):
     assert refusal([*command, *TEXT], "dense").startswith("dense: the tokenizer does not load: ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "the " * 1000}},
+            "dense: the tokenizer's normalizer may make any text 4000 times as long; it is not used",
+        ),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+                }
+            },
+            f"dense: the tokenizer's normalizer may make any text {2**40} times as long; it is not used",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "none", "type_id": 0}}],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+            "dense: the tokenizer fails: no entry found for key",  # by a panic of the tokenizers library
+        ),
+    ],
+    ids=["long", "many", "panic"],
+)
+def test_tokenizers_that_burst_or_panic(place, changes, message):
+    path = Path("dense/tokenizer.json")
+    path.write_text(json.dumps(read_json(path) | changes))
+    assert refusal(COMMANDS["calibrate"], "dense") == message
+
+
 def test_a_model_without_a_tokenizer_can_be_pruned_without_text(place):
     for path in Path("dense").glob("tokenizer*"):
         path.unlink()

@@ -1,11 +1,14 @@
 """`recipe`, and what becomes of recipes that are none."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from ckpt_prune.checkpoint import staging
 from ckpt_prune.planning.shipped import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
@@ -77,6 +80,28 @@ def test_copy(place):
     assert ok("recipe", "copy", "rcpu", "folder") == "folder/rcpu.yaml\n"
     assert Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == ok("recipe", "show", "rcpu")
     assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
+
+
+def test_a_copy_that_the_disk_has_no_room_for(place, monkeypatch):
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(staging, "sync", full)
+    assert refused("recipe", "copy", "rcpu") == (
+        "cannot write rcpu.yaml (No space left on device); free space or choose another place"
+    )
+
+
+def test_names_that_no_file_can_have(place):
+    long = "x" * 300
+    for command in (
+        ["recipe", "validate", long],
+        ["recipe", "copy", "rcpu", long],
+        ["calibrate", "dense", "--text", long, "-o", "out"],
+        ["plan", "dense", "--recipe", "magnitude", "-o", long],
+        ["statistics", "show", long],
+    ):
+        assert refused(*command).endswith(": File name too long; give another path or mend this one")
 
 
 def test_copy_replaces_nothing(place):
