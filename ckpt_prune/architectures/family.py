@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
 from ckpt_prune.architectures.spaces import ENDS, AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
@@ -462,7 +463,9 @@ def family_of(config: dict[str, Any]) -> Family:
     return family.of(declared if declared in family.architectures else family.architecture)
 
 
-def check_supported(model: str, family: str | Path | None = None, *, unknown: bool = False) -> None:
+def check_supported(
+    model: str, family: str | Path | None = None, part: str | None = None, *, unknown: bool = False
+) -> None:
     """Refuse a folder of no known family by its config.json alone, before anything large is imported.
 
     What else may be wrong is found where the folder is read. A Hub id passes, as does a config that asks for code of
@@ -471,10 +474,11 @@ def check_supported(model: str, family: str | Path | None = None, *, unknown: bo
     Args:
         model: the folder.
         family: file of a description from outside the package.
+        part: of a composite that is asked for.
         unknown: let a family pass that there is no description of.
 
     Raises:
-        UserError: as `family_of` and `described_by`.
+        UserError: as `family_of`, `described_by` and `Composite.part`.
     """
     outside = None if family is None else parse_object(described_by(family).encode())
     try:
@@ -482,6 +486,9 @@ def check_supported(model: str, family: str | Path | None = None, *, unknown: bo
     except (OSError, UserError):
         return
     refuse_quantised(Path(model), config)
+    if part is not None:
+        load_composite(str(config.get("model_type"))).part(part)
+        return
     if "auto_map" not in config and not (
         unknown and isinstance(config.get("model_type"), str) and not is_known(config)
     ):
@@ -500,6 +507,8 @@ def _supported(config: dict[str, Any]) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
+    if model_type in known_composites():
+        raise UserError(load_composite(model_type).advice)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts:
         known = ", ".join(known_families())
