@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
+from ckpt_prune.architectures.settings import check_settings
 from ckpt_prune.architectures.spaces import ENDS, AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
@@ -69,6 +70,8 @@ class Family(Description):
         uneven: config keys and values that an output has whose blocks differ in width.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
+        settings: more config keys that leave the description as it is, beside `settings.HARMLESS`; None where it has
+            not been held against the config class, and is not guarded. Not inherited.
         outside: JSON of the file, where that is from outside the package.
     """
 
@@ -103,6 +106,7 @@ class Family(Description):
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
     uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
+    settings: list[str] | None = None
     outside: str | None = None
 
     # ---- the class at hand ------------------------------------------------------------------------------------
@@ -199,14 +203,28 @@ class Family(Description):
         """Refuse a config that the description does not hold for.
 
         Raises:
-            UserError: it has one of the settings in `refused`.
+            UserError: it has one of the settings in `refused`, or one that the description does not know.
         """
+        if self.settings is not None:
+            check_settings(self.model_type, self.named_keys, config)
         for refusal in self.refused:
             if refusal.holds(config, lambda name: self.dimension(config, name)):
                 found = json.dumps(refusal.found(config))
                 raise UserError(
                     f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
                 )
+
+    @property
+    def named_keys(self) -> set[str]:
+        """Config keys that the description names."""
+        found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
+        found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
+        found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
+        found |= {key for key in (self.sliding_window, self.variant) if key is not None}
+        refused = [*self.refused, *(self.residual.refused if self.residual else ())]
+        found |= {refusal.key.split(".")[0] for refusal in refused}
+        found |= {key for space in self.spaces.values() for key in space.config}
+        return found | {space.multiplier for space in self.columns.values() if space.multiplier is not None}
 
     def scale(self, block: int, space: SpaceName) -> str | None:
         """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
@@ -307,7 +325,7 @@ def _inherited(model_type: str, own: dict[str, Any]) -> dict[str, Any]:
     parent, inherits = own.pop("extends", None), own.pop("inherits", [])
     if parent is None and not inherits:
         return own
-    whole = {} if parent is None else _description(parent)
+    whole = {} if parent is None else {k: v for k, v in _description(parent).items() if k != "settings"}
     _check_inheritance(model_type, parent, whole, own, inherits)
     return whole | own
 
