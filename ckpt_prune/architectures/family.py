@@ -525,7 +525,7 @@ def _supported(config: dict[str, Any]) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
-    if model_type in known_composites():
+    if model_type in known_composites() and model_type not in known_families():
         raise UserError(load_composite(model_type).advice)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditionalGeneration
 
 import ckpt_prune
+from ckpt_prune.architectures import part
 from ckpt_prune.architectures.skeleton import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, interrupted, misused, ok, read_json, refused, resumed, run, set_config
 from tests.contract.test_parts import PartCase
@@ -189,6 +190,20 @@ def test_a_tower_of_no_known_family_and_a_class_without_slots(place):
     assert refused("prune", "gemma3", "--part", "text", "--recipe", "flap", *TEXT, "-o", "out").startswith(
         "no stock container fits: gemma3_text has no slot for a bias on "
     )
-    assert refused("inspect", "gemma3", "--part", "vision") == (
-        "--part vision of gemma3 is a siglip_vision_model, which this version has no description of"
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "known_families", lambda: ())
+        assert refused("inspect", "gemma3", "--part", "vision") == (
+            "--part vision of gemma3 is a siglip_vision_model, which this version has no description of"
+        )
+
+
+def test_recovered_and_compared_in_place(llava):
+    ok(*RIDGE, "-o", "small")
+    ok("recover", "small", "--dense", "llava", "--part", "text", *TEXT, "--epochs", "1", "-o", "whole")
+    assert read_json("whole/config.json") == read_json("small/config.json")
+    checked = ok("verify", "whole", "--against", "llava")
+    assert "FAILED" not in checked
+    assert "other parts: 47 tensors outside the text part are the dense model's, bit for bit\n" in checked
+    said = ok("compare", "llava", "whole", "--part", "text", *TEXT)
+    assert said.startswith("block ")
+    assert said.endswith("nats, mean over 8 samples of 16 tokens\n")
