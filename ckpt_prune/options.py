@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
 from ckpt_prune.ratios import checked_ratio
 
@@ -194,6 +195,11 @@ class OpeningOptions(TrustOptions):
         None,
         description="Description of the model's family, a JSON file as in ckpt_prune/architectures/families, where "
         "this version has none; `ckpt-prune inspect MODEL` drafts it. Outputs carry it along.",
+    )
+    part: PartName | None = Field(
+        None,
+        description="Which part of a model that is made of several (qwen2_5_vl, gemma3, llava, ...): only that is "
+        "measured and pruned, in place; every other tensor stays as it is, byte for byte.",
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
@@ -39,6 +40,7 @@ def calibrate(
     collect: str | Sequence[str] | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -65,6 +67,7 @@ def calibrate(
             heads by effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -79,7 +82,7 @@ def calibrate(
     # Before torch is imported, what can be told without it.
     if not has_data(options, options):
         raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
-    check_supported(options.model, options.family)
+    check_supported(options.model, options.family, options.part)
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples

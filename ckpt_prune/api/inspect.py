@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported, is_known
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
@@ -23,6 +24,7 @@ def inspect(
     recipe: str = "rcpu",
     sparsity: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     progress: bool = True,
 ) -> "Description":
     """Say what a model is, as `ckpt-prune inspect` does: family, spaces and widths, sizes, and fitting containers.
@@ -36,6 +38,7 @@ def inspect(
         recipe: whose spaces and rounding ratios apply to.
         sparsity: also count the zeros of the linear weights. Reads all weights.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         progress: show bars on stderr.
 
     Raises:
@@ -44,7 +47,7 @@ def inspect(
     options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
     find_recipe(options.recipe)
-    check_supported(options.model, options.family, unknown=True)
+    check_supported(options.model, options.family, options.part, unknown=True)
 
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
     from ckpt_prune.containers.opening import Opening, described_as, open_checkpoint
@@ -58,12 +61,14 @@ def inspect(
                 f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
             )
         if config_only:
+            if options.part is not None:
+                raise UserError(f"{folder} has no weights: --part is for checkpoints that have")
             config = described_as(config_of_folder(folder), options.family)
             if not is_known(config):
                 return describe_unknown(folder, config)
             checkpoint = checkpoint_of_config(folder, config)
         else:
-            checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family))
+            checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
             if not is_known(checkpoint.config):
                 return describe_unknown(checkpoint.path, checkpoint.config)
         return describe(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.planning.sizes import asked_size
@@ -127,6 +128,7 @@ def plan(
     output: AnyPath | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -146,6 +148,7 @@ def plan(
         output: the plan file to write, if any.
         overwrite: replace an existing plan.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.
@@ -156,7 +159,7 @@ def plan(
     options = checked(PlanOptions, locals())
     # Before torch is imported, what can be told without it.
     asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
-    check_supported(options.model, options.family)
+    check_supported(options.model, options.family, options.part)
 
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.transform.asked import check_plan_place, plan_request

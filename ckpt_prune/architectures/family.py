@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.architectures.settings import check_settings
 from ckpt_prune.architectures.spaces import (
     ENDS,
     AnySpace,
@@ -86,6 +88,8 @@ class Family(Description):
         uneven: config keys and values that an output has whose blocks differ in width.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
+        settings: more config keys that leave the description as it is, beside `settings.HARMLESS`; None where it has
+            not been held against the config class, and is not guarded. Not inherited.
         outside: JSON of the file, where that is from outside the package.
     """
 
@@ -125,6 +129,7 @@ class Family(Description):
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
     uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
+    settings: list[str] | None = None
     outside: str | None = None
 
     # ---- the class at hand ------------------------------------------------------------------------------------
@@ -231,14 +236,28 @@ class Family(Description):
         """Refuse a config that the description does not hold for.
 
         Raises:
-            UserError: it has one of the settings in `refused`.
+            UserError: it has one of the settings in `refused`, or one that the description does not know.
         """
+        if self.settings is not None:
+            check_settings(self.model_type, self.named_keys, config)
         for refusal in self.refused:
             if refusal.holds(config, lambda name: self.dimension(config, name)):
                 found = json.dumps(refusal.found(config))
                 raise UserError(
                     f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
                 )
+
+    @property
+    def named_keys(self) -> set[str]:
+        """Config keys that the description names."""
+        found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
+        found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
+        found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
+        found |= {key for key in (self.sliding_window, self.variant) if key is not None}
+        refused = [*self.refused, *(self.residual.refused if self.residual else ())]
+        found |= {refusal.key.split(".")[0] for refusal in refused}
+        found |= {key for space in self.spaces.values() for key in space.config}
+        return found | {space.multiplier for space in self.columns.values() if space.multiplier is not None}
 
     def scale(self, block: int, space: SpaceName) -> str | None:
         """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
@@ -334,7 +353,7 @@ OF_THE_FUNCTION = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
 is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
-OF_THEIR_OWN = ("rotary", "unpaired")
+OF_THEIR_OWN = ("rotary", "unpaired", "settings")
 """Keys of the same kind that a file lacks unless it states or inherits them."""
 
 
@@ -523,7 +542,9 @@ def family_of(config: dict[str, Any]) -> Family:
     return family.of(declared if declared in family.architectures else family.architecture)
 
 
-def check_supported(model: str, family: str | Path | None = None, *, unknown: bool = False) -> None:
+def check_supported(
+    model: str, family: str | Path | None = None, part: str | None = None, *, unknown: bool = False
+) -> None:
     """Refuse a folder of no known family by its config.json alone, before anything large is imported.
 
     What else may be wrong is found where the folder is read. A Hub id passes, as does a config that asks for code of
@@ -532,10 +553,11 @@ def check_supported(model: str, family: str | Path | None = None, *, unknown: bo
     Args:
         model: the folder.
         family: file of a description from outside the package.
+        part: of a composite that is asked for.
         unknown: let a family pass that there is no description of.
 
     Raises:
-        UserError: as `family_of` and `described_by`.
+        UserError: as `family_of`, `described_by` and `Composite.part`.
     """
     outside = None if family is None else parse_object(described_by(family).encode())
     try:
@@ -543,6 +565,9 @@ def check_supported(model: str, family: str | Path | None = None, *, unknown: bo
     except (OSError, UserError):
         return
     refuse_quantised(Path(model), config)
+    if part is not None:
+        load_composite(str(config.get("model_type"))).part(part)
+        return
     if "auto_map" not in config and not (
         unknown and isinstance(config.get("model_type"), str) and not is_known(config)
     ):
@@ -566,6 +591,8 @@ def _supported(config: dict[str, Any]) -> Family:
         )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
+    if model_type in known_composites() and model_type not in known_families():
+        raise UserError(load_composite(model_type).advice)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts:
         known = ", ".join(known_families())

@@ -49,6 +49,35 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 
 
 @dataclass(frozen=True, eq=False)
+class Within:
+    """Where a checkpoint is that is a part of another.
+
+    Attributes:
+        whole: the other.
+        part: its name.
+        key: of its config in that of the whole.
+        names: name of a tensor of the part → its name on disk.
+    """
+
+    whole: "Checkpoint"
+    part: str
+    key: str
+    names: Mapping[str, str]
+
+    @property
+    def rest(self) -> dict[str, TensorInfo]:
+        """The tensors of the whole that are not in the part."""
+        inside = set(self.names.values())
+        return {name: info for name, info in self.whole.tensors.items() if name not in inside}
+
+    def on_disk(self, name: str) -> str:
+        """Name on disk of a tensor of the part, or of a bias that is to stand beside a weight of it."""
+        if name in self.names:
+            return self.names[name]
+        return self.names[f"{name.removesuffix('bias')}weight"].removesuffix("weight") + "bias"
+
+
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """An opened checkpoint folder.
 
@@ -60,6 +89,7 @@ class Checkpoint:
         sharded: whether an index spreads the tensors over files.
         metadata: each file's free-text `__metadata__`.
         stamps: of the folder's files when it was opened, by name.
+        within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
     """
 
     path: Path
@@ -69,6 +99,7 @@ class Checkpoint:
     sharded: bool
     metadata: dict[str, dict[str, str]]
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    within: Within | None = None
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -169,7 +200,8 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
-        return checkpoint_fingerprint(self.path, self.config, self.tensors.values())
+        rest = () if self.within is None else self.within.rest.values()
+        return checkpoint_fingerprint(self.path, self.config, [*self.tensors.values(), *rest])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

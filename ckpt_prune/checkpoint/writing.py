@@ -48,6 +48,7 @@ class CheckpointWriter:
             have its suffix.
         metadata: free text for each file's header, beside `{"format": "pt"}`.
         transposed: matrices of the layout whose files hold their transposes.
+        names: tensor of the layout → its name in the file, where that is another.
 
     Raises:
         UserError: the run that is resumed had another layout, or there is no room on the disk.
@@ -63,6 +64,7 @@ class CheckpointWriter:
         aside: Set[str] = frozenset(),
         metadata: Mapping[str, str] | None = None,
         transposed: Set[str] = frozenset(),
+        names: Mapping[str, str] | None = None,
     ) -> None:
         files = len(layout.keys() - aside)
         if not sharded and files != 1:
@@ -76,10 +78,13 @@ class CheckpointWriter:
                 raise ValueError(f"{file!r} is not a plain safetensors file name")
             if repeated := self._plan.keys() & tensors.keys():
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
-            stored = {n: (dtype, shape[::-1] if n in transposed else shape) for n, (dtype, shape) in tensors.items()}
+            given = {(names or {}).get(name, name): name for name in tensors}
+            stored = {s: (tensors[n][0], tensors[n][1][:: -1 if n in transposed else 1]) for s, n in given.items()}
             self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes
-            self._plan.update({n: info.turned() if n in transposed else info for n, info in header.tensors.items()})
+            self._plan |= {
+                given[s]: info.turned() if given[s] in transposed else info for s, info in header.tensors.items()
+            }
         digest = hashlib.sha256(
             canonical({file: data.hex() for file, data in self._headers.items()}).encode()
         ).hexdigest()
@@ -172,7 +177,8 @@ class CheckpointWriter:
         for name in names:
             if name not in self._written:
                 raise ValueError(f"tensor {name!r} is not written yet")
-        return read_tensors(self._staging.path, [self._plan[name] for name in names])
+        found = read_tensors(self._staging.path, [self._plan[name] for name in names])
+        return {name: found[self._plan[name].name] for name in names}
 
     def write_json(self, name: str, value: object) -> None:
         """Write `value` as JSON to the top-level file `name`."""
@@ -215,7 +221,7 @@ class CheckpointWriter:
         return self._staging.publish()
 
     def _index(self) -> dict[str, object]:
-        listed = {name: info for name, info in self._plan.items() if info.file not in self._aside}
+        listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}
         return {
             "metadata": {
                 "total_parameters": sum(info.numel for info in listed.values()),

@@ -1,13 +1,20 @@
 """`ckpt-prune inspect`."""
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_prune.api.inspect import inspect
-from ckpt_prune.cli.options import checked_recipe, echo_json, family_option, json_option, model_argument, table
+from ckpt_prune.cli.options import (
+    checked_recipe,
+    echo_json,
+    family_option,
+    json_option,
+    model_argument,
+    part_option,
+    table,
+)
 
 if TYPE_CHECKING:
     from ckpt_prune.description.model import (
@@ -41,8 +48,9 @@ if TYPE_CHECKING:
     help="Also count the zeros of the linear weights, and say which of 1:4, 2:4 and 4:8 they hold. Reads all weights.",
 )
 @family_option
+@part_option
 @json_option
-def command(model: str, ratios: str | None, recipe: str, sparsity: bool, family: Path | None, as_json: bool) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
 
     Reads the config and the headers of the weights only, unless asked for --sparsity. A folder with nothing but a
@@ -54,7 +62,7 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, family:
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
       ckpt-prune inspect OUT --sparsity
     """
-    found = inspect(model, ratios=ratios, recipe=recipe, sparsity=sparsity, family=family)
+    found = inspect(**given)
     if as_json:
         echo_json(found.data())
         return

@@ -17,6 +17,7 @@ from ckpt_prune.cli.options import (
     json_option,
     model_argument,
     overwrite_option,
+    part_option,
     ratio_option,
     set_option,
     size_options,
@@ -64,6 +65,7 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
 @click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
 @overwrite_option
 @family_option
+@part_option
 @trust_option
 @device_option
 @json_option

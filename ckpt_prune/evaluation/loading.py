@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
 from ckpt_prune.architectures.skeleton import (
     absent_pooler,
@@ -205,6 +206,9 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
 def auto_class(config: dict[str, Any]) -> str:
     """The Auto class of a config.json: of its family's class where the family is known, else by the class's name."""
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
+    if config.get("model_type") in known_composites():
+        composite = load_composite(config["model_type"])
+        return composite.auto if name in ("", composite.architecture) else _by_name(name)
     if not is_known(config):
         return _by_name(name)
     family = described(config)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS, OUTSIDE_KEY, described_by, with_description
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -71,15 +73,18 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     if family is not None:
         description = parse_object(described_by(family).encode())
     dense = None if against is None else _dense(folder, report, against, description)
+    part = checkpoint if report is None or report.part is None else part_of(checkpoint, report.part)
     checks = [
         guarded("tensors", lambda: _tensors(checkpoint)),
         guarded("finite", lambda: _finite(checkpoint)),
         guarded("load", lambda: _load(checkpoint)),
         guarded("digests", lambda: _digests(folder, report)),
-        guarded("sparsity", lambda: _sparsity(checkpoint, report)),
+        guarded("sparsity", lambda: _sparsity(part, report)),
     ]
     if report is not None and dense is not None:
-        checks.append(guarded("kept units", lambda: _kept(checkpoint, dense, report)))
+        checks.append(guarded("kept units", lambda: _kept(part, dense, report)))
+    if part.within is not None and dense is not None:
+        checks.append(guarded("other parts", lambda: _others(part, dense)))
     return checks
 
 
@@ -123,6 +128,8 @@ def _dense(folder: Path, report: Report | None, against: Path, description: Mapp
         dense = replace(dense, config=with_description(dense.config, description))
     if report is None:
         raise UserError(f"{folder} has no {REPORT}: it cannot be compared with the model it was made from")
+    if report.part is not None:
+        dense = part_of(dense, report.part)
     if report.source.fingerprint != dense.fingerprint:
         raise UserError(f"{folder} was not made from {dense.path}: its report names {report.source.name}")
     return dense
@@ -130,8 +137,28 @@ def _dense(folder: Path, report: Report | None, against: Path, description: Mapp
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
     shapes = {name: info.stored_shape for name, info in checkpoint.tensors.items()}
-    check_shapes(shapes, stored_container(checkpoint).names(), str(checkpoint.path))
+    composite = _is_composite(checkpoint)
+    names = composite_names(checkpoint.config) if composite else stored_container(checkpoint).names()
+    check_shapes(shapes, names, str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
+
+
+def _is_composite(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") in known_composites()
+
+
+def _others(part: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
+    """What is not in the part is the dense model's, byte for byte."""
+    assert part.within is not None
+    assert dense.within is not None
+    ours, theirs = part.within, dense.within
+    if ours.rest.keys() != theirs.rest.keys():
+        return False, "the two have other tensors outside the part"
+    for name in track(list(ours.rest), "comparing what is outside the part", unit="tensor"):
+        pair = [each.whole.read([name])[name] for each in (ours, theirs)]
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*(each.flatten().view(torch.uint8) for each in pair)):
+            return False, f"{name} is not the dense model's"
+    return True, f"{len(ours.rest)} tensors outside the {ours.part} part are the dense model's, bit for bit"
 
 
 def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
@@ -141,12 +168,17 @@ def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
-    family = fitting_family(checkpoint)
-    found = stock_load_report(checkpoint.path, family.auto_class)
+    if _is_composite(checkpoint):
+        composite = load_composite(checkpoint.config["model_type"])
+        auto, architecture = composite.auto, composite.architecture
+    else:
+        family = fitting_family(checkpoint)
+        auto, architecture = family.auto_class, family.architecture
+    found = stock_load_report(checkpoint.path, auto)
     if found.clean and remote is not None:
         return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
     if found.clean:
-        return True, f"{family.architecture} by stock transformers: no key missing, unexpected or mismatched"
+        return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
     parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
     return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
 

@@ -80,6 +80,8 @@ def _how(report: Report) -> str:
     """What was done, in the words of a heading."""
     recipe = report.recipe
     pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
+    if report.part is not None:
+        pruned = f"its {report.part} part {pruned}"
     return f"{pruned} and recovered" if report.recovery else pruned
 
 

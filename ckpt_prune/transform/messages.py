@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from math import exp
 
+from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
@@ -30,6 +31,12 @@ def messages(settled: Settled) -> list[str]:
     """What a user should know of a job beside its sizes."""
     found = []
     request, recipe = settled.request, settled.recipe
+    within = settled.model.checkpoint.within
+    if within is not None:
+        whole = load_composite(str(within.whole.config["model_type"]))
+        found.append(
+            f"all figures are of the {within.part} part of this {whole.model_type}: {whole.part(within.part).note}"
+        )
     if recipe.target != "dense" and not request.sequential and request.statistics is not None and request.plan is None:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
         told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
