@@ -89,7 +89,7 @@ def calibrate(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
-    from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
+    from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
 
     out, trust = options.output, options.trust_remote_code
     with progress_shown(progress):
@@ -99,8 +99,9 @@ def calibrate(
         checkpoint, family = source.checkpoint, source.family
         known = collectable(source)
         inside = [space for space in family.columns if space not in family.consumers]
-        usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, family.model_type)
+        usual = [*everything(source), *([EFFECTS] if measured_singly(source) else [])]
+        effects = [] if family.experts is not None else [EFFECTS]
+        asked = _kinds(options.collect, (*known, *effects, *inside), usual, family.model_type)
         if "fisher" not in asked and set(inside) & set(asked):
             raise UserError(
                 f"--collect {options.collect}: {' and '.join(inside)} are tried out with the metric, add fisher"

@@ -12,8 +12,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
-from ckpt_prune.architectures.spaces import AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
+from ckpt_prune.architectures.parts import Architecture, Attention, Experts, Multiple, Refusal, Residual
+from ckpt_prune.architectures.spaces import (
+    AnySpace,
+    ColumnSpace,
+    Description,
+    LogitSpace,
+    SpaceName,
+    expert_of,
+    product,
+    space_of,
+)
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
@@ -50,6 +59,7 @@ class Family(Description):
             else they are (outputs, inputs).
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
+        experts: of a block's mlp, where it is a mixture of them.
         rope: whether q and k are rotated by position before they meet.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
@@ -85,6 +95,7 @@ class Family(Description):
     transposed: list[str] = Field(default_factory=list)
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
+    experts: Experts | None = None
     rope: bool = False
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
@@ -157,6 +168,16 @@ class Family(Description):
         return list(dict.fromkeys(module for space in spaces for module in space.modules))
 
     @property
+    def expert_modules(self) -> dict[str, tuple[int, str]]:
+        """Linear module of a block → the expert whose it is, and what it does there (`Experts.roles`).
+
+        Empty before a config has said how many experts there are.
+        """
+        numbers = dict.fromkeys(expert for name in self.spaces if (expert := expert_of(name)) is not None)
+        roles = {} if self.experts is None else self.experts.roles
+        return {each.format(expert=number): (number, role) for number in numbers for each, role in roles.items()}
+
+    @property
     def labels(self) -> dict[str, str]:
         """Linear module of a block → what tables call it, whatever the family does: q, k, v, o, gate, up or down.
 
@@ -226,10 +247,11 @@ class Family(Description):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config.
+        """The same family with the spaces that blocks have under a config.
 
-        Nor with one where blocks differ in width: there is no one number of its units, and nothing more goes of such a
-        model.
+        A space inside another (`ColumnSpace.within`) is left out where it has one unit, or where blocks differ in
+        width: there is no one number of its units, and nothing more goes of such a model. One of experts is there once
+        for each.
         """
         uneven = getattr(config, "is_heterogeneous", False)
         single = {
@@ -237,7 +259,14 @@ class Family(Description):
             for name, space in self.columns.items()
             if space.within is not None and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }
-        return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
+        spaces: dict[str, AnySpace] = {}
+        for name, space in self.spaces.items():
+            if not space.experts:
+                spaces |= {} if name in single else {name: space}
+            elif self.experts is not None:
+                count = self.dimension(config, self.experts.count)
+                spaces |= {space_of(name, expert): space.of_expert(expert) for expert in range(count)}
+        return self.model_copy(update={"spaces": spaces})
 
     def of(self, architecture: str) -> "Family":
         """The same family with another of its classes at hand; paths lose the base prefix where it is the base model.
@@ -273,6 +302,7 @@ def known_families() -> tuple[str, ...]:
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
+    "experts",
     "rope",
     "bias_slots",
     "sliding_window",
@@ -395,7 +425,7 @@ def _supported(config: dict[str, Any]) -> Family:
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
-    if experts:
+    if experts and (model_type not in known_families() or load_family(model_type).experts is None):
         known = ", ".join(known_families())
         raise UserError(
             f"this checkpoint is a mixture of experts ({experts} in config.json), which is not supported; "

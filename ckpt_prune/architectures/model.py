@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -169,6 +170,15 @@ class Model:
     def has(self, module: str, kind: Literal["weight", "bias"] = "weight") -> bool:
         """Whether blocks have such a tensor."""
         return self.tensor(0, module, kind) in self.checkpoint.tensors
+
+    @cached_property
+    def _expert_weights(self) -> dict[str, int]:
+        modules = self.family.expert_modules.items()
+        return {self.tensor(block, module): expert for block in range(self.blocks) for module, (expert, _) in modules}
+
+    def expert_of(self, weight: str) -> int | None:
+        """The expert that a weight on disk is of; None where it is of no single one."""
+        return self._expert_weights.get(weight)
 
     def block_names(self, block: int) -> list[str]:
         """On-disk names of a block's tensors."""

@@ -202,6 +202,7 @@ def _backward(
     found: dict[SpaceName, Tensor] = {}
     head_dim = factory.model.dimension("head_dim")
     for _, rows in stream.batches:
+        watched.clear()  # not every expert sees something of every batch
         with torch.enable_grad():
             entering = given[rows].to(factory.device).requires_grad_(True)
             leaving = stream.run(module, block, entering)
@@ -213,9 +214,12 @@ def _backward(
             )
             at = dict(zip(names, others, strict=True))
             for space, consumer in consumers.items():
-                g = at[consumer].flatten(0, -2).float()
                 if space not in found:
-                    found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
+                    width = factory.outputs(module, block, consumer)
+                    found[space] = torch.zeros(width, width, device=factory.device)
+                if consumer not in at:
+                    continue
+                g = at[consumer].flatten(0, -2).float()
                 add_gram(found[space], g, gradient.weight)
                 if watcher is not None:
                     # A space within another ends in the same consumer.

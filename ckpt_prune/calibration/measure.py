@@ -51,7 +51,9 @@ def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool)
 def collectable(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
     family = model.family
-    lacking = {"logits": not family.logits, "centred": not family.logits, "taylor": not family.causal}
+    # Importances of units add up weights' gradients sample by sample, and experts see no whole samples.
+    no_taylor = not family.causal or family.experts is not None
+    lacking = {"logits": not family.logits, "centred": not family.logits, "taylor": no_taylor}
     return tuple(kind for kind in get_args(Collect) if not lacking.get(kind))
 
 

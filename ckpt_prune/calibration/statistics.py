@@ -199,6 +199,7 @@ def _flat(moments: Moments | LogitMoments) -> dict[str, Tensor]:
         return {"counts": counts} | {name: tensor.contiguous() for name, tensor in known.items()}
     found = {"count": torch.tensor(moments.count, dtype=torch.int64)}
     found |= {name: getattr(moments, name).contiguous() for name in _VECTORS}
+    found |= {} if moments.routed is None else {"routed": torch.tensor(moments.routed, dtype=torch.int64)}
     return found if moments.gram is None else found | {"gram": pack_symmetric(moments.gram)}
 
 
@@ -309,7 +310,9 @@ class Statistics:
             def inputs(prefix: str, width: int) -> Moments:
                 gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
                 vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
-                return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None, taylor=None)
+                routed = int(get(f"{prefix}routed")) if f"{prefix}routed" in names else None
+                count = int(get(f"{prefix}count"))
+                return Moments(count, **vectors, gram=gram, drift=None, taylor=None, routed=routed)
 
             def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
                 samples, tokens = get(f"{prefix}counts").tolist()

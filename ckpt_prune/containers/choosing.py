@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from ckpt_prune.architectures.blocks import block_facts, module_paths
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family, load_family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.containers.remote import BLOCKS_KEY, REMOTE_MODULE
 from ckpt_prune.errors import UserError
@@ -144,6 +144,17 @@ def choose_container(
         UserError: nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
+    for own in widths:
+        for name, first in first_of_experts(own).items():
+            if len({count for space, count in own.items() if known_space(space) == name}) > 1:
+                raise UserError(
+                    f"experts of a block would differ in {name}, where every class has them of one width: say "
+                    "allocation: uniform or least-error"
+                )
+            if family.spaces[first].experts and set(family.spaces[first].modules) & set(biases):
+                raise UserError(
+                    f"experts of a {family.model_type} have no biases: choose a compensation of {name} without one"
+                )
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(

@@ -11,7 +11,7 @@ from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -21,7 +21,7 @@ from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.records import MaskedLinear
+from ckpt_prune.planning.records import MaskedLinear, SiteRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
@@ -254,12 +254,12 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> boo
     return not bool(((ours != theirs) & (ours != 0)).any()) if zeroed else torch.equal(ours, theirs)
 
 
-def _known(space: str, model: Model) -> SpaceName:
-    """A space of the report as the family has it. Raises UserError where it has none."""
-    for name in model.family.spaces:
-        if name == space:
-            return name
-    raise UserError(f"{REPORT} keeps units of {space}, which the dense model has not")
+def _known(site: SiteRecord, model: Model) -> SpaceName:
+    """The space of a site as the family has it. Raises UserError where it has none."""
+    name = space_of(site.space, site.expert)
+    if name in model.family.spaces:
+        return name
+    raise UserError(f"{REPORT} keeps units of {name}, which the dense model has not")
 
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
@@ -270,7 +270,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     spaces = model.family.spaces
     compared = rewritten_blocks = 0
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
-        sites = {_known(site.space, model): site for site in report.sites if site.block == block}
+        sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
             if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(space):
                 return False, f"{REPORT} keeps units of {space} in block {block} that the dense model has not"

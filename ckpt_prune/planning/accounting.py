@@ -42,4 +42,9 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     looked_up = any(name.startswith(f"{family.on_disk(path)}.") for path in family.lookups)
     if dimensions != 2 or looked_up:
         return 0
-    return 1 if module in map(family.on_disk, family.pooled) else model.tokens
+    if module in map(family.on_disk, family.pooled):
+        return 1
+    if family.experts is not None and model.expert_of(name) is not None:
+        # The router sends every token to some of the experts.
+        return model.tokens * int(getattr(model.config, family.experts.chosen)) // model.dimension(family.experts.count)
+    return model.tokens

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
@@ -172,4 +172,5 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 
 def kind_of(space: SpaceName) -> Kind:
     """The kind of a space."""
-    return _BESIDE if space in BESIDE and ENDS[space] == "columns" else KINDS[ENDS[space]]
+    known = known_space(space)
+    return _BESIDE if known in BESIDE and ENDS[known] == "columns" else KINDS[ENDS[known]]

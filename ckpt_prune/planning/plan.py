@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import PlanFile, SiteRecord
@@ -28,7 +28,7 @@ class SitePlan(SiteRecord):
     @property
     def site(self) -> Site:
         """The site that this is the plan of."""
-        return Site(self.block, self.space, self.expert)
+        return Site(self.block, space_of(self.space, self.expert))
 
 
 # Scores stand beside the units that they chose.

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
@@ -15,6 +14,7 @@ from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
 
 from .dense import Dense, spaces_recipe
 from .models import CASES, Case, first_cases
+from .open_experts import open_up, paths_of
 from .whole import plain
 
 
@@ -30,11 +30,13 @@ def runs() -> list[tuple[Case, str, Target]]:
 
 def whole(case: Case) -> Model:
     """The stock model as the oracle of masks sees it, from the family's own description of what reads what."""
-    paths = module_paths(case.family)
+    paths = paths_of(case.family)
     inputs = tuple(
         tuple(Linear(module, paths[module]) for module in readers) for readers in case.family.inputs.values()
     )
-    return Model(plain(case.model()), inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
+    model = plain(case.model())
+    open_up(model, case.family)
+    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
 
 
 def name(value: object) -> str:

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, SPACES, Ends
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS
 from ckpt_prune.planning.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
@@ -23,7 +23,7 @@ WISHES = {
 
 def test_every_end_has_a_kind_and_every_space_an_end():
     assert set(KINDS) == set(get_args(Ends))
-    assert set(ENDS) == set(get_args(SpaceName))
+    assert set(ENDS) == set(SPACES)
     assert all(isinstance(kind_of(space), type(KINDS[ends])) for space, ends in ENDS.items())
 
 

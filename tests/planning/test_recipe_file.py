@@ -19,7 +19,12 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
     [
         ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
         ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
-        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp"),
+        (
+            "  mlp:",
+            "  mpl:",
+            7,
+            "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp, shared",
+        ),
         (
             "    compensation:",
             "    compensate:",
@@ -277,7 +282,7 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
 def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
     path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
     assert refusal(path) == (
-        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp; "
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp, shared; "
         f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
     )
 
