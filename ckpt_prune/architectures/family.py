@@ -17,6 +17,7 @@ from ckpt_prune.architectures.spaces import (
     AnySpace,
     ColumnSpace,
     Description,
+    ExpertSpace,
     LogitSpace,
     SpaceName,
     expert_of,
@@ -160,6 +161,11 @@ class Family(Description):
     def logits(self) -> dict[SpaceName, LogitSpace]:
         """The spaces that end in attention logits."""
         return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
+
+    @property
+    def routers(self) -> dict[SpaceName, ExpertSpace]:
+        """The spaces of whole experts."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}
 
     @property
     def linears(self) -> list[str]:

@@ -16,7 +16,7 @@ from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import SpaceName, dim_of
+from ckpt_prune.architectures.spaces import SpaceName, dim_of, expert_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 
@@ -132,12 +132,14 @@ class Model:
             # Lines that no other space takes from, where there are any.
             own = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (own or space.incidences)[-1]
+            if expert_of(name) is not None and self.tensor(block, incidence.module) not in tensors:
+                continue  # an expert that is gone
             lines = tensors[self.tensor(block, incidence.module)].shape[dim_of(axis)]
             found[name] = lines // incidence.per_unit(self.dimension)
             if space.per is not None:
                 outer = next((found[other] for other, each in spaces.items() if each.units == space.per), None)
                 found[name] //= self._heads(block, tensors) if outer is None else outer
-        return {name: found[name] for name in spaces}
+        return {name: found[name] for name in spaces if name in found}
 
     def _heads(self, block: int, tensors: Mapping[str, Tensor]) -> int:
         """Query heads of a block."""
@@ -224,7 +226,8 @@ class Model:
 
     def stays(self, kept: Kept) -> Stays:
         """What stays of a block's linear modules where these units do (`cuts.stays`)."""
-        sizes = {module: self.checkpoint.tensors[self.tensor(0, module)].shape for module in self.family.linears}
+        modules = [*self.family.linears, *(space.measured for space in self.family.routers.values())]
+        sizes = {module: self.checkpoint.tensors[self.tensor(0, module)].shape for module in modules}
         return stays(self.family, self.dimension, kept, sizes)
 
     def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, Shape]:
@@ -244,7 +247,41 @@ class Model:
                 if name in shapes:
                     dtype, shape = shapes[name]
                     shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
+            for space in self.family.routers.keys() & own.keys():
+                gone = (m for m, (expert, _) in self.family.expert_modules.items() if expert >= own[space])
+                for module in gone:
+                    shapes.pop(self.tensor(block, module), None)
         return shapes
+
+    def moved_experts(self, block: int, kept: Kept) -> dict[str, str]:
+        """Weights of the experts that stay where others of a block go: new name on disk → the dense model's.
+
+        Args:
+            block: its index.
+            kept: units that stay, of every space that is pruned.
+        """
+        stay = next((kept[space].tolist() for space in self.family.routers if space in kept), [])
+        roles = [] if self.family.experts is None else list(self.family.experts.roles)
+        return {
+            self.tensor(block, each.format(expert=number)): self.tensor(block, each.format(expert=expert))
+            for each in roles
+            for number, expert in enumerate(stay)
+        }
+
+    def without_experts(self, block: int, tensors: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+        """A block's tensors without those of experts that go; the others are numbered anew.
+
+        Args:
+            block: its index.
+            tensors: by on-disk name.
+            kept: units that stay, of every space that is pruned.
+        """
+        moved = self.moved_experts(block, kept)
+        if not moved:
+            return dict(tensors)
+        own = {self.tensor(block, module) for module in self.family.expert_modules}
+        found = {name: tensor for name, tensor in tensors.items() if name not in own}
+        return found | {name: tensors[before] for name, before in moved.items()}
 
     def line_numbers(self, module: str, dim: int) -> Tensor:
         """All rows (dim 0) or columns of a linear module's dense weight."""
@@ -294,6 +331,12 @@ class Model:
         """
         hidden = self.dimension("hidden")
         return {f"{self.family.block}{first}.weight{_INPUT}": hidden for first in self.family.producer_inputs}
+
+    @property
+    def router_experts(self) -> dict[str, int]:
+        """Router's on-disk weight, with `{block}` for the block → experts."""
+        routers = self.family.routers.items()
+        return {f"{self.family.block}{space.measured}.weight": self.units(name) for name, space in routers}
 
     @property
     def query_heads(self) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 if TYPE_CHECKING:
     from torch import Tensor
 
-KnownSpace = Literal["qk", "queries", "heads", "mlp", "shared"]
+KnownSpace = Literal["qk", "queries", "heads", "mlp", "shared", "experts"]
 """Spaces that recipes speak of."""
 SPACES: tuple[str, ...] = get_args(KnownSpace)
 
@@ -58,8 +58,8 @@ class _Known:
 
 SpaceName = Annotated[str, _Known()]
 """A space of a block. Where a block has experts, each has spaces of its own, `mlp.0`, `mlp.1`; recipes say `mlp`."""
-Ends = Literal["columns", "logits"]
-"""What a space ends in: the columns of a linear module, or the attention logits."""
+Ends = Literal["columns", "logits", "experts"]
+"""What a space ends in: the columns of a linear module, the attention logits, or in whole experts."""
 Rounding = Literal["floor", "ceil", "nearest"]
 """From units times a ratio to a whole number of units."""
 Axis = Literal["rows", "columns"]
@@ -73,6 +73,7 @@ ENDS: dict[str, Ends] = {
     "heads": "columns",
     "mlp": "columns",
     "shared": "columns",
+    "experts": "experts",
 }
 """What each space ends in, in every family that has it: recipes are checked without a model."""
 BESIDE: frozenset[str] = frozenset({"qk", "queries"})
@@ -299,7 +300,32 @@ class LogitSpace(Space):
         return [] if method == "none" else self.readers
 
 
-AnySpace = Annotated[ColumnSpace | LogitSpace, Field(discriminator="ends")]
+class ExpertSpace(Space):
+    """Whole experts of a block; `rows` are those of the router. What else is an expert's goes with it."""
+
+    ends: Literal["experts"]
+
+    @property
+    def incidences(self) -> list[tuple[Axis, Incidence]]:
+        """Rows of the router."""
+        return [("rows", incidence) for incidence in self.rows]
+
+    @property
+    def measured(self) -> str:
+        """The router."""
+        return self.rows[0].module
+
+    @property
+    def solved_from(self) -> list[str]:
+        """The router: scores look at moments alone."""
+        return [self.measured]
+
+    def rewritten(self, method: str) -> list[str]:
+        """None: rows of the router are dropped."""
+        return []
+
+
+AnySpace = Annotated[ColumnSpace | LogitSpace | ExpertSpace, Field(discriminator="ends")]
 
 
 def product(dimensions: list[str | int], dimension: Dimension) -> int:

@@ -192,6 +192,7 @@ def measure_into(
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
+    wanted |= dict.fromkeys(family.routers, False)
     if "logits" in collect:
         wanted |= dict.fromkeys(family.logits, "centred" in collect)
     if "linears" in collect:
@@ -233,6 +234,7 @@ def measure_into(
         blocks=blocks,
         consumers=model.consumer_widths,
         queries=model.query_heads,
+        routers=model.router_experts,
         linears=model.linear_widths if "linears" in collect else {},
         files=files,
     )

@@ -9,6 +9,7 @@ from ckpt_prune.architectures.spaces import Ends
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments, smaller_form
 from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.routing import Routing, RoutingMoments
 
 
 class Inputs:
@@ -98,6 +99,18 @@ def _of_logits(
     return Logits(query, key, begin)
 
 
-OBSERVERS: dict[Ends, Callable[..., Inputs | Logits]] = {"columns": _of_columns, "logits": _of_logits}
+def _of_experts(
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, gram: bool, samples: list[int]
+) -> Routing:
+    experts = factory.experts(block)
+    assert experts is not None
+    return Routing(experts, [RoutingMoments.zeros(len(experts), factory.device) for _ in samples])
+
+
+OBSERVERS: dict[Ends, Callable[..., Inputs | Logits | Routing]] = {
+    "columns": _of_columns,
+    "logits": _of_logits,
+    "experts": _of_experts,
+}
 """What watches a space: called with factory, block, its index, the space, whether with a Gram
 (of logits: with one of centred keys), samples of each fold."""

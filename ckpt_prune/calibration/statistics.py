@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -38,12 +39,14 @@ from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import Moments, Taylor
+from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
+_ROUTING = tuple(each.name for each in fields(RoutingMoments))
 _LOGITS = ("queries", "keys", "fourth", "centred")
 _ORDERS = ("first", "second")
 
@@ -82,6 +85,7 @@ class StatisticsIndex(BaseModel):
         consumers: consumer's on-disk weight → width, for every block.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
+        routers: router's on-disk weight → experts, for every block; left out of what is written where there are none.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
         files: file → sha256.
@@ -115,6 +119,7 @@ class StatisticsIndex(BaseModel):
     blocks: int = Field(ge=1)
     consumers: dict[str, int]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    routers: dict[str, int] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
@@ -141,7 +146,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("fisher", "predicted", "spaces", "scores", "effects"):
+        for key in ("routers", "fisher", "predicted", "spaces", "scores", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -191,8 +196,10 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
     return gram
 
 
-def _flat(moments: Moments | LogitMoments) -> dict[str, Tensor]:
+def _flat(moments: Moments | LogitMoments | RoutingMoments) -> dict[str, Tensor]:
     """Moments as tensors by name."""
+    if isinstance(moments, RoutingMoments):
+        return {name: getattr(moments, name) for name in _ROUTING}
     if isinstance(moments, LogitMoments):
         known = {name: getattr(moments, name) for name in _LOGITS if getattr(moments, name) is not None}
         counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
@@ -222,7 +229,7 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     """
     tensors: dict[str, Tensor] = {}
     for weight, folds in moments.items():
-        parts: Sequence[Moments | LogitMoments] = folds
+        parts: Sequence[Moments | LogitMoments | RoutingMoments] = folds
         for fold, each in enumerate(parts):
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     return _write(folder, block_file(block), tensors)
@@ -326,6 +333,12 @@ class Statistics:
                 if weights is not None and name not in weights:
                     continue
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
+            for router in self.index.routers:
+                name = router.format(block=block)
+                if weights is None or name in weights:
+                    found[name] = tuple(
+                        RoutingMoments(*(get(f"{name}/{fold}/{sums}") for sums in _ROUTING)) for fold in folds
+                    )
             if "logits" in self.index.collect:
                 for query, (heads, head_dim) in self.index.queries.items():
                     name = query.format(block=block)
@@ -507,6 +520,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "window": "windows",
         "consumers": "consumers",
         "queries": "queries",
+        "routers": "routers",
         "linears": "linears",
     }
     for field, name in same.items():

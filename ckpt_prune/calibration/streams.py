@@ -15,6 +15,7 @@ from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Logits
 from ckpt_prune.calibration.outside import ReadTensors, load_module
 from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.routing import Routing
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.errors import UserError
@@ -227,7 +228,7 @@ class HiddenStream:
                 complete[key] = tuple(replace(each, routed=seen) for each, seen in zip(again, routed, strict=True))
         return complete
 
-    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Inputs | Logits:
+    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Inputs | Logits | Routing:
         """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
 
         Args:

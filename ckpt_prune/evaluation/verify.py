@@ -288,6 +288,10 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
             ours = ours.index_select(dim, found_among(lines, held))
             if not _same(ours, theirs.index_select(dim, lines), zeroed=name in masked):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
+        moved = model.moved_experts(block, kept)
+        for name, before in moved.items():
+            if not _same(checkpoint.read([name])[name], dense.read([before])[before]):
+                return False, f"{name} is not the dense model's {before}"
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }

@@ -12,11 +12,12 @@ from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES, ExpertScore
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
 
-AnyScore = Score | UnitScore | LogitScore
+AnyScore = Score | UnitScore | LogitScore | ExpertScore
 
 CHOSEN = "auto"
 """Stands for the score that is chosen for each site."""
@@ -55,12 +56,14 @@ class Kind(ABC):
         methods: compensations, by name.
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
         stock: whether any class of transformers can have fewer units.
+        by_errors: whether the errors of every width can be told.
     """
 
     scores: Mapping[str, AnyScore]
     methods: Mapping[str, Traits]
     unrankable: str | None = None
     stock: bool = True
+    by_errors: bool = True
 
     def needs_moments(self, wish: Wish) -> bool:
         """Whether the score or the compensation needs statistics."""
@@ -158,7 +161,32 @@ class BesideKind(ColumnKind):
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
-KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind()}
+class ExpertKind(Kind):
+    """Whole experts of a block."""
+
+    scores: Mapping[str, AnyScore] = EXPERT_SCORES
+    methods: Mapping[str, Traits] = {"none": COLUMN_METHODS["none"]}
+    unrankable = "every block keeps as many experts as the next: allocation: uniform"
+    by_errors = False
+
+    def gram_for(self, wish: Wish) -> str | None:
+        """Nothing."""
+        return None
+
+    def collects(self, wish: Wish) -> set[Collect]:
+        """Nothing beside what is always collected."""
+        return set()
+
+    def measures_more(self, wish: Wish) -> bool:
+        """Nothing."""
+        return False
+
+    def scores_columns(self, score: str) -> bool:
+        """None: experts are scored as wholes."""
+        return False
+
+
+KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind(), "experts": ExpertKind()}
 """What a space ends in → what a recipe may say about it."""
 _BESIDE = BesideKind()
 SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))

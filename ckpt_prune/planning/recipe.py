@@ -153,10 +153,13 @@ class Recipe(Strict):
                     f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
                     "all of it: say target: dense"
                 )
-        for space in self.spaces if self.ranks_blocks else ():
+        for space in self.spaces:
             reason = kind_of(space).unrankable
-            if reason is not None:
+            by_errors = self.allocation == "least-error" and not kind_of(space).by_errors
+            if reason is not None and (self.ranks_blocks or by_errors):
                 raise ValueError(reason)
+        if "experts" in self.spaces and "mlp" in map(known_space, self.spaces):
+            raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
         if self.ranks_blocks and self.widths == "uniform":
             raise ValueError(
                 f"allocation {self.allocation} gives every block its own widths, which no stock model can load: "

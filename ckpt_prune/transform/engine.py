@@ -66,7 +66,7 @@ class Pruner:
         fill_biases(self.model.family, block, self.biases, current)
         check_overflow(tensors, current)
         self._pad(block, kept, current)
-        return current, plans
+        return self.model.without_experts(block, current, kept), plans
 
     def sites(self, block: int, tensors: dict[str, Tensor], source: MomentSource) -> Iterator["AtSite"]:
         """Solve the sites of a block one after the other.

@@ -257,7 +257,7 @@ def _rates(settled: Settled) -> Rates:
 def _uncounted(recipe: Recipe) -> bool:
     """Whether a recipe does what no formula here is for."""
     odd = recipe.mask is not None or recipe.recovery is not None or recipe.perplexity_grid is not None
-    return odd or recipe.export is not None or "qk" in recipe.spaces
+    return odd or recipe.export is not None or bool({"qk", "experts"} & recipe.spaces.keys())
 
 
 def _few(model: Model, samples: int, folds: int) -> int:

@@ -21,7 +21,8 @@ from .models import BLOCKS, CASES, Case, first_cases
 
 def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
     """On-disk name → shape in the stock class, under a config with these changes; weights as (outputs, inputs)."""
-    config = parse_config(case.config.to_dict() | changes)
+    names = case.config.attribute_map  # what the class knows by several names is written under one
+    config = parse_config(case.config.to_dict() | {names.get(key, key): value for key, value in changes.items()})
     shapes = Names(build_skeleton(config, case.architecture)).shapes
     turned = {case.family.tensor(block, module) for block in range(BLOCKS) for module in case.family.transposed}
     return {name: shape[::-1] if name in turned else shape for name, shape in shapes.items()}

@@ -28,7 +28,7 @@ def test_every_end_has_a_kind_and_every_space_an_end():
 
 
 def test_units_that_stand_side_by_side_are_not_ranked_over_blocks():
-    assert {space for space in ENDS if kind_of(space).unrankable} == BESIDE
+    assert {space for space in ENDS if kind_of(space).unrankable} == BESIDE | {"experts"}
 
 
 def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_of_it():
@@ -55,6 +55,8 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
             )
             told = {"taylor"} if wish.score in ("taylor1", "taylor2") else set()
             assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set()) | told
+        elif ends == "experts":
+            assert (kind.gram_for(wish), kind.collects(wish), kind.measures_more(wish)) == (None, set(), False)
         else:
             assert kind.gram_for(wish) is None
             assert kind.collects(wish) == ({"logits"} if kind.needs_moments(wish) or wish.by_error else set())

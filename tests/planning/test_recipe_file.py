@@ -23,7 +23,7 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             "  mlp:",
             "  mpl:",
             7,
-            "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp, shared",
+            "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp, shared, experts",
         ),
         (
             "    compensation:",
@@ -52,7 +52,7 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
             "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, taylor1, "
-            "taylor2, auto, logit-energy",
+            "taylor2, auto, logit-energy, routed-energy, frequency, reap",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (
@@ -282,7 +282,8 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
 def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
     path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
     assert refusal(path) == (
-        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp, shared; "
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp, shared, "
+        "experts; "
         f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
     )
 

@@ -1,5 +1,6 @@
 """Mixtures of experts: what is theirs alone. `tests/contract` holds everything that they share with other models."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import ckpt_prune
 from ckpt_prune.calibration.statistics import Statistics
@@ -19,11 +22,12 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.records import SiteRecord
 from ckpt_prune.report.reading import report_of
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.transform.settle import settle
 from tests.contract.dense import Dense, spaces_recipe
-from tests.contract.models import BLOCKS, Case
+from tests.contract.models import BLOCKS, Case, first_cases
 from tests.contract.open_experts import open_up
-from tests.contract.whole import TARGETS, seen
+from tests.contract.whole import TARGETS, outputs, seen
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
 
@@ -44,6 +48,12 @@ def lonely(tmp_path_factory: pytest.TempPathFactory) -> Dense:
         router[1], router[2:] = -router[0], 0
     save_file(tensors, path, {"format": "pt"})
     return dense
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Dense:
+    """Dense models, each with statistics that are measured once."""
+    return Dense(tmp_path_factory.mktemp("dense"))
 
 
 def reported(out: Path) -> Sequence[SiteRecord]:
@@ -108,6 +118,104 @@ def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tm
         assert check.passed or check.name == "sparsity", check
 
 
+# ---- whole experts -------------------------------------------------------------------------------------------------
+
+WHOLE = [case for case in first_cases() if case.family.experts is not None]
+KEEP = 3
+
+
+@torch.no_grad()
+def ranked(case: Case, score: str) -> dict[int, list[int]]:
+    """Block → the experts that stay, from what every token of the stock model is given."""
+    model: Any = case.model().double()
+    assert case.family.experts is not None
+    found = {}
+    called: dict[int, Any] = {}
+    for block in range(BLOCKS):
+        stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
+        stacked.register_forward_pre_hook(lambda _, args, block=block: called.__setitem__(block, args))
+    outputs(model, case.samples())
+    for block, (tokens, chosen, weights) in called.items():
+        stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
+        values = []
+        for expert in range(4):
+            norms = []
+            for token, own, given in zip(tokens, chosen.tolist(), weights, strict=True):
+                if expert in own:
+                    gate, up = (stacked.gate_up_proj[expert] @ token).chunk(2)
+                    y = stacked.down_proj[expert] @ (stacked.act_fn(gate) * up)
+                    norms.append(float(given[own.index(expert)].double() * y.norm()))
+            told = {"routed-energy": np.square(norms).sum(), "frequency": len(norms), "reap": np.mean(norms)}
+            values.append(told[score])
+        found[block] = sorted(np.argsort(values)[-KEEP:].tolist())
+    return found
+
+
+def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
+    """The stock class of so many experts, with the weights of those that stay."""
+    (key,) = case.family.dimensions["experts"]
+    dense = case.model()
+    config = AutoConfig.for_model(**case.config.to_dict())
+    setattr(config, key, KEEP)
+    model: Any = type(dense)(config)
+    values = dict(dense.state_dict())
+    for name, tensor in values.items():
+        if ".experts." in name or name.endswith(("mlp.gate.weight", "router.weight")):
+            values[name] = tensor[kept[int(name.split(".")[2])]]
+    model.load_state_dict(values)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("case", "score"), list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False)), ids=str)
+def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case, score: str, tmp_path: Path) -> None:
+    values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": score}}}
+    live = None if score == "frequency" else case.samples()
+    dense.prune(case, Recipe.model_validate(values), tmp_path / "out", live)
+    kept = {site.block: site.kept for site in reported(tmp_path / "out")}
+    assert kept == ranked(case, score)
+    other = case.samples(6, seed=9)
+    found, expected = outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(smaller(case, kept), other)
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-9, atol=1e-9)
+    for check in verify(tmp_path / "out", dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check
+
+
+def test_experts_go_beside_heads_block_by_block(dense: Dense, tmp_path: Path) -> None:
+    heads = {"score": "corp", "ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
+    spaces = {"heads": heads, "experts": {"score": "routed-energy"}}
+    values = {"version": 1, "name": "test", "ratio": 0.25, "target": "sequential", "spaces": spaces}
+    dense.prune(TWO, Recipe.model_validate(values), tmp_path / "out", TWO.samples())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # What the class knows by two names stands once, under the one that the source has.
+    assert (config["num_local_experts"], config.get("num_experts"), config["num_key_value_heads"]) == (KEEP, None, 1)
+    for check in verify(tmp_path / "out", dense.folder(TWO)):
+        assert check.passed or check.name == "sparsity", check
+
+
+def test_verify_sees_an_expert_that_is_another(dense: Dense, tmp_path: Path) -> None:
+    values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "frequency"}}}
+    dense.prune(TWO, Recipe.model_validate(values), tmp_path / "out", TWO.samples())
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (0, 1)]
+    tensors |= {names[0]: tensors[names[1]], names[1]: tensors[names[0]]}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    failed = [check for check in verify(tmp_path / "out", dense.folder(TWO)) if not check.passed]
+    assert any(f"{names[0]} is not the dense model's" in check.detail for check in failed)
+
+
+def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
+    experts = {"experts": {"score": "reap"}}
+    assert refused(dense, {"ratio": 0.75, "spaces": experts}) == (
+        "1 of 4 experts would stay, and the router sends every token to 2 (num_experts_per_tok in config.json): keep "
+        "as many"
+    )
+    with pytest.raises(ValidationError, match="for both, prune twice, whole experts first"):
+        Recipe.model_validate({"version": 1, "name": "test", "spaces": experts | {"mlp": {"score": "flap"}}})
+    with pytest.raises(ValidationError, match="every block keeps as many experts as the next: allocation: uniform"):
+        Recipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
+
+
 def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
     wanted = Recipe.model_validate({"version": 1, "name": "test", **recipe})
     with pytest.raises(UserError) as caught:
@@ -154,7 +262,7 @@ def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
 
 def test_inspect_counts_the_columns_of_an_expert(tmp_path: Path) -> None:
     spaces = ckpt_prune.inspect(str(Dense(tmp_path).folder(TWO)), ratios=[0.5]).spaces
-    assert list(spaces) == ["queries", "heads", "mlp"]
+    assert list(spaces) == ["queries", "heads", "mlp", "experts"]
     mlp = spaces["mlp"]
     assert (mlp.unit, mlp.units, mlp.parameters) == ("column of each of 4 experts", 22, BLOCKS * 4 * 3 * 16 * 22)
     assert mlp.containers == {"weights": "qwen3_moe", "weights and bias": "remote code"}
