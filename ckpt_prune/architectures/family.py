@@ -393,6 +393,14 @@ def described(config: dict[str, Any]) -> Family:
     return load_family(model_type, next((key for key in variants_of(model_type) if config.get(key)), None))
 
 
+@cache
+def _refused() -> dict[str, str]:
+    """Families that cannot be described, and why not."""
+    text = (resources.files("ckpt_prune.architectures") / "refused.json").read_text(encoding="utf-8")
+    found: dict[str, str] = json.loads(text)
+    return found
+
+
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -430,6 +438,8 @@ def _supported(config: dict[str, Any]) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
+    if model_type in _refused():
+        raise UserError(f"model_type {model_type!r} is not supported: {_refused()[model_type]}")
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts and (model_type not in known_families() or load_family(model_type).experts is None):
         known = ", ".join(known_families())

@@ -64,7 +64,7 @@ class Experts(Description):
         up: what that is multiplied by. Where it is the gate, one weight holds both, the gate's rows first.
         down: what makes the expert's output.
         module: what stands in a block of the model for all experts together.
-        fused: linear module of an expert → the tensor of a block in which files hold it for all experts, stacked.
+        stacked: whether files hold each linear module of all experts in one tensor, named without `{expert}`.
         chosen: config key of how many experts see a token.
     """
 
@@ -74,13 +74,18 @@ class Experts(Description):
     up: str
     down: str
     module: str
-    fused: dict[str, str] = Field(default_factory=dict)
+    stacked: bool = False
     chosen: str
 
     @property
     def roles(self) -> dict[str, str]:
         """Linear module of an expert → what it does; one that holds gate and up is the gate."""
         return {self.up: UP, self.gate: GATE, self.down: DOWN}
+
+    @property
+    def stacks(self) -> dict[str, str]:
+        """Module that files hold for all experts → the module of one; where they do."""
+        return {module.replace(".{expert}", ""): module for module in self.roles} if self.stacked else {}
 
 
 class Refusal(Description):

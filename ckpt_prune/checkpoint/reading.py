@@ -1,8 +1,8 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Checkpoint:
         files: the safetensors files' names, sorted.
         sharded: whether an index spreads the tensors over files.
         metadata: each file's free-text `__metadata__`.
+        stacks: tensor of a file → names of the parts that `tensors` has in its place.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Checkpoint:
     files: tuple[str, ...]
     sharded: bool
     metadata: dict[str, dict[str, str]]
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -86,6 +88,30 @@ class Checkpoint:
         """The same checkpoint, these of its matrices read as their transposes."""
         turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
         return replace(self, tensors=self.tensors | turned) if turned else self
+
+    def split(self, stacks: Mapping[str, tuple[str, ...]]) -> "Checkpoint":
+        """The same checkpoint with the parts of some tensors, along their first axis, in their place.
+
+        Args:
+            stacks: tensor → a name for each part.
+        """
+        here = {name: parts for name, parts in stacks.items() if name in self.tensors}
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            parts = here.get(name)
+            own = {name: info} if parts is None else {part: info.part(i, part) for i, part in enumerate(parts)}
+            tensors |= own
+        return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
+
+    @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors as the files hold them, but for transposes."""
+        parts = {part for names in self.stacks.values() for part in names}
+        found = {name: info for name, info in self.tensors.items() if name not in parts}
+        for whole, names in self.stacks.items():
+            first, count = self.tensors[names[0]], len(names)
+            found[whole] = replace(first, name=whole, shape=(count, *first.shape), nbytes=first.nbytes * count)
+        return found
 
     @property
     def transposed(self) -> frozenset[str]:
@@ -126,7 +152,7 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
-        return checkpoint_fingerprint(self.path, self.config, self.tensors.values())
+        return checkpoint_fingerprint(self.path, self.config, self.stored.values())
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

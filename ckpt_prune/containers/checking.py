@@ -48,8 +48,9 @@ def check_stored(checkpoint: Checkpoint, known: Names) -> None:
     Raises:
         UserError: a tensor is missing, unknown, of another shape, or not floating point.
     """
-    check_shapes({name: info.stored_shape for name, info in checkpoint.tensors.items()}, known, f"{checkpoint.path}")
-    for name, info in checkpoint.tensors.items():
+    tensors = checkpoint.stored
+    check_shapes({name: info.stored_shape for name, info in tensors.items()}, known, f"{checkpoint.path}")
+    for name, info in tensors.items():
         if is_stored_buffer(name):
             continue
         if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_prune.architectures.family import family_of
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -165,7 +165,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
 
 
 def _zeros(checkpoint: Checkpoint) -> SparsityDescription:
-    family = fitting_family(checkpoint)
+    checkpoint, family = fitted(checkpoint)
     found = {each.name: each for each in find_zeros(checkpoint)}
     modules = {
         module: [found[name] for name in names]

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS
-from ckpt_prune.architectures.fitting import fitting_family, oriented
+from ckpt_prune.architectures.fitting import fitted, fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName, space_of
@@ -117,7 +117,7 @@ def _dense(folder: Path, report: Report | None, against: Path) -> Checkpoint:
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
-    shapes = {name: info.stored_shape for name, info in checkpoint.tensors.items()}
+    shapes = {name: info.stored_shape for name, info in checkpoint.stored.items()}
     check_shapes(shapes, stored_container(checkpoint).names(), str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
 
@@ -153,7 +153,7 @@ def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
 
 def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
     """Every masked weight has the zeros of its mask, and its groups hold the pattern."""
-    checkpoint = oriented(checkpoint, fitting_family(checkpoint))
+    checkpoint, _ = fitted(checkpoint)
     if report is None or report.mask is None or not report.linears:
         return None, f"no mask recorded; {_found_zeros(checkpoint)}"
     groups = _groups(report)
@@ -187,7 +187,7 @@ def _mask_fault(linear: MaskedLinear, tensor: torch.Tensor, zeros: int, groups: 
 
 def _found_zeros(checkpoint: Checkpoint) -> str:
     """What share of the blocks' linear weights is zero, and the pattern that all of them hold."""
-    family = fitting_family(checkpoint)
+    checkpoint, family = fitted(checkpoint)
     modules = weights_by_module(checkpoint.tensors, family.block, family.linears)
     found = list(find_zeros(checkpoint, [name for names in modules.values() for name in names]))
     share, pattern = share_of_all(found), pattern_of_all(found)
@@ -201,6 +201,8 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
+    if report.rotation is None:
+        checkpoint, _ = fitted(checkpoint)
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense)
     if report.rotation is not None:
@@ -212,7 +214,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
 
 def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
     """What is not in the blocks' linear modules, which recovery rewrites, is the dense model's."""
-    family = fitting_family(dense)
+    dense, family = fitted(dense)
     trained = {
         family.tensor(block, module, kind)
         for block in range(family.dimension(parse_config(dense.config), "layers"))
@@ -231,6 +233,7 @@ def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]
 
 def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Masked weights are zero or the dense ones, where their method does no more; other tensors are the dense ones."""
+    dense, _ = fitted(dense)
     masked = {linear.weight for linear in report.linears}
     compared = [name for name in checkpoint.tensors if name not in masked or not _rewritten(report)]
     for name in track(compared, "comparing", unit="tensor"):
@@ -264,7 +267,7 @@ def _known(site: SiteRecord, model: Model) -> SpaceName:
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
-    model, checkpoint = Model.of(dense), oriented(checkpoint, fitting_family(checkpoint))
+    model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
@@ -279,7 +282,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in dense.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
@@ -290,7 +293,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
                 return False, f"{name} does not hold the dense model's rows of the kept units"
         moved = model.moved_experts(block, kept)
         for name, before in moved.items():
-            if not _same(checkpoint.read([name])[name], dense.read([before])[before]):
+            if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
                 return False, f"{name} is not the dense model's {before}"
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()

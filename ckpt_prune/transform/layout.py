@@ -1,6 +1,7 @@
 """Shapes before data: every output tensor's dtype and shape, checked against the container on the meta device."""
 
 from ckpt_prune.architectures.model import Model, Shape
+from ckpt_prune.checkpoint.shard import stacked
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.rotations.rotated import Added
@@ -34,7 +35,8 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
         shapes[name] = (shapes[beside][0], shape)
         files[name] = files[beside]
     turned = model.checkpoint.transposed
-    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in shapes.items()}
+    plain = stacked(shapes, model.checkpoint.stacks)
+    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
     check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:

@@ -195,7 +195,9 @@ def recover(
     with staging:
         if staging.journal.complete:
             return publish_complete(staging, announce)
-        writer = CheckpointWriter(staging, layout, sharded=pruned.sharded, transposed=pruned.transposed)
+        writer = CheckpointWriter(
+            staging, layout, sharded=pruned.sharded, transposed=pruned.transposed, stacks=pruned.stacks
+        )
         with stages.stage("hidden states"):
             recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):

@@ -136,6 +136,7 @@ def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce)
         sharded=checkpoint.sharded,
         aside=output.aside.keys(),
         transposed=checkpoint.transposed,
+        stacks=checkpoint.stacks,
     )
     search = _searched(settled, writer, stages)
     ready = settled if search is None else settled.with_strength(search.chosen)

@@ -264,6 +264,15 @@ PUBLISHED: dict[str, Published] = {
         decoder_sparse_step=1,
         tie_word_embeddings=False,
     ),
+    "ibm-granite/granite-3.0-1b-a400m-base": _of(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        1_334_628_352,
+        **_sizes(49155, 1024, 512, 24, 16, 8),
+        num_local_experts=32,
+        num_experts_per_tok=8,
+        tie_word_embeddings=True,
+    ),
     "allenai/OLMoE-1B-7B-0924": _of(
         "olmoe",
         "OlmoeForCausalLM",

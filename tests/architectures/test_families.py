@@ -126,6 +126,15 @@ def test_experts(model_type, key):
     )
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "gpt_oss", "llama4", "llama4_text"])
+def test_a_mixture_that_is_refused_by_name(model_type):
+    reasons = json.loads((Path(family.__file__).parent / "refused.json").read_text())
+    assert refusal({"model_type": model_type, "num_local_experts": 8}) == (
+        f"model_type {model_type!r} is not supported: {reasons[model_type]}"
+    )
+    assert reasons.keys().isdisjoint(known_families())
+
+
 def test_no_experts_is_no_mixture():
     assert family_of({"model_type": "llama", "num_experts": 0, "num_local_experts": None}) == load_family("llama")
 

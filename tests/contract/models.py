@@ -188,6 +188,10 @@ CASES = cases()
 
 
 ALIKE = {
+    "mixtral": "qwen3_moe",
+    "olmoe": "qwen3_moe",
+    "granitemoe": "qwen3_moe",
+    "qwen2_moe": "qwen3_moe",
     "qwen2": "mistral",
     "ernie4_5": "cohere2",
     "granite": "llama",

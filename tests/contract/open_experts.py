@@ -41,6 +41,17 @@ class OpenExperts(nn.ModuleList):
         return torch.stack([expert(tokens, every[:, n, None]) for n, expert in enumerate(self)]).sum(0)
 
 
+def unstacked(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a file, with the parts of those that hold all experts in their place."""
+    found = dict(tensors)
+    for module, each in family.experts.stacks.items() if family.experts is not None else ():
+        for name in [name for name in tensors if name.endswith(f".{module}.weight")]:
+            before = name.removesuffix(f"{module}.weight")
+            parts = enumerate(found.pop(name))
+            found |= {f"{before}{each.format(expert=expert)}.weight": part for expert, part in parts}
+    return found
+
+
 def open_up(model: nn.Module, family: Family) -> None:
     """Put such experts into every block of a model."""
     if family.experts is None:

@@ -12,11 +12,13 @@ from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.architectures.spaces import first_of_experts, known_space
+from ckpt_prune.checkpoint.shard import stacked as stacked_up
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
 
 from .dense import Dense
 from .models import BLOCKS, CASES, Case, first_cases
+from .open_experts import unstacked
 
 
 def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
@@ -84,6 +86,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
     stored = load_file(dense.folder(case) / "model.safetensors")
     values = dict(case.model().named_parameters())
     paths = module_paths(case.family)
+    stored = unstacked(case.family, stored)
     for index in range(BLOCKS):
         prefix = case.family.block.format(block=index)
         weights = {name for name, t in stored.items() if name.startswith(prefix) and t.dim() == 2}
@@ -126,6 +129,7 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
             found = shapes_of(case, **model.config_values({name: kept}))
             widths = {each: kept for each in case.family.spaces if known_space(each) == known}
             wanted = derived(model, [widths] * BLOCKS)
+            wanted = stacked_up(wanted, model.checkpoint.stacks)
             assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}
 
 

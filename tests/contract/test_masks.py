@@ -50,7 +50,9 @@ def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, ru
     expected = whole(case).mask(data, RULES[rule][1], target)
     turned = {case.family.tensor(block, module) for block in range(case.blocks) for module in case.family.transposed}
     expected = {name: tensor.T if name in turned else tensor for name, tensor in expected.items()}
-    assert_masked(tmp_path / "out", dense.folder(case), expected, updated="sparsegpt" in rule)
+    assert_masked(tmp_path / "out", dense.folder(case), expected, case.family, updated="sparsegpt" in rule)
+    for check in verify(tmp_path / "out", dense.folder(case)) if case.family.experts is not None else ():
+        assert check.passed, check
 
 
 @pytest.mark.parametrize("case", first_cases(), ids=str)
