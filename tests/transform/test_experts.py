@@ -244,6 +244,19 @@ def test_a_block_without_experts_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_experts_as_they_are_in_memory_are_refused(tmp_path: Path) -> None:
+    """transformers loads them, too."""
+    folder = Dense(tmp_path).folder(TWO)
+    tensors = {name: tensor.clone() for name, tensor in TWO.model().state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        ckpt_prune.inspect(str(folder))
+    assert str(caught.value) == (
+        f"{folder} lacks model.layers.0.mlp.experts.0.up_proj.weight: its experts are stored as transformers holds "
+        "them in memory; save it again by save_pretrained, which writes them as published"
+    )
+
+
 def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
     dense = Dense(tmp_path)
     statistics = Statistics(dense.statistics(TWO).folder)
