@@ -336,6 +336,8 @@ DEFAULTS = {
     "queries": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "heads": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "mlp": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
+    "experts": {"score": "routed-energy"},
+    "shared": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
 }
 
 

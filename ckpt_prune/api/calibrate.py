@@ -95,7 +95,7 @@ def calibrate(
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
-    from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
+    from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
 
     out, trust = options.output, options.trust_remote_code
     with progress_shown(progress):
@@ -105,8 +105,9 @@ def calibrate(
         checkpoint, described = source.checkpoint, source.family
         known = collectable(source)
         inside = [space for space in described.columns if space not in described.consumers]
-        usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, known, inside, usual, described.model_type)
+        usual = [*everything(source), *([EFFECTS] if measured_singly(source) else [])]
+        effects = [] if described.experts is not None else [EFFECTS]
+        asked = _kinds(options.collect, (*known, *effects), inside, usual, described.model_type)
         kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
         refuse_overlap(checkpoint.path, out)
@@ -158,7 +159,7 @@ def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual:
     """
     if text is None:
         return usual
-    known = (*kinds, EFFECTS, *inside)
+    known = (*kinds, *inside)
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:

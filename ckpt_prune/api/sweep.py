@@ -78,6 +78,7 @@ def sweep(
     wanted = _ratios(ratios) if isinstance(ratios, str) else [float(ratio) for ratio in ratios]
     options = checked(PlanOptions, {**locals(), "diagnostics": False})
 
+    from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
     from ckpt_prune.transform.checks import check_request
@@ -88,7 +89,9 @@ def sweep(
         check_request(request)
         request.model.checkpoint.check_finite()
         points = points_at(request, wanted)
-        return Sweep(request.recipe.name, tuple(request.recipe.spaces), cost_of(request.model), tuple(points))
+        return Sweep(
+            request.recipe.name, tuple(first_of_experts(request.recipe.spaces)), cost_of(request.model), tuple(points)
+        )
 
 
 def _ratios(text: str) -> list[float]:

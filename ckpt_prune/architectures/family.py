@@ -13,19 +13,22 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ckpt_prune.architectures.composite import known_composites, load_composite
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.architectures.parts import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
 from ckpt_prune.architectures.settings import check_settings
 from ckpt_prune.architectures.spaces import (
     ENDS,
     AnySpace,
     ColumnSpace,
     Description,
+    ExpertSpace,
     Kind,
     LogitSpace,
     RotarySpace,
     SpaceName,
+    expert_of,
     product,
     rotary_space,
+    space_of,
 )
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
@@ -69,6 +72,7 @@ class Family(Description):
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
         absent: why there is none of a space that families alike have.
+        experts: of a block's mlp, where it is a mixture of them.
         rope: whether q and k are rotated by position before they meet.
         rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
         unpaired: why none can, where q and k are rotated.
@@ -113,6 +117,7 @@ class Family(Description):
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
     absent: dict[SpaceName, str] = Field(default_factory=dict)
+    experts: Experts | None = None
     rope: bool = False
     rotary: Rotary | None = None
     unpaired: str | None = None
@@ -194,10 +199,25 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
 
     @property
+    def routers(self) -> dict[SpaceName, ExpertSpace]:
+        """The spaces of whole experts."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}
+
+    @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
         spaces = [*self.logits.values(), *self.consumers.values()]
         return list(dict.fromkeys(module for space in spaces for module in space.modules))
+
+    @property
+    def expert_modules(self) -> dict[str, tuple[int, str]]:
+        """Linear module of a block → the expert whose it is, and what it does there (`Experts.roles`).
+
+        Empty before a config has said how many experts there are.
+        """
+        numbers = dict.fromkeys(expert for name in self.spaces if (expert := expert_of(name)) is not None)
+        roles = {} if self.experts is None else self.experts.roles
+        return {each.format(expert=number): (number, role) for number in numbers for each, role in roles.items()}
 
     @property
     def labels(self) -> dict[str, str]:
@@ -285,10 +305,11 @@ class Family(Description):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config.
+        """The same family with the spaces that blocks have under a config.
 
-        Nor with one where blocks differ in width: there is no one number of its units, and nothing more goes of such a
-        model.
+        A space inside another (`ColumnSpace.within`) is left out where it has one unit, or where blocks differ in
+        width: there is no one number of its units, and nothing more goes of such a model. One of experts is there once
+        for each.
         """
         uneven = getattr(config, "is_heterogeneous", False)
         single = {
@@ -296,7 +317,14 @@ class Family(Description):
             for name, space in self.columns.items()
             if space.within is not None and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }
-        return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
+        spaces: dict[str, AnySpace] = {}
+        for name, space in self.spaces.items():
+            if not space.experts:
+                spaces |= {} if name in single else {name: space}
+            elif self.experts is not None:
+                count = self.dimension(config, self.experts.count)
+                spaces |= {space_of(name, expert): space.of_expert(expert) for expert in range(count)}
+        return self.model_copy(update={"spaces": spaces})
 
     def of(self, architecture: str) -> "Family":
         """The same family with another of its classes at hand; paths lose the base prefix where it is the base model.
@@ -337,10 +365,17 @@ def _unsupported() -> dict[str, str]:
     return found
 
 
+def _refuse_unsupported(model_type: str) -> None:
+    why = _unsupported().get(model_type)
+    if why is not None:
+        raise UserError(f"{model_type} is not supported: {why}")
+
+
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
     "absent",
+    "experts",
     "rope",
     "bias_slots",
     "sliding_window",
@@ -482,9 +517,7 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     Raises:
         UserError: there is none; the message lists the known ones and says where a description goes.
     """
-    why = _unsupported().get(model_type)
-    if why is not None:
-        raise UserError(f"{model_type} is not supported: {why}")
+    _refuse_unsupported(model_type)
     if model_type not in known_families():
         known = ", ".join(known_families())
         raise UserError(
@@ -593,8 +626,9 @@ def _supported(config: dict[str, Any]) -> Family:
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
     if model_type in known_composites() and model_type not in known_families():
         raise UserError(load_composite(model_type).advice)
+    _refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
-    if experts:
+    if experts and (model_type not in known_families() or load_family(model_type).experts is None):
         known = ", ".join(known_families())
         raise UserError(
             f"this checkpoint is a mixture of experts ({experts} in config.json), which is not supported; "

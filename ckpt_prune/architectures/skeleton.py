@@ -155,13 +155,24 @@ class Names:
         held = self.parameters(disk)
         if not held:
             return None
+        if self._stacked(disk):  # a part of what the parameter holds
+            return self.shapes.get(disk)
         first, *rest = (tuple(self._parameters[name].shape) for name in held)
         return (first[0] * (1 + len(rest)), *first[1:]) if rest else first
 
     def missing(self, disk: Iterable[str]) -> list[str]:
         """On-disk names of the parameters that none of these tensors holds, sorted."""
-        held = {parameter for name in disk for parameter in self.parameters(name)}
-        return sorted({self.saved_as(parameter) for parameter in self._parameters if parameter not in held})
+        given = set(disk)
+        held = {parameter for name in given for parameter in self.parameters(name)}
+        lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in held}
+        whole = {parameter for parameter in self._parameters if parameter in given}
+        stacked = (name for name in self.shapes if name not in given and self._stacked(name))
+        return sorted(lacking | {name for name in stacked if not whole.issuperset(self.parameters(name))})
+
+    def _stacked(self, disk: str) -> bool:
+        """Whether a tensor on disk is one of several that a parameter stacks: a weight of one expert."""
+        held, shape = self.parameters(disk), self.shapes.get(disk)
+        return shape is not None and len(held) == 1 and len(shape) < self._parameters[held[0]].dim()
 
 
 def stock_names(config: dict[str, Any], architecture: str) -> Names:

@@ -90,6 +90,7 @@ class Checkpoint:
         metadata: each file's free-text `__metadata__`.
         stamps: of the folder's files when it was opened, by name.
         within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
+        stacks: tensor of a file → names of the parts that `tensors` has in its place.
     """
 
     path: Path
@@ -100,6 +101,7 @@ class Checkpoint:
     metadata: dict[str, dict[str, str]]
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     within: Within | None = None
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -160,6 +162,30 @@ class Checkpoint:
         turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
         return replace(self, tensors=self.tensors | turned) if turned else self
 
+    def split(self, stacks: Mapping[str, tuple[str, ...]]) -> "Checkpoint":
+        """The same checkpoint with the parts of some tensors, along their first axis, in their place.
+
+        Args:
+            stacks: tensor → a name for each part.
+        """
+        here = {name: parts for name, parts in stacks.items() if name in self.tensors}
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            parts = here.get(name)
+            own = {name: info} if parts is None else {part: info.part(i, part) for i, part in enumerate(parts)}
+            tensors |= own
+        return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
+
+    @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors as the files hold them, but for transposes."""
+        parts = {part for names in self.stacks.values() for part in names}
+        found = {name: info for name, info in self.tensors.items() if name not in parts}
+        for whole, names in self.stacks.items():
+            first, count = self.tensors[names[0]], len(names)
+            found[whole] = replace(first, name=whole, shape=(count, *first.shape), nbytes=first.nbytes * count)
+        return found
+
     @property
     def transposed(self) -> frozenset[str]:
         """Matrices that are read as the transposes of what the files hold."""
@@ -201,7 +227,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
         rest = () if self.within is None else self.within.rest.values()
-        return checkpoint_fingerprint(self.path, self.config, [*self.tensors.values(), *rest])
+        return checkpoint_fingerprint(self.path, self.config, [*self.stored.values(), *rest])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

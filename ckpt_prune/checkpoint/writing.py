@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.jsonfile import canonical, pretty
 from ckpt_prune.checkpoint.reading import INDEX, read_tensors
-from ckpt_prune.checkpoint.shard import TensorInfo, build_header, write_tensor
+from ckpt_prune.checkpoint.shard import TensorInfo, build_header, stacked, write_tensor
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import DiskError, UserError
@@ -49,6 +49,7 @@ class CheckpointWriter:
         metadata: free text for each file's header, beside `{"format": "pt"}`.
         transposed: matrices of the layout whose files hold their transposes.
         names: tensor of the layout → its name in the file, where that is another.
+        stacks: tensor of a file → the tensors of the layout that it stacks.
 
     Raises:
         UserError: the run that is resumed had another layout, or there is no room on the disk.
@@ -65,7 +66,9 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
         transposed: Set[str] = frozenset(),
         names: Mapping[str, str] | None = None,
+        stacks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        self._stacks = stacks or {}
         files = len(layout.keys() - aside)
         if not sharded and files != 1:
             raise ValueError(f"{files} files need an index")
@@ -80,10 +83,12 @@ class CheckpointWriter:
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
             given = {(names or {}).get(name, name): name for name in tensors}
             stored = {s: (tensors[n][0], tensors[n][1][:: -1 if n in transposed else 1]) for s, n in given.items()}
+            stored = stacked(stored, {whole: parts for whole, parts in self._stacks.items() if parts[0] in tensors})
             self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes
+            held = {part: own for info in header.tensors.values() for part, own in self._parts(info, tensors).items()}
             self._plan |= {
-                given[s]: info.turned() if given[s] in transposed else info for s, info in header.tensors.items()
+                given.get(s, s): info.turned() if given.get(s, s) in transposed else info for s, info in held.items()
             }
         digest = hashlib.sha256(
             canonical({file: data.hex() for file, data in self._headers.items()}).encode()
@@ -98,6 +103,13 @@ class CheckpointWriter:
             self._clear_strays()
             for file in self._headers:
                 self._allocate(file)
+
+    def _parts(self, info: TensorInfo, tensors: Container[str]) -> dict[str, TensorInfo]:
+        """What is written into a tensor of a file: it, or the parts of it that there are."""
+        if info.name not in self._stacks:
+            return {info.name: info}
+        here = [part for part in self._stacks[info.name] if part in tensors]
+        return {part: info.part(index, part) for index, part in enumerate(here)}
 
     @property
     def done(self) -> frozenset[str]:
@@ -222,12 +234,13 @@ class CheckpointWriter:
 
     def _index(self) -> dict[str, object]:
         listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}
+        whole = {part: name for name, parts in self._stacks.items() for part in parts}
         return {
             "metadata": {
                 "total_parameters": sum(info.numel for info in listed.values()),
                 "total_size": sum(info.nbytes for info in listed.values()),
             },
-            "weight_map": {name: listed[name].file for name in sorted(listed)},
+            "weight_map": dict(sorted((whole.get(name, name), info.file) for name, info in listed.items())),
         }
 
     def _check_active(self) -> None:

@@ -8,6 +8,7 @@ import click
 from ckpt_prune.api.plan import compared_plan, plan
 from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.api.sweep import sweep as plan_at
+from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.cli.options import (
     checked_recipe,
     container_option,
@@ -194,7 +195,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         rows.append(
             [
                 str(site.block),
-                site.space,
+                space_of(site.space, site.expert),
                 f"{len(site.kept)}/{site.units}",
                 site.method + strength,
                 *("-" if f is None else f"{f:.4f}" for f in figures),

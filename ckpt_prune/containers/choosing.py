@@ -11,12 +11,12 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune.architectures.blocks import block_facts, module_paths
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family, load_family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.containers.remote import BLOCKS_KEY, REMOTE_MODULE
 from ckpt_prune.errors import UserError
@@ -106,6 +106,13 @@ def _open_slots(candidate: Family, biases: Set[str]) -> tuple[dict[str, bool], f
     return dict.fromkeys(keys, True), frozenset(opened | set(biases))
 
 
+def _as_said(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """The name that a config.json has for a key of its class, where the class knows it by several."""
+    names = getattr(config, "attribute_map", {})
+    alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]
+    return next((name for name in alike if name in values and key not in values), key)
+
+
 _BASE_KEYS = frozenset({"dtype", "torch_dtype"})
 
 
@@ -148,6 +155,24 @@ def choose_container(
         UserError: nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
+    for own in widths:
+        for name, first in first_of_experts(own).items():
+            if len({count for space, count in own.items() if known_space(space) == name}) > 1:
+                raise UserError(
+                    f"experts of a block would differ in {name}, where every class has them of one width: say "
+                    "allocation: uniform or least-error"
+                )
+            if family.spaces[first].experts and set(family.spaces[first].modules) & set(biases):
+                raise UserError(
+                    f"experts of a {family.model_type} have no biases: choose a compensation of {name} without one"
+                )
+        stay = next((own[space] for space in family.routers if space in own), None)
+        chosen = 0 if family.experts is None else int(getattr(model.config, family.experts.chosen))
+        if stay is not None and family.experts is not None and stay < chosen:
+            raise UserError(
+                f"{stay} of {model.dimension(family.experts.count)} experts would stay, and the router sends every "
+                f"token to {chosen} ({family.experts.chosen} in config.json): keep as many"
+            )
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(
@@ -235,7 +260,9 @@ def _build(
     values = copy.deepcopy(model.checkpoint.config) if same else _relabelled(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
-    values |= model.config_values(widths[0]) if remote else _stock_values(model, widths[0])
+    own_keys = remote or not any(space.fixed for space in family.spaces.values())
+    changes = model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
+    values |= {_as_said(key, values, model.config): value for key, value in changes.items()}
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
     if decoupled or (remote and family.logits):

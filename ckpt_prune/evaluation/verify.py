@@ -10,11 +10,11 @@ import torch
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS, OUTSIDE_KEY, described_by, with_description
-from ckpt_prune.architectures.fitting import fitting_family, oriented
+from ckpt_prune.architectures.fitting import fitted, fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
@@ -25,7 +25,7 @@ from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.records import MaskedLinear
+from ckpt_prune.planning.records import MaskedLinear, SiteRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
@@ -136,7 +136,7 @@ def _dense(folder: Path, report: Report | None, against: Path, description: Mapp
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
-    shapes = {name: info.stored_shape for name, info in checkpoint.tensors.items()}
+    shapes = {name: info.stored_shape for name, info in checkpoint.stored.items()}
     composite = _is_composite(checkpoint)
     names = composite_names(checkpoint.config) if composite else stored_container(checkpoint).names()
     check_shapes(shapes, names, str(checkpoint.path))
@@ -197,7 +197,7 @@ def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
 
 def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
     """Every masked weight has the zeros of its mask, and its groups hold the pattern."""
-    checkpoint = oriented(checkpoint, fitting_family(checkpoint))
+    checkpoint, _ = fitted(checkpoint)
     if report is None or report.mask is None or not report.linears:
         return None, f"no mask recorded; {_found_zeros(checkpoint)}"
     groups = _groups(report)
@@ -231,7 +231,7 @@ def _mask_fault(linear: MaskedLinear, tensor: torch.Tensor, zeros: int, groups: 
 
 def _found_zeros(checkpoint: Checkpoint) -> str:
     """What share of the blocks' linear weights is zero, and the pattern that all of them hold."""
-    family = fitting_family(checkpoint)
+    checkpoint, family = fitted(checkpoint)
     modules = weights_by_module(checkpoint.tensors, family.block, family.linears)
     found = list(find_zeros(checkpoint, [name for names in modules.values() for name in names]))
     share, pattern = share_of_all(found), pattern_of_all(found)
@@ -245,6 +245,8 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
+    if report.rotation is None:
+        checkpoint, _ = fitted(checkpoint)
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense)
     if report.rotation is not None:
@@ -256,7 +258,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
 
 def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
     """What is not in the blocks' linear modules, which recovery rewrites, is the dense model's."""
-    family = fitting_family(dense)
+    dense, family = fitted(dense)
     trained = {
         family.tensor(block, module, kind)
         for block in range(family.dimension(parse_config(dense.config), "layers"))
@@ -275,6 +277,7 @@ def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]
 
 def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Masked weights are zero or the dense ones, where their method does no more; other tensors are the dense ones."""
+    dense, _ = fitted(dense)
     masked = {linear.weight for linear in report.linears}
     compared = [name for name in checkpoint.tensors if name not in masked or not _rewritten(report)]
     for name in track(compared, "comparing", unit="tensor"):
@@ -298,24 +301,24 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> boo
     return not bool(((ours != theirs) & (ours != 0)).any()) if zeroed else torch.equal(ours, theirs)
 
 
-def _known(space: str, model: Model) -> SpaceName:
-    """A space of the report as the family has it. Raises UserError where it has none."""
-    for name in model.family.spaces:
-        if name == space:
-            return name
-    raise UserError(f"{REPORT} keeps units of {space}, which the dense model has not")
+def _known(site: SiteRecord, model: Model) -> SpaceName:
+    """The space of a site as the family has it. Raises UserError where it has none."""
+    name = space_of(site.space, site.expert)
+    if name in model.family.spaces:
+        return name
+    raise UserError(f"{REPORT} keeps units of {name}, which the dense model has not")
 
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
-    model, checkpoint = Model.of(dense), oriented(checkpoint, fitting_family(checkpoint))
+    model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
     compared = rewritten_blocks = 0
     written: set[str] = set()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
-        sites = {_known(site.space, model): site for site in report.sites if site.block == block}
+        sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
             units = model.site_units(space)
             if site.units != units or not all(0 <= unit < units for unit in site.kept):
@@ -325,7 +328,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in dense.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
@@ -340,6 +343,10 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         pairs, name = model.pairs_kept(gone), model.pairs_name(block)
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
+        moved = model.moved_experts(block, kept)
+        for name, before in moved.items():
+            if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
+                return False, f"{name} is not the dense model's {before}"
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }

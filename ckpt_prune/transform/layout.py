@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.architectures.part import composite_config, composite_names
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.shard import stacked
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.rotations.rotated import Added
@@ -41,7 +42,8 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
         shapes[name] = (shapes[beside][0], shape)
         files[name] = files[beside]
     turned = model.checkpoint.transposed
-    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in shapes.items()}
+    plain = stacked(shapes, model.checkpoint.stacks)
+    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
     check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:

@@ -196,7 +196,14 @@ def recover(
         if staging.journal.complete:
             return publish_complete(staging, announce)
         whole, names = with_rest(pruned, layout)
-        writer = CheckpointWriter(staging, whole, sharded=pruned.sharded, transposed=pruned.transposed, names=names)
+        writer = CheckpointWriter(
+            staging,
+            whole,
+            sharded=pruned.sharded,
+            transposed=pruned.transposed,
+            names=names,
+            stacks=pruned.stacks,
+        )
         with stages.stage("hidden states"):
             recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):

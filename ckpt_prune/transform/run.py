@@ -139,6 +139,7 @@ def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce)
         aside=output.aside.keys(),
         transposed=checkpoint.transposed,
         names=names,
+        stacks=checkpoint.stacks,
     )
     search = _searched(settled, writer, stages)
     ready = settled if search is None else settled.with_strength(search.chosen)

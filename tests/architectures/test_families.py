@@ -153,12 +153,21 @@ def test_no_model_type(config):
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "llama"])
+@pytest.mark.parametrize("model_type", ["jamba", "llama"])
 def test_experts(model_type, key):
     assert refusal({"model_type": model_type, key: 8}) == (
         f"this checkpoint is a mixture of experts ({key} in config.json), which is not supported; "
         f"known families: {KNOWN}; a description goes in ckpt_prune/architectures/families/"
     )
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "gpt_oss", "llama4", "llama4_text"])
+def test_a_mixture_that_is_refused_by_name(model_type):
+    reasons = json.loads((Path(family.__file__).parent / "unsupported.json").read_text())
+    assert refusal({"model_type": model_type, "num_local_experts": 8}) == (
+        f"{model_type} is not supported: {reasons[model_type]}"
+    )
+    assert reasons.keys().isdisjoint(known_families())
 
 
 def test_no_experts_is_no_mixture():

@@ -187,7 +187,7 @@ def test_an_unknown_family(place, command):
 
 
 @every_command
-@pytest.mark.parametrize("model_type", ["mixtral", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["jamba", "llama"])
 def test_a_mixture_of_experts(place, command, model_type):
     set_config("dense", model_type=model_type, num_local_experts=8)
     assert refusal(command, "dense") == (

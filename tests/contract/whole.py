@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.spaces import ColumnSpace
+from ckpt_prune.architectures.spaces import ColumnSpace, expert_of, known_space
 from ckpt_prune.calibration.samples import Samples
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores
 
 from .models import BLOCKS, Case
+from .open_experts import open_up, paths_of
 
 Array = NDArray[np.float64]
 Target = Literal["dense", "by block", "by site"]
@@ -86,8 +86,9 @@ class Whole:
     def __init__(self, case: Case) -> None:
         self.case, self.family = case, case.family
         self.model: PreTrainedModel = plain(case.model()).double()
+        open_up(self.model, case.family)
         self.kept: dict[tuple[int, str], list[int]] = {}
-        self._paths = module_paths(case.family)
+        self._paths = paths_of(case.family)
 
     def path(self, block: int, module: str) -> str:
         """Of a linear module of the family, the first where it is several."""
@@ -98,7 +99,7 @@ class Whole:
 
     def prune(self, data: Samples, methods: Mapping[str, str], target: Target = "dense") -> "Whole":
         """Prune every space that a method is named for, by the case's ratios, in the order of computation."""
-        spaces = [name for name in self.family.spaces if name in methods]
+        spaces = [name for name in self.family.spaces if known_space(name) in methods]
         sites = [(block, space) for block in range(BLOCKS) for space in spaces]
         stages = {
             "dense": [sites],
@@ -116,11 +117,11 @@ class Whole:
                 for block, space in stage:
                     ends = self.family.spaces[space].ends
                     prune = {"logits": self._logits, "rotary": self._rotary, "columns": self._columns}[ends]
-                    prune(block, space, found, methods[space])
+                    prune(block, space, found, methods[known_space(space)])
         return self
 
     def _gone(self, space: str, units: int) -> int:
-        exact = units * self.case.ratio(space)
+        exact = units * self.case.ratio(known_space(space))
         return int(np.ceil(exact) if self.family.spaces[space].rounding == "ceil" else np.floor(exact))
 
     def _columns(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
@@ -151,9 +152,12 @@ class Whole:
             weight, bias = STRENGTHLESS[method](W[:, K], X[:, K], Y)
         consumer.weight.zero_()
         consumer.weight[:, K] = torch.from_numpy(weight)
-        if consumer.bias is None:
+        if expert_of(space) is not None:
+            assert not bias.any()
+        elif consumer.bias is None:
             consumer.bias = nn.Parameter(torch.zeros(len(W), dtype=torch.float64))
-        consumer.bias += torch.from_numpy(bias)
+        if consumer.bias is not None:
+            consumer.bias += torch.from_numpy(bias)
 
     def _emptied(self, block: int, module: str) -> list[int]:
         """Columns of a consumer that went with units of the spaces that were pruned before."""
@@ -248,6 +252,9 @@ class Whole:
 def outputs(model: nn.Module, data: Samples) -> dict[str, Tensor]:
     """Every tensor that a model returns, computed in float64."""
     model = model.double()
+    for module in model.modules():
+        if hasattr(module, "is_concatenated"):  # experts, whose default implementation has no float64
+            module.config._experts_implementation = "eager"
     options = {"use_cache": False} if hasattr(model, "generate") else {}
     found = {name: value for name, value in model(**wide(data), **options).items() if isinstance(value, Tensor)}
     assert found
