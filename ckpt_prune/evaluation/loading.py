@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, known_families
+from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer, parse_config
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import config_object
@@ -130,7 +132,17 @@ def load_reported(
         unexpected=tuple(sorted(name for name in info["unexpected_keys"] if not is_stored_buffer(name))),
         mismatched=tuple(sorted(mismatched)),
     )
+    _settle_experts(model)
     return model.eval(), report
+
+
+def _settle_experts(model: nn.Module) -> None:
+    """Let experts run one by one where torch's grouped products do not take their width (`parts.GROUPED`)."""
+    module: Any
+    for module in model.modules():
+        down = getattr(module, "down_proj", None)
+        if hasattr(module, "is_concatenated") and isinstance(down, Tensor) and down.shape[-1] % GROUPED:
+            module.config._experts_implementation = "eager"
 
 
 @contextmanager
