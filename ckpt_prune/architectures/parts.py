@@ -62,6 +62,8 @@ class Rotary(Description):
 
 GATE, UP, DOWN = "gate", "up", "down"
 """What the linear modules of an expert do."""
+GROUPED = 8
+"""Columns of experts are a multiple of this where torch multiplies all experts at once: it wants rows of 16 bytes."""
 
 
 class Experts(Description):

@@ -7,7 +7,7 @@ import transformers
 
 from ckpt_prune.architectures.cuts import stays, touched
 from ckpt_prune.architectures.family import Family, known_families
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, quiet_transformers
+from ckpt_prune.architectures.skeleton import Names, as_said, build_skeleton, parse_config, quiet_transformers
 from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.errors import UserError
 
@@ -142,8 +142,9 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
             values[key] *= others.get(factor, dimension(factor))
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and hasattr(parsed, "head_dim"):
         values["head_dim"] = dimension("head_dim")
+    said = {as_said(key, config, parsed): value for key, value in values.items()}
     try:
-        found = Names(build_skeleton(parse_config(config | values), family.architecture)).shapes
+        found = Names(build_skeleton(parse_config(config | said), family.architecture)).shapes
     except UserError as error:
         if family.heads_divide_hidden:
             return

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
@@ -213,6 +213,13 @@ def is_stored_buffer(name: str) -> bool:
 
 PAIRS = "rotary_pairs"
 """Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
+
+
+def as_said(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """The name that a config.json has for a key of its class, where the class knows it by several."""
+    names = getattr(config, "attribute_map", {})
+    alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]
+    return next((name for name in alike if name in values and key not in values), key)
 
 
 def is_parameter(name: str) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.spaces import first_of_experts, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
@@ -146,6 +147,13 @@ def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
         yield (
             f"the router sent too few tokens to expert {named}{more}: they were measured on all tokens of their layer; "
             "use more samples"
+        )
+    odd = sorted({len(site.kept) for site in sites if site.expert is not None and len(site.kept) % GROUPED})
+    if any(len(site.kept) < site.units for site in sites if site.expert is not None) and odd:
+        yield (
+            f"experts of {odd[0]} columns do not run by transformers' default, which wants a multiple of {GROUPED}: "
+            f"say --set spaces.mlp.multiple_of={GROUPED}, or load them by ckpt_prune.load or with "
+            'experts_implementation="eager"'
         )
     for site, residual in unsolved(sites):
         yield (

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from ckpt_prune.architectures.blocks import block_facts, module_paths
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family, load_family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import as_said
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.containers.remote import BLOCKS_KEY, REMOTE_MODULE
@@ -104,13 +105,6 @@ def _open_slots(candidate: Family, biases: Set[str]) -> tuple[dict[str, bool], f
     keys = {slot for module, slot in candidate.bias_slots.items() if module in biases and isinstance(slot, str)}
     opened = {module for module, slot in candidate.bias_slots.items() if slot is True or slot in keys}
     return dict.fromkeys(keys, True), frozenset(opened | set(biases))
-
-
-def _as_said(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
-    """The name that a config.json has for a key of its class, where the class knows it by several."""
-    names = getattr(config, "attribute_map", {})
-    alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]
-    return next((name for name in alike if name in values and key not in values), key)
 
 
 _BASE_KEYS = frozenset({"dtype", "torch_dtype"})
@@ -262,7 +256,7 @@ def _build(
     values.pop("auto_map", None)
     own_keys = remote or not any(space.fixed for space in family.spaces.values())
     changes = model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
-    values |= {_as_said(key, values, model.config): value for key, value in changes.items()}
+    values |= {as_said(key, values, model.config): value for key, value in changes.items()}
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
     if decoupled or (remote and family.logits):

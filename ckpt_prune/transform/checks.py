@@ -303,9 +303,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         )
     for name in recipe.spaces:
         if family.spaces[name].whole is not None:
-            others = [
-                known for known, own in first_of_experts(family.spaces).items() if family.spaces[own].whole is None
-            ]
+            # Recipes are named that there are.
+            spaces = first_of_experts(each for each in family.spaces if each not in family.routers)
+            others = [known for known, own in spaces.items() if family.spaces[own].whole is None]
             alone = " and ".join(f"recipe corp-{other}" for other in others)
             reason = family.spaces[name].whole
             raise UserError(

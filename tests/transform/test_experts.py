@@ -271,6 +271,14 @@ def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
     sites = {site.space: site for site in reported(tmp_path / "out")}
     assert len(sites["mlp"].kept) == 11
     assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"] == 11
+    # The default implementation of transformers runs no such width.
+    assert (
+        "experts of 11 columns do not run by transformers' default, which wants a multiple of 8: say --set "
+        'spaces.mlp.multiple_of=8, or load them by ckpt_prune.load or with experts_implementation="eager"'
+    ) in list(warning_lines(reported(tmp_path / "out")))
+    with torch.no_grad():
+        logits = ckpt_prune.load(tmp_path / "out")(torch.arange(3, 12)[None]).logits
+    assert torch.isfinite(logits).all()
 
 
 def test_inspect_counts_the_columns_of_an_expert(tmp_path: Path) -> None:
