@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckpt_prune.api.benchmark import benchmark
     from ckpt_prune.api.calibrate import calibrate
     from ckpt_prune.api.compare import compare
+    from ckpt_prune.api.convert import convert
     from ckpt_prune.api.evaluate import evaluate
     from ckpt_prune.api.export import export
     from ckpt_prune.api.inspect import inspect
@@ -31,6 +32,7 @@ __all__ = [
     "benchmark",
     "calibrate",
     "compare",
+    "convert",
     "evaluate",
     "export",
     "inspect",

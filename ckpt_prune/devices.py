@@ -21,3 +21,27 @@ def resolve_device(text: str) -> torch.device:
         if int(index or 0) >= count:
             raise UserError(f"--device {text}: this machine has {count} usable CUDA devices: say --device cpu")
     return torch.device(text)
+
+
+def computed_in(named: str, device: torch.device, stored: torch.dtype = torch.float32) -> torch.dtype:
+    """The type that a `--compute-dtype` names; auto takes bfloat16 for a model stored in it, where that is faster.
+
+    Perplexities then agree within what other samples change.
+
+    Args:
+        named: auto, or a floating type.
+        device: where the model runs.
+        stored: type of its weights; without one auto is float32.
+    """
+    if named != "auto":
+        dtype: torch.dtype = getattr(torch, named)
+        return dtype
+    return torch.bfloat16 if stored == torch.bfloat16 and _multiplies_bfloat16(device) else torch.float32
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for products of bfloat16: others emulate them, slower than float32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))

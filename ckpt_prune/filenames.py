@@ -8,6 +8,9 @@ ROTATIONS = "rotations.st"
 
 Not under that format's usual suffix: loaders take every file that has it for weights.
 """
+CONVERTED = "ckpt_prune_converted.json"
+"""What a folder that `convert` wrote was made from."""
+
 ELSEWHERE = "pruned elsewhere"
 """Stands for the recipe's name in the report of what another tool pruned and this one recovered."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
@@ -34,7 +35,7 @@ def load(
     """
     folder = Path(path)
     try:
-        raw = parse_object((folder / "config.json").read_bytes())
+        raw = parse_object(read_input(folder / "config.json"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no readable config.json") from error
     remote_class(raw, folder)

@@ -1,15 +1,18 @@
 """Pruned models that no stock config can describe.
 
 Their blocks differ in width, or have biases where the stock class has no slot for one, or have queries and keys
-narrower than values, or fewer heads than the stock class allows.
+narrower than values or without some of their rotary pairs, or fewer heads than the stock class allows.
 
 This one file is both what `ckpt_prune.load` uses and what travels with such a checkpoint as its remote code. It needs
 transformers alone. `PrunedX` is the stock class `X` of transformers, whichever it is, with every block rebuilt from the
 config's own keys, which one block's entry in `per_layer_config` may override:
 
 - `num_attention_heads`, `num_key_value_heads`, the key of the MLP's width: how many there are;
+- `num_kept_heads`: heads, where the stock class also takes their dense number elsewhere, or refuses other numbers;
 - `head_dim`: width of a value head, as in the dense model; attention is scaled by its inverse square root;
 - `qk_head_dim`: width of a query and key head, where it is narrower;
+- `num_rotary_pairs`: rotary pairs of a query and key head, where some are gone; which ones stay, of every KV head, is a
+  tensor of the block (`rotary_pairs`);
 - `ckpt_prune_blocks`: where in the model the blocks are, and where in a block what is rebuilt (`Blocks`);
 - `ckpt_prune_biases`: linear modules (paths within a block) that have a bias although the stock class gives them none;
 - `ckpt_prune_rotations`: blocks before (`entry`) and after (`exit`) which the residual stream is turned into another
@@ -20,6 +23,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 
 import copy
 import inspect
+import sys
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -34,12 +38,22 @@ from transformers.utils.import_utils import is_torchdynamo_exporting
 
 
 class AttentionPaths(TypedDict):
-    """The linears of an attention: paths in a block."""
+    """The linears of an attention: paths in a block.
+
+    Attributes:
+        query: its path.
+        key: its path.
+        value: its path.
+        output: its path.
+        heads: config key of the heads that there are, where it is not the stock class's own. The model is then built
+            with its dense number: it has heads elsewhere, too (SigLIP's pooling).
+    """
 
     query: str
     key: str
     value: str
     output: str
+    heads: NotRequired[str]
 
 
 class WidthPaths(TypedDict):
@@ -61,6 +75,20 @@ class WidthPaths(TypedDict):
     attributes: NotRequired[dict[str, int]]
 
 
+class RotaryFacts(TypedDict):
+    """Queries and keys that are turned by position, pair by pair.
+
+    Attributes:
+        pairs: of a head, in the dense model.
+        neighbours: whether the two dimensions of a pair are neighbours; else they are half a head apart.
+        tables: the same of cosines and sines.
+    """
+
+    pairs: int
+    neighbours: bool
+    tables: bool
+
+
 class Blocks(TypedDict):
     """The config's `ckpt_prune_blocks`: a family's facts about its blocks.
 
@@ -69,11 +97,13 @@ class Blocks(TypedDict):
         attention: of blocks whose heads may be any number and whose queries and keys may be narrower than values, the
             same in number; None where attention is the stock class's.
         widths: config key of an inner width that the stock class does not read, or not as it stands → where it lies.
+        rotary: of blocks that may lack rotary pairs, where their attention is and what it does.
     """
 
     layers: str
     attention: AttentionPaths | None
     widths: dict[str, WidthPaths]
+    rotary: NotRequired[tuple[AttentionPaths, RotaryFacts]]
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
@@ -115,7 +145,9 @@ class PrunedMixin:
         blocks: Blocks = config.ckpt_prune_blocks
         first = layer_config(config, 0)
         # What the stock class is built from has blocks that it accepts; they are replaced.
-        super().__init__(_one_head(first) if blocks["attention"] else first)  # type: ignore[call-arg]
+        attention = blocks["attention"]
+        replaced = attention is not None and "heads" not in attention
+        super().__init__(_one_head(first) if replaced else first)  # type: ignore[call-arg]
         model: Any = self
         # Attention looks up its implementation when it runs: masks and blocks must read it from the same config. One
         # inside another model reads that one's.
@@ -150,6 +182,7 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
         index: of the block.
     """
     layer = _resized(layer_class, config, blocks, index)
+    _drop_pairs(layer, config, blocks)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
@@ -167,13 +200,14 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
 def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
     """The stock block with linears of its own size, and its attention generalised where no stock one has its shape."""
     attention = blocks["attention"]
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = _heads(config, attention)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow = getattr(config, "qk_head_dim", None) or head_dim
     stock = attention is None or (narrow == head_dim and heads * head_dim == config.hidden_size)
-    arguments = (config if stock else _one_head(config), index)
-    # Some blocks are not told their index.
-    layer = layer_class(*arguments[: len(inspect.signature(layer_class).parameters)])
+    arguments = [config if stock else _one_head(config)]
+    # Some blocks are not told their index; BEiT's are told how often training leaves them out.
+    told = [name for name in inspect.signature(layer_class).parameters if "idx" in name]
+    layer = layer_class(*arguments, **dict.fromkeys(told, index))
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow)
     for key, paths in blocks["widths"].items():
@@ -198,6 +232,13 @@ def _narrow_by(layer: nn.Module, paths: WidthPaths, gone: int) -> None:
         owner, _, name = path.rpartition(".")
         module = layer.get_submodule(owner)
         setattr(module, name, getattr(module, name) - gone * each)
+
+
+def _heads(config: PreTrainedConfig, attention: AttentionPaths | None) -> int:
+    """Heads of a block."""
+    key = attention.get("heads", "num_attention_heads") if attention is not None else "num_attention_heads"
+    heads: int = getattr(config, key, None) or config.num_attention_heads
+    return heads
 
 
 def _one_head(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -386,6 +427,107 @@ def _narrowed(attention: type) -> type:
     if attention not in _NARROWED:
         _NARROWED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": narrow_forward})
     return _NARROWED[attention]
+
+
+# ---- attention without some of its rotary pairs -----------------------------------------------------------------
+
+
+def turn(states: Tensor, cosines: Tensor, sines: Tensor, *, neighbours: bool) -> Tensor:
+    """Queries or keys turned by position, pair by pair.
+
+    Args:
+        states: (..., 2 P).
+        cosines: (..., P).
+        sines: (..., P).
+        neighbours: whether the two dimensions of a pair are neighbours; else they are P apart.
+    """
+    first, second = (states[..., ::2], states[..., 1::2]) if neighbours else states.chunk(2, -1)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return (torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)).to(states.dtype)
+
+
+def of_pairs(table: Tensor, *, neighbours: bool) -> Tensor:
+    """Cosines or sines as blocks are passed them, (..., 2 P), once for every pair, (..., P)."""
+    return table[..., ::2] if neighbours else table[..., : table.shape[-1] // 2]
+
+
+def paired_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention whose KV heads have rotary pairs of their own, in place of a stock forward."""
+    shape, facts = hidden_states.shape[:-1], self.paired_facts
+    kv_heads = self.paired_heads
+
+    def heads(name: str, count: int) -> Tensor:
+        projected: Tensor = getattr(self, name)(hidden_states)
+        return projected.view(*shape, count, -1).transpose(1, 2)
+
+    names, groups = self.paired_names, self.num_key_value_groups
+    query, key, value = heads(names[0], kv_heads * groups), heads(names[1], kv_heads), heads(names[2], kv_heads)
+    tables = []
+    for table in position_embeddings:
+        own = of_pairs(table, neighbours=facts["tables"])[..., self.rotary_pairs.long()]
+        tables.append(own.reshape(*own.shape[:2], kv_heads, -1).transpose(1, 2))
+    key = turn(key, tables[0], tables[1], neighbours=facts["neighbours"])
+    cosines, sines = (table.repeat_interleave(groups, 1) for table in tables)
+    query = turn(query, cosines, sines, neighbours=facts["neighbours"])
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    implementation = self.config._attn_implementation
+    if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
+        # As in `narrow_forward`.
+        missing = max(0, value.shape[-1] - key.shape[-1])
+        query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
+    stock = sys.modules[type(self).__bases__[0].__module__]
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, stock.eager_attention_forward)
+    softcap = getattr(self, "attn_logit_softcapping", None)
+    output, weights = attend(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=self.attention_dropout if self.training else 0.0,
+        scaling=self.scaling,
+        sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
+        **({} if softcap is None else {"softcap": softcap}),
+        **kwargs,
+    )
+    output = getattr(self, names[3])(output.reshape(*shape, -1).contiguous())
+    return nn.functional.dropout(output, getattr(self, "residual_dropout", 0.0), self.training), weights
+
+
+def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> None:
+    """Narrow a block's queries and keys to the rotary pairs that are left, if some are gone."""
+    kept = getattr(config, "num_rotary_pairs", None)
+    if "rotary" not in blocks or kept is None or kept == blocks["rotary"][1]["pairs"]:
+        return
+    paths, facts = blocks["rotary"]
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    _replace(layer, paths["query"], rows=heads * 2 * kept)
+    _replace(layer, paths["key"], rows=kv_heads * 2 * kept)
+    owner = paths["query"].rpartition(".")[0]
+    attention: Any = layer.get_submodule(owner)
+    own = [paths["query"], paths["key"], paths["value"], paths["output"]]
+    attention.paired_names = [path.removeprefix(f"{owner}.") for path in own]
+    attention.paired_facts, attention.paired_heads = facts, kv_heads
+    attention.register_buffer("rotary_pairs", torch.arange(kept, dtype=torch.int16).repeat(kv_heads))
+    attention.__class__ = _paired(type(attention))
+
+
+_PAIRED: dict[type, type] = {}
+
+
+def _paired(attention: type) -> type:
+    """The stock attention class with `paired_forward` in place of its own; one class for each stock one."""
+    if attention not in _PAIRED:
+        _PAIRED[attention] = type(f"Paired{attention.__name__}", (attention,), {"forward": paired_forward})
+    return _PAIRED[attention]
 
 
 # ---- the classes ------------------------------------------------------------------------------------------------

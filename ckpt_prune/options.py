@@ -91,8 +91,10 @@ class SampleOptions(Options):
     bos: Literal["auto", "always", "never"] = Field(
         "auto", description="Begin-of-sequence token before the stream; auto: where the tokenizer itself adds one."
     )
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type the model runs in while it is measured or recovered."
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type the model runs in while it is measured or recovered; auto: bfloat16 where the model is "
+        "stored in it and the device multiplies faster in it, else float32, as always to recover and to compare.",
     )
 
 
@@ -243,7 +245,7 @@ class PlanOptions(RecipeOptions):
 class HeldStatesOptions(Options):
     """What is kept of hidden states, and measured on them."""
 
-    state_memory: float = Field(8.0, ge=0, description="GiB of hidden states that are kept in memory.")
+    state_memory: float = Field(8.0, ge=0, le=2**20, description="GiB of hidden states that are kept in memory.")
     perplexity_after: Annotated[str | None, BeforeValidator(_with_commas)] = Field(
         None, description="Numbers of blocks K, with commas between, or all."
     )
@@ -278,7 +280,7 @@ class CompareOptions(SampleOptions, ImageOptions, PlaceOptions, OpeningOptions):
     model: Folder = Field(description="Folder of the model that is held against it, or a Hub id.")
     lens: bool = Field(False, description="Also compare what each model's own head makes of every block's states.")
     plot: Path | None = Field(None, description="HTML file to write.")
-    state_memory: float = Field(8.0, ge=0, description="GiB of hidden states that are kept in memory.")
+    state_memory: float = Field(8.0, ge=0, le=2**20, description="GiB of hidden states that are kept in memory.")
     overwrite: bool = Field(False, description="Replace an existing page.")
 
 

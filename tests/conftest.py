@@ -2,8 +2,11 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +53,19 @@ FIRST = (
     "exporting/test_families.py",
     "cli/test_masks.py",
     "transform/test_families.py",
+    "transform/test_rotations.py",
+    "transform/test_budgets.py",
+    "transform/test_resuming.py",
 )
 """The dearest files: what is begun last should be short, as one worker may wait for the other then."""
+
+MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
+"""Where Linux keeps files in memory, and the bytes that must be free there: a run leaves some hundred MiB at once."""
+
+# Tests write a hundred thousand small files, which a disk takes a tenth of their time for. The folder in which they do
+# is pytest's, below this one, and workers and processes that tests start have the same.
+if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -95,12 +109,26 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_machine() -> Iterator[None]:
-    """What is said of a job's time and memory is of a machine that is always the same."""
+    """What is said of a job's time and memory is of a machine that is always the same, which has no bfloat16."""
     from ckpt_prune.machine import Rates
 
     rates = Rates(*(1e9,) * 5, reduced=1e8, calls=1e6, disk=1e8, hashed=1e9, resident=2**30)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cpu.get_capabilities", dict)
         patch.setattr("ckpt_prune.machine.measured_rates", lambda device, dtype: rates)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def skeletons_kept() -> Iterator[None]:
+    """Names and shapes of every tiny model are kept, where a command keeps those of a few.
+
+    A file goes through all families for one promise, then through all again for the next.
+    """
+    from ckpt_prune.architectures import skeleton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skeleton, "_stock_names", cache(skeleton._stock_names.__wrapped__))
         yield
 
 

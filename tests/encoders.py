@@ -332,6 +332,7 @@ STRENGTH = 0.1
 """Relative λ of methods that have one."""
 DEFAULTS = {
     "qk": {"score": "logit-energy", "compensation": {"method": "logit", "lambda": STRENGTH}},
+    "rotary": {"score": "logit-energy", "compensation": {"method": "factors", "lambda": STRENGTH}},
     "queries": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "heads": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "mlp": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},

@@ -12,6 +12,7 @@ import onnx_ir
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -127,14 +128,16 @@ _operators = cache(onnxscript_apis.get_torchlib_ops)
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """As a command exports, whichever test asks first; and in three quarters of the time.
+    """As a command exports, whichever test asks first; and in half of the time.
 
-    Without looking for garbage, and without parsing the source of every operator that there is anew for each model. In
-    inference mode torch traces other operators.
+    Without looking for garbage, without parsing the source of every operator that there is anew for each model, and
+    without remembering each operator by its shapes, which takes longer than to run it. In inference mode torch traces
+    other operators.
     """
     gc.disable()
     try:
-        with torch.inference_mode(False), pytest.MonkeyPatch.context() as patch:
+        unremembered = dynamo_config.patch(fake_tensor_cache_enabled=False)
+        with unremembered, torch.inference_mode(False), pytest.MonkeyPatch.context() as patch:
             patch.setattr(onnxscript_apis, "get_torchlib_ops", _operators)
             yield
     finally:

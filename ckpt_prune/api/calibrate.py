@@ -18,6 +18,8 @@ EFFECTS = "effects"
 """What `collect` calls the effects of single sites."""
 CENTRED = "centred"
 """What `collect` calls moments of keys less their mean, which are nothing without the others."""
+NEEDS = {CENTRED: ("logits", "keys are those of logits"), EFFECTS: ("gram", "need Grams")}
+"""What `collect` takes only together with something else, and why."""
 
 
 def calibrate(
@@ -33,7 +35,7 @@ def calibrate(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
     overwrite: bool = False,
@@ -57,11 +59,12 @@ def calibrate(
         seed: of the random choice of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run.
+        compute_dtype: in which blocks run; auto for bfloat16 where the model is stored in it and the device is faster
+            in it, else float32.
         folds: runs of samples whose moments are kept apart.
-        collect: kinds of statistics; None for all that the model's family can use but `centred` and `taylor`, `effects`
-            only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query heads by
-            effect, are collected on request only.
+        collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
+            `effects` only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query
+            heads by effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text or vision.
@@ -82,8 +85,6 @@ def calibrate(
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
 
-    import torch
-
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.measure import collectable, everything, measure
     from ckpt_prune.calibration.statistics import with_effects
@@ -91,7 +92,7 @@ def calibrate(
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.containers.checking import check_source
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
@@ -105,22 +106,14 @@ def calibrate(
         known = collectable(source)
         inside = [space for space in described.columns if space not in described.consumers]
         usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, described.model_type)
-        if "fisher" not in asked and set(inside) & set(asked):
-            raise UserError(
-                f"--collect {options.collect}: {' and '.join(inside)} are tried out with the metric, add fisher"
-            )
-        if CENTRED in asked and "logits" not in asked:
-            raise UserError(f"--collect {options.collect}: {CENTRED} keys are those of logits, add logits")
-        if EFFECTS in asked and "gram" not in asked:
-            raise UserError(f"--collect {options.collect}: effects need Grams, add gram")
+        asked = _kinds(options.collect, known, inside, usual, described.model_type)
         kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
         refuse_overlap(checkpoint.path, out)
         refuse_inside(out, [options.images, options.labels, *options.text])
         chosen = chosen_samples(source, options, options, trust=trust, say=say)
         checkpoint.check_finite()
-        dtype = getattr(torch, options.compute_dtype)
+        dtype = computed_in(options.compute_dtype, target, source.dtype)
 
         told = forewarning_of_calibration(
             source, len(chosen), chosen.tokens, kinds, options.folds or 1, target, dtype, effects=EFFECTS in asked
@@ -153,12 +146,24 @@ def calibrate(
         )
 
 
-def _kinds(text: str | None, known: Sequence[str], usual: list[str], described: str) -> list[str]:
-    """What `collect` asks for, in a fixed order; vectors always."""
+def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual: list[str], family: str) -> list[str]:
+    """What `collect` asks for, in a fixed order; vectors always.
+
+    Args:
+        text: the option; None for `usual`.
+        kinds: of statistics that the model's family can use.
+        inside: spaces that stand inside others.
+        usual: what is collected by default.
+        family: its name.
+    """
     if text is None:
         return usual
+    known = (*kinds, EFFECTS, *inside)
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:
-        raise UserError(f"--collect {text}: of a {described}, one or more of {','.join(known)} can be collected")
+        raise UserError(f"--collect {text}: of a {family}, one or more of {','.join(known)} can be collected")
+    for kind, (needed, why) in (dict.fromkeys(inside, ("fisher", "are tried out with the metric")) | NEEDS).items():
+        if kind in asked and needed not in asked:
+            raise UserError(f"--collect {text}: {kind} {why}, add {needed}")
     return [kind for kind in known if kind in asked or kind == "moments"]

@@ -1,5 +1,7 @@
 """`ckpt_prune.compare`."""
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
@@ -29,7 +31,7 @@ def compare(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     lens: bool = False,
     plot: AnyPath | None = None,
     state_memory: float = 8.0,
@@ -54,7 +56,7 @@ def compare(
         seed: of the choice of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run.
+        compute_dtype: in which blocks run; auto for float32.
         lens: also compare what each model's own head makes of every block's states.
         plot: HTML file to write.
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
@@ -80,17 +82,12 @@ def compare(
 
         check_page(options.plot, options.overwrite)
 
-    import tempfile
-    from pathlib import Path
-
-    import torch
-
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.containers.opening import Opening, open_model
-    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation import comparing
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
@@ -113,7 +110,7 @@ def compare(
             Dense(theirs, target, rotated, None if rotated is None else container),
             Dense(ours, target, container=container),
             chosen,
-            compute_dtype=getattr(torch, options.compute_dtype),
+            compute_dtype=computed_in(options.compute_dtype, target),
             allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
             lens=options.lens,
         )

@@ -37,8 +37,9 @@ def evaluate(
 
     Args:
         model: a folder, a Hub id, or what a function of this package has written.
-        text: files to measure perplexity on; masked tokens of a masked language model, features of a base model.
-        window: tokens per window; needed with text.
+        text: files to measure perplexity on; masked tokens of a masked language model, features of a base model,
+            predictions of another head, embeddings of its lines by a sentence-transformers folder.
+        window: tokens per window, or of a line at most; needed with text.
         images: folder of images for an image classifier, or for a base model of images.
         labels: CSV with columns file and label.
         max_corrupt: share of the images that may fail to decode.
@@ -54,9 +55,9 @@ def evaluate(
         progress: show bars and notices on stderr.
 
     Returns:
-        One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult` or `FeaturesResult`, of
-        images an `AccuracyResult` or `FeaturesResult`, of tasks a `ChoiceResult` or `TaskResult`, of prompts a
-        `GenerationResult`.
+        One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
+        `SentencesResult` or `HeadResult`, of images an `AccuracyResult` or `FeaturesResult`, of tasks a `ChoiceResult`
+        or `TaskResult`, of prompts a `GenerationResult`.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.

@@ -93,7 +93,7 @@ def prune(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     ratio: float | str | None = None,
     target_params: str | None = None,
@@ -130,7 +130,8 @@ def prune(
         seed: of the random choice of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run.
+        compute_dtype: in which blocks run; auto for bfloat16 where the model is stored in it and the device is faster
+            in it, else float32.
         folds: runs of samples whose moments are kept apart.
         ratio: share of units to drop in every space, or of weights that a mask zeroes, such as 0.2 or "20%".
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".

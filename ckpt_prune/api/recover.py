@@ -56,7 +56,7 @@ def recover(
     seed: int = 0,
     choose: Choose = "random",
     bos: Bos = "auto",
-    compute_dtype: ComputeDtype = "float32",
+    compute_dtype: ComputeDtype = "auto",
     epochs: int = 10,
     lr: float | None = None,
     batch: int = 4,
@@ -91,7 +91,7 @@ def recover(
         seed: of the choice and the order of samples.
         choose: random samples, or the first ones.
         bos: begin-of-sequence token before the text.
-        compute_dtype: in which blocks run; float32 or bfloat16.
+        compute_dtype: in which blocks run; float32 (as is auto) or bfloat16.
         epochs: passes over the samples for each block, at most.
         lr: learning rate of Adam; None for the paper's, scaled by the hidden size.
         batch: samples per optimiser step.
@@ -140,7 +140,8 @@ def recover(
 
     with progress_shown(progress):
         say = Notices()
-        target, dtype = resolve_device(options.device), training_dtype(options)
+        target = resolve_device(options.device)
+        dtype = training_dtype(options, target)
         ours, theirs = (open_model(each, Opening.of(options)) for each in (options.pruned, options.dense))
         refuse_overlap(theirs.checkpoint.path, out)
         check_output(

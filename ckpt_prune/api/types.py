@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 AnyPath = str | os.PathLike[str]
 Texts = AnyPath | Sequence[AnyPath]
 """A text file, or several."""
-ComputeDtype = Literal["float32", "bfloat16", "float16"]
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bos = Literal["auto", "always", "never"]
 Choose = Literal["random", "first"]
 Provider = Literal["cpu", "cuda"]

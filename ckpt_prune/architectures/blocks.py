@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from ckpt_prune.architectures.family import Family, family_from, load_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
 from ckpt_prune.architectures.spaces import ColumnSpace, Dimension, product
-from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, WidthPaths
+from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, RotaryFacts, WidthPaths
 
 
 def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
@@ -52,12 +52,13 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
         dimension: of the dense model.
     """
     paths = module_paths(family)
-    attention: AttentionPaths | None = None
-    if family.logits:
-        own = family.attention
-        attention = AttentionPaths(
-            query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
-        )
+    own = family.attention
+    where = AttentionPaths(
+        query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
+    )
+    counted = [key for space in family.consumers.values() if space.consumer == own.output for key in space.config]
+    if family.logits and counted != family.dimensions["query_heads"]:
+        (where["heads"],) = counted
     widths: dict[str, WidthPaths] = {}
     for space in family.consumers.values():
         rebuilt = family.logits and space.consumer != family.attention.output
@@ -65,14 +66,18 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
         if not (rebuilt or narrowed or space.units in family.multiples):
             continue
         inner = dict.fromkeys(path for module in space.readers for path in paths[module])
-        found = WidthPaths(inner=list(inner), outer=paths[space.consumer][0])
+        width = WidthPaths(inner=list(inner), outer=paths[space.consumer][0])
         counted = family.dimensions[space.units]
         if narrowed and counted:
-            found["units"] = counted[0]
-            found["lines"] = _lines(space, paths, dimension)
-            found["attributes"] = {path: product(each, dimension) for path, each in space.attributes.items()}
-        widths[next(iter(space.config))] = found
-    return Blocks(layers=family.layers, attention=attention, widths=widths)
+            width["units"] = counted[0]
+            width["lines"] = _lines(space, paths, dimension)
+            width["attributes"] = {path: product(each, dimension) for path, each in space.attributes.items()}
+        widths[next(iter(space.config))] = width
+    found = Blocks(layers=family.layers, attention=where if family.logits else None, widths=widths)
+    for turned in family.turned.values():
+        near, tables = (lie == "neighbours" for lie in (turned.pairs, turned.angles))
+        found["rotary"] = where, RotaryFacts(pairs=turned.count(dimension), neighbours=near, tables=tables)
+    return found
 
 
 def _lines(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:

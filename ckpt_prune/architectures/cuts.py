@@ -5,18 +5,17 @@ each other; a tensor that is cut already is found by the place that its lines ha
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
-from ckpt_prune.architectures.spaces import Axis, Dimension, SpaceName, dim_of
+from ckpt_prune.architectures.spaces import Axis, Dimension, Incidence, Kind, SpaceName, dim_of
 
 Kept = Mapping[SpaceName, Tensor]
 """Space → units of its site that stay, ascending int64."""
 Stays = dict[tuple[str, int], tuple[Axis, Tensor]]
-"""(linear module, dimension of its weight) → which axis that is, and the dense model's lines that stay, ascending."""
+"""(linear module or table, dimension) → which axis that is, and the dense model's lines that stay, ascending."""
 
 Sizes = Mapping[str, tuple[int, ...]]
 """Name → shape."""
@@ -29,7 +28,7 @@ def stays(family: Family, dimension: Dimension, kept: Kept, sizes: Sizes) -> Sta
         family: whose spaces.
         dimension: of the dense model.
         kept: spaces that are pruned; others stay whole.
-        sizes: linear module → shape of its weight in the dense model.
+        sizes: linear module, or table → shape of its weight in the dense model.
     """
     masks: dict[tuple[str, int], tuple[Axis, Tensor]] = {}
     for name, units in kept.items():
@@ -38,7 +37,8 @@ def stays(family: Family, dimension: Dimension, kept: Kept, sizes: Sizes) -> Sta
         gone = torch.ones(count, dtype=torch.bool)
         gone[units.cpu()] = False
         dropped = gone.nonzero().flatten()
-        for axis, incidence in space.incidences:
+        tables: list[tuple[Axis, Incidence]] = [("table", table) for table in space.tables]
+        for axis, incidence in [*space.incidences, *tables]:
             place = (incidence.module, dim_of(axis))
             if place not in masks:
                 masks[place] = axis, torch.ones(sizes[incidence.module][place[1]], dtype=torch.bool)
@@ -51,9 +51,9 @@ def found_among(lines: Tensor, others: Tensor) -> Tensor:
     return torch.searchsorted(others, lines)
 
 
-def touched(stays: Stays) -> Iterable[tuple[str, Literal["weight", "bias"], int, Tensor]]:
+def touched(stays: Stays) -> Iterable[tuple[str, Kind, int, Tensor]]:
     """Every tensor that loses lines: module, kind, dimension and the dense lines that stay. A bias has its rows."""
     for (module, dim), (axis, lines) in stays.items():
-        yield module, "weight", dim, lines
+        yield module, "itself" if axis == "table" else "weight", dim, lines
         if axis == "rows":
             yield module, "bias", 0, lines

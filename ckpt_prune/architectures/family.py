@@ -13,9 +13,20 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ckpt_prune.architectures.composite import known_composites, load_composite
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual
+from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual, Rotary
 from ckpt_prune.architectures.settings import check_settings
-from ckpt_prune.architectures.spaces import ENDS, AnySpace, ColumnSpace, Description, LogitSpace, SpaceName, product
+from ckpt_prune.architectures.spaces import (
+    ENDS,
+    AnySpace,
+    ColumnSpace,
+    Description,
+    Kind,
+    LogitSpace,
+    RotarySpace,
+    SpaceName,
+    product,
+    rotary_space,
+)
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.errors import UserError
@@ -44,22 +55,29 @@ class Family(Description):
         prefixed: whether the tensors of the base model begin with `base` on disk.
         modality: what the model reads.
         special_tokens: of an image, beside its patches: the class token, and DeiT's distillation token.
+        registers: the config key that counts tokens of an image beside these, or None.
         layers: module path of the list of blocks.
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
         embedding: module of the token embedding.
-        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied.
+        lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
+            those of a block.
         dimensions: dimension → config keys to try in order.
         attention: its linear modules.
         transposed: linear modules of a block whose weights files hold as (inputs, outputs), as Conv1D does; everywhere
             else they are (outputs, inputs).
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
+        absent: why there is none of a space that families alike have.
         rope: whether q and k are rotated by position before they meet.
+        rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
+        unpaired: why none can, where q and k are rotated.
         bias_slots: linear module → the config key that gives it a bias, or true where it always has one; a module
             that is not listed has no bias in this family.
         heads_divide_hidden: whether the config class refuses a head count that does not divide the hidden size.
         multiples: dimensions that the config says as multiples of the hidden size.
+        positions_behind: the config key of the position that tokens' positions are counted from behind, or None where
+            they begin at 0.
         tuples: whether a block returns its hidden states as the first of several things.
         sliding_window: the config key that turns sliding-window attention on, where the family has it.
         norm_offset: what norms add to their weights before they multiply: 1 where gains are stored less 1.
@@ -83,6 +101,7 @@ class Family(Description):
     prefixed: bool = True
     modality: Modality = "text"
     special_tokens: int = 0
+    registers: str | None = None
     layers: str
     block: str
     entry: list[str]
@@ -93,10 +112,14 @@ class Family(Description):
     transposed: list[str] = Field(default_factory=list)
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
+    absent: dict[SpaceName, str] = Field(default_factory=dict)
     rope: bool = False
+    rotary: Rotary | None = None
+    unpaired: str | None = None
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
+    positions_behind: str | None = None
     tuples: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
@@ -125,6 +148,11 @@ class Family(Description):
     def pooled(self) -> list[str]:
         """Modules that see one token of a sequence only."""
         return self.architectures[self.architecture].pooled
+
+    @property
+    def binary(self) -> bool:
+        """Whether its logits say of every token how likely one of two classes is, without an axis of classes."""
+        return self.architectures[self.architecture].binary
 
     @property
     def causal(self) -> bool:
@@ -161,6 +189,11 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, LogitSpace)}
 
     @property
+    def turned(self) -> dict[SpaceName, RotarySpace]:
+        """The space of rotary pairs, where the family has one."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
+
+    @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
         spaces = [*self.logits.values(), *self.consumers.values()]
@@ -195,9 +228,9 @@ class Family(Description):
         consumers = {space.consumer for space in self.consumers.values()}
         return [first for first in self.inputs if first not in consumers]
 
-    def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
+    def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
         """On-disk name of a block's tensor."""
-        return f"{self.block.format(block=block)}{module}.{kind}"
+        return f"{self.block.format(block=block)}{module}{'' if kind == 'itself' else f'.{kind}'}"
 
     def check_config(self, config: Any) -> None:
         """Refuse a config that the description does not hold for.
@@ -232,10 +265,12 @@ class Family(Description):
         return None if own is None else f"{self.block.format(block=block)}{own}"
 
     def dimension(self, config: Any, name: str) -> int:
-        """A dimension read off a transformers config; `group` is query heads per KV head."""
+        """A dimension read off a transformers config; `group` is query heads per KV head, `pairs` those of a head."""
         if name == "group":
             groups = self.dimension(config, "kv_heads")
             return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
+        if name == "pairs":
+            return self.dimension(config, "head_dim") // 2
         if name in self.multiples:
             multiple = self.multiples[name]
             return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
@@ -294,9 +329,18 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
 
 
+@cache
+def _unsupported() -> dict[str, str]:
+    """`model_type` of families that spaces do not hold for → why."""
+    file = resources.files("ckpt_prune.architectures") / "unsupported.json"
+    found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
+    "absent",
     "rope",
     "bias_slots",
     "sliding_window",
@@ -309,6 +353,8 @@ OF_THE_FUNCTION = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
 is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
+OF_THEIR_OWN = ("rotary", "unpaired", "settings")
+"""Keys of the same kind that a file lacks unless it states or inherits them."""
 
 
 def _description(model_type: str) -> dict[str, Any]:
@@ -325,7 +371,8 @@ def _inherited(model_type: str, own: dict[str, Any]) -> dict[str, Any]:
     parent, inherits = own.pop("extends", None), own.pop("inherits", [])
     if parent is None and not inherits:
         return own
-    whole = {} if parent is None else {k: v for k, v in _description(parent).items() if k != "settings"}
+    whole = {} if parent is None else _description(parent)
+    whole = {key: value for key, value in whole.items() if key not in OF_THEIR_OWN or key in inherits}
     _check_inheritance(model_type, parent, whole, own, inherits)
     return whole | own
 
@@ -336,9 +383,13 @@ def _family(values: dict[str, Any], variant: str | None, **more: Any) -> Family:
     if variant is not None:
         changes = variants[variant]
         values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    return Family.model_validate(
+    family = Family.model_validate(
         {"architecture": next(iter(values["architectures"])), "variant": variant, **values, **more}
     )
+    if family.rotary is None:
+        return family
+    own = rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.tables)
+    return family.model_copy(update={"spaces": {"rotary": own, **family.spaces}})
 
 
 @cache
@@ -411,11 +462,12 @@ def _check_inheritance(
             f"{'is' if len(open_) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
             f'write "inherits": {json.dumps([*inherits, *open_])}, or state those that differ'
         )
-    wrong = [key for key in inherits if key in own or key not in OF_THE_FUNCTION or key not in whole]
+    known = (*OF_THE_FUNCTION, *OF_THEIR_OWN)
+    wrong = [key for key in inherits if key in own or key not in known or key not in whole]
     if wrong:
         raise UserError(
             f'{model_type}.json has {wrong[0]} in "inherits", where only keys stand that its parent states and it '
-            f"does not, of {', '.join(OF_THE_FUNCTION)}"
+            f"does not, of {', '.join(known)}"
         )
 
 
@@ -430,6 +482,9 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     Raises:
         UserError: there is none; the message lists the known ones and says where a description goes.
     """
+    why = _unsupported().get(model_type)
+    if why is not None:
+        raise UserError(f"{model_type} is not supported: {why}")
     if model_type not in known_families():
         known = ", ".join(known_families())
         raise UserError(
@@ -467,6 +522,12 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+def is_timm(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is timm's, or of transformers' wrapper of it."""
+    named = isinstance(config.get("architecture"), str) and not {"num_classes", "pretrained_cfg"}.isdisjoint(config)
+    return named and config.get("model_type", "timm_wrapper") == "timm_wrapper"
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -530,6 +591,11 @@ def check_kind(config: Mapping[str, Any]) -> None:
         UserError: it has no `model_type`, is of a composite, or of a mixture of experts.
     """
     model_type = config.get("model_type")
+    if is_timm(config):
+        raise UserError(
+            f"this is timm's {config['architecture']}: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
+            "transformers where one computes the same"
+        )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
     if model_type in known_composites() and model_type not in known_families():

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
-from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import SpaceName, dim_of
+from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config
+from ckpt_prune.architectures.spaces import Kind, SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 
@@ -148,7 +149,8 @@ class Model:
         """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
         if self.family.modality == "image":
             return self.image_tokens(_pair(self.config.image_size))
-        return min(_MOST_TOKENS, int(getattr(self.config, "max_position_embeddings", _MOST_TOKENS)))
+        context = context_length(self.config)
+        return _MOST_TOKENS if context is None else min(_MOST_TOKENS, context)
 
     def image_tokens(self, size: tuple[int, ...]) -> int:
         """Tokens of an image of `size` (height, width): patches and special tokens."""
@@ -162,7 +164,7 @@ class Model:
 
     # ---- tensors ----------------------------------------------------------------------------------------------
 
-    def tensor(self, block: int, module: str, kind: Literal["weight", "bias"] = "weight") -> str:
+    def tensor(self, block: int, module: str, kind: Kind = "weight") -> str:
         """On-disk name of a block's tensor."""
         return self.family.tensor(block, module, kind)
 
@@ -214,7 +216,8 @@ class Model:
 
     def stays(self, kept: Kept) -> Stays:
         """What stays of a block's linear modules where these units do (`cuts.stays`)."""
-        sizes = {module: self.checkpoint.tensors[self.tensor(0, module)].shape for module in self.family.linears}
+        sizes = {module: self._shape(module) for module in self.family.linears}
+        sizes |= {each.module: self._shape(each.module) for s in self.family.spaces.values() for each in s.tables}
         return stays(self.family, self.dimension, kept, sizes)
 
     def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, Shape]:
@@ -234,19 +237,51 @@ class Model:
                 if name in shapes:
                     dtype, shape = shapes[name]
                     shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
+            for space, described in self.family.turned.items():
+                if own.get(space, self.units(space)) < self.units(space):
+                    heads = next((n for s, n in own.items() if self.family.spaces[s].units == described.per), None)
+                    shapes[self.pairs_name(block)] = torch.int16, (own[space] * (heads or self.copies(space)),)
         return shapes
+
+    def pairs_name(self, block: int) -> str:
+        """On-disk name of the tensor that says which rotary pairs a block keeps, where some are gone."""
+        owner = self.family.attention.query.rpartition(".")[0]
+        return f"{self.family.block.format(block=block)}{owner}.{PAIRS}"
+
+    def pairs_kept(self, kept: Kept) -> Tensor | None:
+        """What that tensor holds: the pairs of the first KV head that stays, then those of the next.
+
+        Args:
+            kept: spaces of a block that are pruned.
+
+        Returns:
+            int16; None where no pair is gone.
+        """
+        for name, space in self.family.turned.items():
+            if name in kept:
+                own, count = kept[name], space.count(self.dimension)
+                for other, units in kept.items():
+                    if self.family.spaces[other].units == space.per:
+                        own = own[torch.isin(own // count, units)]
+                return (own % count).to(torch.int16)
+        return None
 
     def line_numbers(self, module: str, dim: int) -> Tensor:
         """All rows (dim 0) or columns of a linear module's dense weight."""
-        return torch.arange(self.checkpoint.tensors[self.tensor(0, module)].shape[dim])
+        return torch.arange(self._shape(module)[dim])
+
+    def _shape(self, module: str) -> tuple[int, ...]:
+        """Of a linear module's dense weight, or of a table."""
+        tensors, name = self.checkpoint.tensors, self.tensor(0, module)
+        return tensors[name if name in tensors else self.tensor(0, module, "itself")].shape
 
     def unit_weights(self, space: SpaceName) -> int:
         """Weights, without biases, that go with one unit of a space."""
         found = 0
         for axis, incidence in self.family.spaces[space].incidences:
-            shape = self.checkpoint.tensors[self.tensor(0, incidence.module)].shape
-            found += incidence.per_unit(self.dimension) * shape[1 - dim_of(axis)]
-        return found
+            found += incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - dim_of(axis)]
+        tables = self.family.spaces[space].tables
+        return found + sum(table.per_unit(self.dimension) * self._shape(table.module)[0] for table in tables)
 
     # ---- statistics -------------------------------------------------------------------------------------------
 
@@ -294,6 +329,14 @@ class Model:
             if space.ends == "logits"
         }
 
+    @property
+    def turned_heads(self) -> dict[str, tuple[int, int]]:
+        """Query's on-disk weight, with `{block}` for the block → query heads and pairs of each, where pairs can go."""
+        return {
+            f"{self.family.block}{space.measured}.weight": (self.dimension("query_heads"), space.count(self.dimension))
+            for space in self.family.turned.values()
+        }
+
 
 def _pair(value: Any) -> tuple[int, int]:
     """Height and width of a config's image or patch size, one number or two."""
@@ -309,5 +352,6 @@ def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
 
 
 def image_tokens(family: Family, config: Any, size: tuple[int, ...]) -> int:
-    """Tokens of an image of `size` (height, width): patches and special tokens."""
-    return patches(config, size) + family.special_tokens
+    """Tokens of an image of `size` (height, width): patches, special tokens and registers."""
+    registers = 0 if family.registers is None else int(getattr(config, family.registers))
+    return patches(config, size) + family.special_tokens + registers

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ckpt_prune.architectures.spaces import Description, Dimension, Incidence
+from ckpt_prune.architectures.spaces import Description, Dimension, Incidence, Pairing
 
 
 class Multiple(Description):
@@ -48,11 +48,24 @@ class Attention(Description):
         return tuple(dict.fromkeys((self.query, self.key, self.value, self.output)))
 
 
+class Rotary(Description):
+    """How a family turns whole queries and keys by position, pair by pair.
+
+    Attributes:
+        pairs: how the two dimensions of a pair lie in a head.
+        tables: how cosines and sines lie in what a block is passed.
+    """
+
+    pairs: Pairing
+    tables: Pairing
+
+
 class Refusal(Description):
     """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
 
     Attributes:
         key: of the config, with dots between keys of configs inside it; a config without it does not have the setting.
+        default: what a config without the key has, where its class does not fill it in.
         value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
         unlike: a dimension that the key's value then differs from.
         kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
@@ -63,6 +76,7 @@ class Refusal(Description):
     value: bool | int | None = None
     unlike: str | None = None
     kind: str | None = None
+    default: bool | None = None
     why: str
 
     def holds(self, config: Any, dimension: Dimension) -> bool:
@@ -81,7 +95,12 @@ class Refusal(Description):
         Raises:
             AttributeError: nothing.
         """
-        return reduce(getattr, self.key.split("."), config)
+        try:
+            return reduce(getattr, self.key.split("."), config)
+        except AttributeError:
+            if self.default is None:
+                raise
+            return self.default
 
 
 class Residual(Description):
@@ -111,8 +130,13 @@ class Architecture(Description):
         auto: the transformers Auto class that users load it with.
         head: the linear that a tied embedding stands in for, as it stands on disk, or None.
         pooled: modules that see one token of a sequence only.
+        binary: whether its logits say of every token how likely one of two classes is, without an axis of classes
+            (ELECTRA's discriminator).
+        probe: torch's attention by which one query of the model's own pools all tokens, or None.
     """
 
     auto: str
     head: str | None = None
     pooled: list[str] = Field(default_factory=list)
+    binary: bool = False
+    probe: str | None = None

@@ -187,6 +187,7 @@ def _stock_names(config: str, architecture: str) -> Names:
 _STORED_BUFFERS = (
     "rotary_emb.inv_freq",
     "embeddings.position_ids",
+    "relative_position_bias.relative_position_index",
     *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
 
@@ -194,9 +195,18 @@ _STORED_BUFFERS = (
 def is_stored_buffer(name: str) -> bool:
     """Whether a tensor holds what models compute themselves and ignore.
 
-    Old transformers saved rotary frequencies, position indices and causal masks.
+    Old transformers saved rotary frequencies, position indices, places in tables of positions and causal masks.
     """
     return name.endswith(_STORED_BUFFERS)
+
+
+PAIRS = "rotary_pairs"
+"""Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a tensor of a checkpoint counts among its parameters: all but buffers."""
+    return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
@@ -226,4 +236,4 @@ def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
 def parameter_count(model: nn.Module) -> int:
     """Parameters, a tied tensor counted once."""
     tied = tied_names(model)
-    return sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in tied)
+    return sum(t.numel() for name, t in model.state_dict().items() if name not in tied and is_parameter(name))

@@ -14,29 +14,45 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from torch import Tensor
 
-SpaceName = Literal["qk", "queries", "heads", "mlp"]
+SpaceName = Literal["qk", "rotary", "queries", "heads", "mlp"]
 """Spaces that recipes, plans and statistics speak of."""
-Ends = Literal["columns", "logits"]
-"""What a space ends in: the columns of a linear module, or the attention logits."""
+Ends = Literal["columns", "logits", "rotary"]
+"""What a space ends in: the columns of a linear module, the attention logits, or those of queries and keys that are
+turned by position (RoPE)."""
+Pairing = Literal["halves", "neighbours"]
+"""How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
 """From units times a ratio to a whole number of units."""
-Axis = Literal["rows", "columns"]
-"""Of a linear module: its outputs, or its inputs."""
+Axis = Literal["rows", "columns", "table"]
+"""Of a linear module: its outputs, or its inputs; or the second of a table, whose `module` is the tensor itself."""
+Kind = Literal["weight", "bias", "itself"]
+"""Of a tensor of a module, or a tensor by its own path."""
 Dimension = Callable[[str], int]
 """The value of a dimension of a model, by name."""
 
-ENDS: dict[SpaceName, Ends] = {"qk": "logits", "queries": "columns", "heads": "columns", "mlp": "columns"}
+ENDS: dict[SpaceName, Ends] = {
+    "qk": "logits",
+    "rotary": "rotary",
+    "queries": "columns",
+    "heads": "columns",
+    "mlp": "columns",
+}
 """What each space ends in, in every family that has it: recipes are checked without a model."""
-BESIDE: frozenset[SpaceName] = frozenset({"qk", "queries"})
+BESIDE: frozenset[SpaceName] = frozenset({"qk", "rotary", "queries"})
 """Spaces whose units stand side by side (`Space.per`), as many kept in each, in every family that has them."""
-COUPLED: tuple[tuple[SpaceName, SpaceName], ...] = (("qk", "heads"), ("queries", "heads"))
+COUPLED: tuple[tuple[SpaceName, SpaceName], ...] = (
+    ("qk", "heads"),
+    ("rotary", "queries"),
+    ("rotary", "heads"),
+    ("queries", "heads"),
+)
 """Spaces that cross on one tensor: a unit of one saves less where units of the other are gone. Those of the first stand
 inside units of the second, and come first where blocks are pruned."""
 
 
 def dim_of(axis: Axis) -> int:
     """Which dimension of a weight (outputs, inputs) the axis is."""
-    return int(axis == "columns")
+    return int(axis != "rows")
 
 
 class Description(BaseModel):
@@ -50,7 +66,7 @@ class Incidence(Description):
 
     The axis is `after` lines of something else, then `copies` runs of units, then whatever follows. In a run, units
     follow each other with `each` neighbouring lines, and with lines of something else between them where `stride` is
-    more.
+    more. Units may stand several times: each run of `run` units is repeated `times` times before the next one comes.
 
     Attributes:
         module: path of the linear module in a block, as it stands on disk.
@@ -60,6 +76,9 @@ class Incidence(Description):
         after: products of dimensions whose sum is the lines before the first run (keys behind queries in a fused
             projection).
         stride: products of dimensions whose sum is the lines from one unit of a run to the next; `each` by default.
+        times: dimensions whose product is how often units stand there (the values of a KV head: once under every query
+            head of its group).
+        run: dimensions whose product is the units that are repeated together; all by default.
     """
 
     module: str
@@ -67,6 +86,8 @@ class Incidence(Description):
     copies: int = Field(1, ge=1)
     after: list[list[str | int]] = []
     stride: list[list[str | int]] = []
+    times: list[str | int] = []
+    run: list[str | int] = []
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Rows or columns of some units, int64, one run after the other.
@@ -80,13 +101,17 @@ class Incidence(Description):
 
         each = product(self.each, dimension)
         start, stride = (sum(product(each, dimension) for each in sums) for sums in (self.after, self.stride))
-        stride = stride or each
-        run = (units[:, None] * stride + torch.arange(each, device=units.device)).flatten()
-        return torch.cat([run + start + copy * stride * count for copy in range(self.copies)])
+        stride, times = stride or each, product(self.times, dimension)
+        run = product(self.run, dimension) if self.run else count
+        again = torch.arange(times, device=units.device) * run
+        places = (units // run * run * times + units % run)[:, None] + again
+        places = places.flatten().sort().values if times > 1 else units
+        lines = (places[:, None] * stride + torch.arange(each, device=units.device)).flatten()
+        return torch.cat([lines + start + copy * stride * times * count for copy in range(self.copies)])
 
     def per_unit(self, dimension: Dimension) -> int:
         """Rows or columns of one unit, all runs together."""
-        return self.copies * product(self.each, dimension)
+        return self.copies * product(self.times, dimension) * product(self.each, dimension)
 
 
 class Space(Description):
@@ -100,6 +125,8 @@ class Space(Description):
         rounding: how the published methods round units times ratio to a number of dropped units (scoring/README.md,
             section 3).
         rows: linear modules that make the space.
+        tables: tensors of a block that are looked up, one column for each unit (a bias of every head by position);
+            `module` is the path of the tensor.
         config: config key → dimensions whose product, times the units kept, is its new value.
         fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.
             Remote code then builds the stock block at its dense width, in which all that is scaled, rotated or
@@ -115,6 +142,7 @@ class Space(Description):
     per: str | None = None
     rounding: Rounding
     rows: list[Incidence]
+    tables: list[Incidence] = []
     config: dict[str, list[str]]
     fixed: str | None = None
     attributes: dict[str, list[str | int]] = {}
@@ -215,10 +243,8 @@ class ColumnSpace(Space):
         return [self.consumer]
 
 
-class LogitSpace(Space):
-    """The axis inside a head that q and k share and that ends in the attention logits; `rows` are q, then k."""
-
-    ends: Literal["logits"]
+class ReaderSpace(Space):
+    """An axis that q and k share and that ends in what they make together; `rows` are q, then k."""
 
     @property
     def incidences(self) -> list[tuple[Axis, Incidence]]:
@@ -235,12 +261,62 @@ class LogitSpace(Space):
         """Both projections."""
         return self.readers
 
+
+class LogitSpace(ReaderSpace):
+    """The axis inside a head that q and k share and that ends in the attention logits."""
+
+    ends: Literal["logits"]
+
     def rewritten(self, method: str) -> list[str]:
         """Both projections, unless the method only drops rows."""
         return [] if method == "none" else self.readers
 
 
-AnySpace = Annotated[ColumnSpace | LogitSpace, Field(discriminator="ends")]
+class RotarySpace(ReaderSpace):
+    """Rotary pairs, as many in every KV head: rows of k, and of all the query heads that share it.
+
+    Attributes:
+        pairs: how they lie in a head.
+        angles: how their cosines and sines lie in what a block is passed.
+    """
+
+    ends: Literal["rotary"]
+    pairs: Pairing
+    angles: Pairing
+
+    def rewritten(self, method: str) -> list[str]:
+        """The query projection: the keys that stay are as they were."""
+        return [] if method == "none" else [self.measured]
+
+
+def rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> RotarySpace:
+    """The rotary pairs of a family whose queries and keys are whole modules of their own.
+
+    Args:
+        query: linear module.
+        key: linear module.
+        pairs: how pairs lie in a head.
+        angles: how cosines and sines lie.
+    """
+    halves, each = (2, 1) if pairs == "halves" else (1, 2)
+    return RotarySpace(
+        ends="rotary",
+        unit="rotary pair",
+        units="pairs",
+        per="kv_heads",
+        rounding="floor",
+        rows=[
+            Incidence(module=query, each=[each], copies=1, times=[halves, "group"], run=["pairs"]),
+            Incidence(module=key, each=[each], copies=1, times=[halves], run=["pairs"]),
+        ],
+        config={"num_rotary_pairs": []},
+        fixed="no stock class has queries and keys without some of their rotary pairs",
+        pairs=pairs,
+        angles=angles,
+    )
+
+
+AnySpace = Annotated[ColumnSpace | LogitSpace | RotarySpace, Field(discriminator="ends")]
 
 
 def product(dimensions: list[str | int], dimension: Dimension) -> int:

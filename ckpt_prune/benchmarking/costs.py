@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_prune.architectures.context import reserved_positions
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.benchmarking.messages import Phase
 from ckpt_prune.benchmarking.workload import Workload
@@ -59,7 +60,7 @@ def costs_of(checkpoint: Checkpoint) -> Costs | None:
 def _reading(config: Any, tokens: int) -> Any:
     """The config with a context of so many tokens, which is what FLOPs are counted of."""
     own = copy.copy(config)
-    own.max_position_embeddings = tokens
+    own.max_position_embeddings = tokens + reserved_positions(config)
     return own
 
 

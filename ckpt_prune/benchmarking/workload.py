@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.benchmarking.messages import Phase
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import config_of, read_config
@@ -111,7 +112,7 @@ def reads_of(folder: Path, manifest: Manifest | None, *, trust: bool = False) ->
         task.name,
         "text",
         vocabulary=vocabulary,
-        context=getattr(text, "max_position_embeddings", None),
+        context=context_length(text),
         image=None,
         cached=task.cached,
     )

@@ -12,6 +12,7 @@ from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import block_facts
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import (
+    PAIRS,
     Names,
     build_skeleton,
     is_stored_buffer,
@@ -106,15 +107,23 @@ class BlockFactory:
             for parameter, part in zip(held, parts, strict=True):
                 if parameter.startswith(f"{path}."):
                     local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")
+                    owner = module.get_submodule(local)
+                    if attribute in owner._buffers:
+                        owner.register_buffer(attribute, part.to(self.device))
+                        continue
                     value = nn.Parameter(part.to(self.device, dtype or self.dtype), requires_grad=False)
-                    module.get_submodule(local).register_parameter(attribute, value)
+                    owner.register_parameter(attribute, value)
         for name, parameter_ in module.named_parameters():
             if parameter_.is_meta:
                 raise ValueError(f"no tensor for {name}")
 
     def parameters(self, disk: str) -> tuple[str, ...]:
-        """Names in the model of what a tensor on disk holds, also of a bias that the dense model has not."""
+        """Names in the model of what a tensor on disk holds, also of a bias or pairs that the dense model has not."""
         held = self.names.parameters(disk)
+        if not held and disk.endswith(f".{PAIRS}"):
+            query = self.family.attention.query.rpartition(".")[2]
+            (weight,) = self.names.parameters(f"{disk.removesuffix(PAIRS)}{query}.weight")
+            return (f"{weight.removesuffix('.weight').rpartition('.')[0]}.{PAIRS}",)
         if not held and disk.endswith(".bias"):
             weights = self.names.parameters(f"{disk.removesuffix('.bias')}.weight")
             return tuple(f"{name.removesuffix('.weight')}.bias" for name in weights)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.image_files import choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
@@ -55,7 +56,7 @@ def chosen_samples(
     if images.images is not None:
         raise UserError(f"{folder} reads text: give --text FILE")
     window = calibration.window or model.tokens
-    limit = model.checkpoint.config.get("max_position_embeddings")
+    limit = context_length(model.config)
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
     tokenizer = load_tokenizer(folder)

@@ -5,8 +5,8 @@ sample, and g = ∂ℓ/∂y at an output y of the site. To second order an error
 
     KL ≈ ½ E[Σ_t (g_t·δ_t)²] ≈ ½ tr(F E[δδᵀ]),    F = E[Σ_t g_t g_tᵀ],
 
-expectations over samples, of δ over tokens, with g and δ taken as independent. One pass forward keeps the states at the
-ends of all blocks. One pass backward takes every block again, with its gradient. Both are linear in depth.
+expectations over samples, of δ over tokens, with g and δ taken as independent. The gradients are taken block by block
+(`calibration.backward`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.observers import Turning
 from ckpt_prune.calibration.products import add_gram
-from ckpt_prune.calibration.readout import Drawn, Readout
+from ckpt_prune.calibration.readout import READOUT_TOKENS, Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
@@ -31,8 +33,6 @@ from ckpt_prune.progress import track
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
-READOUT_TOKENS = 512
-"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
 _SEED = 0
 """Of the labels that are drawn from the model's own predictions."""
 
@@ -45,7 +45,8 @@ class Fisher:
         samples: how many.
         sums: of a site with a consumer Σ g gᵀ over all tokens, (d_out, d_out) float32: half its trace with E[δδᵀ], over
             `samples`, is the divergence of a sample. Of a site of q and k (heads,) float32: half its product with the
-            squared errors of a head's logits q·k, summed over all pairs of tokens of a sample, is.
+            squared errors of a head's logits q·k, summed over all pairs of tokens of a sample, is. A site of rotary
+            pairs has the same.
     """
 
     samples: int
@@ -93,6 +94,7 @@ def measure_fisher(
     compute_dtype: torch.dtype,
     allocate: Allocate = in_memory,
     watcher: Watcher | None = None,
+    rotary: bool = False,
 ) -> Iterator[tuple[int, dict[str, Fisher]]]:
     """The Fisher metric at every site of the dense model, block by block from the last to the first.
 
@@ -108,6 +110,7 @@ def measure_fisher(
         compute_dtype: in which they run.
         allocate: makes the tensors that hold hidden states.
         watcher: told of every block.
+        rotary: also at the sites of rotary pairs.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name` (on-disk weight of the consumer, or of the query).
@@ -125,7 +128,7 @@ def measure_fisher(
         if watcher is not None:
             watcher.begin(block, tensors)
         module = factory.block(block, tensors).requires_grad_(False)
-        found = _backward(stream, module, block, states.pop(), gradients, watcher)
+        found = _backward(stream, module, block, states.pop(), gradients, watcher, rotary)
         if watcher is not None:
             watcher.end(len(samples))
         named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
@@ -133,27 +136,6 @@ def measure_fisher(
             if not bool(torch.isfinite(own.sums).all()):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
         yield block, named
-
-
-def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> list[Tensor]:
-    """Hidden states that enter the first block and that leave every block, for a pass back through them.
-
-    Args:
-        model: the dense model.
-        stream: at its first block; it stays there.
-        allocate: makes the tensors that hold hidden states.
-
-    Returns:
-        One more than there are blocks, (N, T, hidden) each.
-    """
-    states = [stream.states]
-    for block in track(range(model.blocks), "gradients: states", total=model.blocks):
-        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
-        module = stream.factory.block(block, model.read_block(block))
-        with torch.no_grad():
-            for _, rows in stream.batches:
-                states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
-    return states
 
 
 def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
@@ -175,6 +157,7 @@ def _backward(
     given: Tensor,
     gradients: Sequence[Drawn],
     watcher: Watcher | None,
+    rotary: bool,
 ) -> dict[SpaceName, Tensor]:
     """Turn gradients at the states that leave a block into those at the states that enter it.
 
@@ -182,50 +165,36 @@ def _backward(
         `Fisher.sums` of the block's sites, on CPU.
     """
     family, factory = stream.factory.family, stream.factory
-    watched: dict[str, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
-
-    def watch(name: str) -> None:
-        def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            inputs[name], watched[name] = args[0].detach(), output
-
-        module.get_submodule(factory.module_path(block, name)).register_forward_hook(see)
-
     consumers = {space: own.consumer for space, own in family.consumers.items()}
     watched_at = {
         consumer: [space for space, own in family.columns.items() if own.consumer == consumer]
         for consumer in consumers.values()
     }
     readers = {space: own.readers for space, own in family.logits.items()}
-    for name in {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}:
-        watch(name)
+    # Keys meet queries turned by position; turning changes no length of a gradient.
+    turnings = {space: Turning.of(factory, module, block, own) for space, own in family.turned.items() if rotary}
+    readers |= {space: family.turned[space].readers for space in turnings}
+    names = {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}
+    paths = {name: factory.module_path(block, name) for name in names}
     found: dict[SpaceName, Tensor] = {}
     head_dim = factory.model.dimension("head_dim")
-    for _, rows in stream.batches:
-        with torch.enable_grad():
-            entering = given[rows].to(factory.device).requires_grad_(True)
-            leaving = stream.run(module, block, entering)
-        names = list(watched)
-        for index, gradient in enumerate(gradients):
-            own = gradient.values[rows].to(leaving)
-            entered, *others = torch.autograd.grad(
-                leaving, [entering, *watched.values()], own, retain_graph=index < len(gradients) - 1
-            )
-            at = dict(zip(names, others, strict=True))
-            for space, consumer in consumers.items():
-                g = at[consumer].flatten(0, -2).float()
-                if space not in found:
-                    found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
-                add_gram(found[space], g, gradient.weight)
-                if watcher is not None:
-                    # A space within another ends in the same consumer.
-                    for each in watched_at[consumer]:
-                        watcher.see(each, inputs[consumer].flatten(0, -2), g, gradient, len(entering))
-            for space, (query, key, *_) in readers.items():
-                sums = _of_logits(at[query], watched[key].detach(), head_dim) * gradient.weight
-                found[space] = found[space] + sums if space in found else sums
-            # Last: the gradient at an output that is added to the stream is this very tensor.
-            gradient.values[rows] = entered.float().cpu()
+    for passed in pass_back(stream, module, block, given, [each.values for each in gradients], paths.values()):
+        drawn = gradients[passed.index]
+        for space, consumer in consumers.items():
+            g = passed.gradients[paths[consumer]].flatten(0, -2).float()
+            if space not in found:
+                found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
+            add_gram(found[space], g, drawn.weight)
+            if watcher is not None:
+                # A space within another ends in the same consumer.
+                for each in watched_at[consumer]:
+                    watcher.see(each, passed.inputs[paths[consumer]].flatten(0, -2), g, drawn, passed.samples)
+        for space, (query, key, *_) in readers.items():
+            keys = passed.outputs[paths[key]]
+            if space in turnings:
+                keys = turnings[space](keys).flatten(-2).transpose(1, 2).flatten(-2)
+            sums = _of_logits(passed.gradients[paths[query]], keys, head_dim) * drawn.weight
+            found[space] = found[space] + sums if space in found else sums
     return {space: found[space].cpu() for space in family.spaces if space in found}
 
 

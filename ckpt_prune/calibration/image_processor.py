@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 from transformers import IMAGE_PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedConfig
+from transformers.utils import is_torchvision_available
 
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.image_files import reason_of
@@ -34,6 +35,11 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return _from_pretrained(folder, config, trust=False)
     except Exception as error:  # transformers raises anything here, from KeyError to what a bad value runs into
+        if "torchvision" in str(error).lower() and not is_torchvision_available():
+            raise UserError(
+                f"{folder}: its image processor has torchvision's implementation alone (DINOv3's has): install the "
+                "torchvision of your torch build"
+            ) from error
         if not _wants_code(described, config):
             raise UserError(f"{folder}: the image processor does not load: {reason_of(error)}") from error
         if not trust_remote_code:

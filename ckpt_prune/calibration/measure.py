@@ -51,13 +51,18 @@ def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool)
 def collectable(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
     family = model.family
-    lacking = {"logits": not family.logits, "centred": not family.logits, "taylor": not family.causal}
+    lacking = {
+        "logits": not family.logits,
+        "centred": not family.logits,
+        "rotary": not family.turned,
+        "taylor": not family.causal,
+    }
     return tuple(kind for kind in get_args(Collect) if not lacking.get(kind))
 
 
 def everything(model: Model) -> tuple[Collect, ...]:
     """What is collected where nobody says: all but what single recipes alone need."""
-    return tuple(kind for kind in collectable(model) if kind not in ("centred", "taylor"))
+    return tuple(kind for kind in collectable(model) if kind not in ("centred", "rotary", "taylor"))
 
 
 def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
@@ -76,11 +81,13 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
                 per_sample = smaller_form(count, head_dim) == "per-sample"
                 kinds = 1 + ("centred" in collect)
                 per_block += 4 * heads * ((1 + kinds) * count * packed if per_sample else kinds * packed**2)
+    pairs = model.turned_heads.values() if "rotary" in collect else []
+    per_block += sum(8 * folds * heads * packed_width(2 * count) for heads, count in pairs)
     if "fisher" in collect:
         for space in model.family.consumers.values():
             outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
-        per_block += sum(4 * heads for heads, _ in model.query_heads.values())
+        per_block += sum(4 * heads for heads, _ in (*model.query_heads.values(), *pairs))
     if "taylor" in collect:
         per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
     return per_block * model.blocks
@@ -192,6 +199,8 @@ def measure_into(
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     if "logits" in collect:
         wanted |= dict.fromkeys(family.logits, "centred" in collect)
+    if "rotary" in collect:
+        wanted |= dict.fromkeys(family.turned, False)
     if "linears" in collect:
         wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
     known: dict[str, str] = {} if journal is None else journal.notes
@@ -231,6 +240,7 @@ def measure_into(
         blocks=blocks,
         consumers=model.consumer_widths,
         queries=model.query_heads,
+        turned=model.turned_heads if "rotary" in collect else {},
         linears=model.linear_widths if "linears" in collect else {},
         files=files,
     )

@@ -64,9 +64,9 @@ def _made_again(factory: BlockFactory, kind: type[nn.Module], path: str) -> nn.M
     if next(iter(inspect.signature(kind).parameters), None) == "config":
         with factory.device:
             made: nn.Module = build(factory.config)
-            return made
+            return made.eval()  # in training DINOv3's positions are drawn at random
     # Only the model knows what it is made of (an embedding that is scaled).
     whole: Any = type(factory.skeleton)
     with parameters_on_meta():
         found: nn.Module = whole(factory.config).get_submodule(path)
-        return found
+        return found.eval()

@@ -13,11 +13,14 @@ from torch.nn import functional
 from ckpt_prune.architectures.skeleton import absent_pooler, is_stored_buffer
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.outside import ReadTensors, give_buffers
+from ckpt_prune.calibration.samples import Samples, as_input, batches_of
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
 
 
+READOUT_TOKENS = 512
+"""Tokens whose outputs are held together: the vocabulary is what makes these large."""
 DRAWS = 8
 """Draws of labels where a sample has one prediction: that of a text has hundreds, which are drawn apart."""
 
@@ -60,12 +63,15 @@ class Readout:
     def __init__(self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors) -> None:
         self.factory = factory
         self.logits = factory.family.auto_class != "AutoModel"
-        self._model: Any = copy.deepcopy(factory.skeleton).to("meta")
+        layers: Any = factory.skeleton.get_submodule(factory.family.layers)
+        # Blocks do not run here: what is inside them is not copied.
+        hollow = {id(layer): _hollow(layer) for layer in layers}
+        self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
+        self._binary = factory.family.binary
         self._states: Tensor | None = None
         self._fill(tensors, read)
         give_buffers(factory, self._model, self._outside)
-        layers: Any = self._model.get_submodule(factory.family.layers)
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(hollow.values()):
             layer.forward = self._stand_in(last=index == len(layers) - 1)
 
     def gradients(self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator) -> list["Drawn"]:
@@ -86,7 +92,7 @@ class Readout:
         """
         entering = states.to(self.factory.device, self.factory.dtype).detach().requires_grad_(True)
         with torch.enable_grad():
-            outputs = self._outputs(batch, entering)
+            outputs = [self._classes(output) for output in self._outputs(batch, entering)]
         found = []
         for output in outputs:
             seen, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
@@ -134,7 +140,7 @@ class Readout:
 
     def _outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         factory = self.factory
-        inputs = {name: values.to(factory.device) for name, values in batch.items()}
+        inputs = as_input(batch, factory.device, factory.dtype)
         options = {"use_cache": False} if factory.family.modality == "text" else {}
         self._states = states.to(factory.device, factory.dtype)
         found = self._model(**inputs, **options)
@@ -147,14 +153,22 @@ class Readout:
         """How far outputs are from those of the reference, summed over samples.
 
         A sample counts with the mean over its positions of KL(reference ‖ outputs) in nats, added up over several
-        logits. Without a head it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states.
+        logits; a head of one number (a reranker's, ELECTRA's discriminator's) tells two classes apart. Without a head
+        it counts with ‖h′ − h‖² / ‖h‖² of the last hidden states.
 
         Args:
             reference: as `outputs` returns them.
             outputs: the same of other states of the same samples.
         """
         measure = kl_divergence if self.logits else relative_error
-        return sum(measure(theirs, ours) for theirs, ours in zip(reference, outputs, strict=True))
+        pairs = zip(reference, outputs, strict=True)
+        return sum(measure(self._classes(theirs), self._classes(ours)) for theirs, ours in pairs)
+
+    def _classes(self, output: Tensor) -> Tensor:
+        """Logits with an axis of classes: where they are single numbers, each is how much likelier one of two is."""
+        if self.logits and self._binary:
+            return two_classes(output)
+        return two_classes(output.squeeze(-1)) if self.logits and output.shape[-1] == 1 else output
 
     def _outside(self, name: str) -> bool:
         """Whether a module or parameter of the model is outside its blocks."""
@@ -189,6 +203,38 @@ class Readout:
             return (states, None) if several else states
 
         return forward
+
+
+def divergences(
+    reference: Readout, states: Tensor, samples: Samples, others: Sequence[tuple[Readout, Tensor]]
+) -> list[float]:
+    """Mean over samples of each one's divergence from the reference.
+
+    Args:
+        reference: of the model that the others are held against.
+        states: that leave its last block, (N, T, hidden).
+        samples: that these are of.
+        others: the same of others.
+    """
+    sums = [0.0] * len(others)
+    for rows in batches_of(samples, READOUT_TOKENS):
+        batch = samples.batch(rows)
+        expected = reference.outputs(batch, states[rows])
+        for index, (readout, own) in enumerate(others):
+            sums[index] += reference.divergence(expected, readout.outputs(batch, own[rows]))
+    return [each / len(samples) for each in sums]
+
+
+def _hollow(layer: nn.Module) -> Any:
+    """A module without the modules, parameters and buffers that it has."""
+    shell = copy.copy(layer)
+    shell._modules, shell._parameters, shell._buffers = {}, {}, {}
+    return shell
+
+
+def two_classes(logits: Tensor) -> Tensor:
+    """The logits of two classes, (..., 2), of those that say how much likelier the second is, (...)."""
+    return torch.stack((torch.zeros_like(logits), logits), -1)
 
 
 def draw_labels(log_p: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -1,8 +1,10 @@
 """What a model is run on while it is measured: samples of equal length, handed out in batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.text import text_fingerprint
@@ -28,6 +30,14 @@ class Samples(Protocol):
     def batch(self, rows: slice) -> dict[str, Tensor]:
         """What the model is called with for these samples, on CPU."""
         ...
+
+
+def as_input(batch: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A batch where a model runs, pixels in the type of its weights: some models leave that to their caller (BEiT)."""
+    return {
+        name: values.to(device, dtype) if values.is_floating_point() else values.to(device)
+        for name, values in batch.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Statistics on disk: a folder with an index and safetensors files for every block, keyed by on-disk tensor names.
 
 `statistics.json` says of which model, tokenizer and data they are; `block-00000.safetensors` holds, for every consumer
-and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys as
+and fold, the moments as `<consumer weight>/<fold>/<moment>`, and those of queries and keys, or of rotary pairs, as
 `<query weight>/<fold>/<moment>`; `fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, under
 their names; `taylor-00000.safetensors` the importances of units as `<consumer weight>/<order>`. Grams and metrics are
 symmetric and stored as their packed upper triangle, row by row. Two folders of the same model can be summed, but for
@@ -36,8 +36,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
-from ckpt_prune.calibration.logits import LogitMoments
+from ckpt_prune.calibration.logits import LogitMoments, packed_width
 from ckpt_prune.calibration.moments import Moments, Taylor
+from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
@@ -74,7 +75,7 @@ class StatisticsIndex(BaseModel):
             totals.
         folds: moments are kept apart for this many contiguous runs of samples.
         collect: moments (vectors), gram (Grams), both of consumers' inputs; logits (moments of queries and keys);
-            centred (with keys less their mean over each sample, too);
+            centred (with keys less their mean over each sample, too); rotary (moments of rotary pairs);
             linears (vectors, and Grams where asked for, also of the inputs of all other linears); fisher (the Fisher
             metric at the outputs of consumers and of queries); taylor (importances of units, by gradients of the loss).
         compute_dtype: in which the model ran.
@@ -82,6 +83,8 @@ class StatisticsIndex(BaseModel):
         consumers: consumer's on-disk weight → width, for every block.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
+        turned: query's on-disk weight → query heads and their rotary pairs, for every block, where moments of them
+            were collected. Left out like `effects`.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
         files: file → sha256.
@@ -115,6 +118,7 @@ class StatisticsIndex(BaseModel):
     blocks: int = Field(ge=1)
     consumers: dict[str, int]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
@@ -141,7 +145,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("fisher", "predicted", "spaces", "scores", "effects"):
+        for key in ("turned", "fisher", "predicted", "spaces", "scores", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -174,6 +178,11 @@ def files_of(blocks: int, collect: Container[str]) -> list[str]:
     return [name(block) for name in kinds for block in range(blocks)]
 
 
+def _in_block(name: str, block: int) -> str:
+    """The on-disk name of a tensor in a block; not by `str.format`, for which a file's text may be a programme."""
+    return name.replace("{block}", str(block))
+
+
 def pack_symmetric(gram: Tensor) -> Tensor:
     """Upper triangle of a symmetric (d, d) matrix, row by row, (d (d + 1) / 2,)."""
     return torch.cat([gram[i, i:] for i in range(gram.shape[0])])
@@ -191,8 +200,11 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
     return gram
 
 
-def _flat(moments: Moments | LogitMoments) -> dict[str, Tensor]:
+def _flat(moments: Moments | LogitMoments | RotaryMoments) -> dict[str, Tensor]:
     """Moments as tensors by name."""
+    if isinstance(moments, RotaryMoments):
+        counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
+        return {"counts": counts, "pairs": torch.stack([pack_symmetric(gram) for gram in moments.gram])}
     if isinstance(moments, LogitMoments):
         known = {name: getattr(moments, name) for name in _LOGITS if getattr(moments, name) is not None}
         counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
@@ -221,7 +233,7 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     """
     tensors: dict[str, Tensor] = {}
     for weight, folds in moments.items():
-        parts: Sequence[Moments | LogitMoments] = folds
+        parts: Sequence[Moments | LogitMoments | RotaryMoments] = folds
         for fold, each in enumerate(parts):
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     return _write(folder, block_file(block), tensors)
@@ -287,7 +299,9 @@ class Statistics:
             self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged or of another version: measure again") from error
-        if set(self.index.files) != set(files_of(self.index.blocks, self.index.collect)):
+        # Counted first: names of a billion blocks take all memory.
+        many = self.index.blocks > len(self.index.files)
+        if many or set(self.index.files) != set(files_of(self.index.blocks, self.index.collect)):
             raise UserError(f"{path} does not list the files of each of its {self.index.blocks} blocks: measure again")
         for name in self.index.files:
             if not (folder / name).is_file():
@@ -307,28 +321,45 @@ class Statistics:
         with self._open(block_file(block)) as (names, get):
 
             def inputs(prefix: str, width: int) -> Moments:
-                gram = unpack_symmetric(get(f"{prefix}gram"), width) if f"{prefix}gram" in names else None
-                vectors = {name: get(f"{prefix}{name}") for name in _VECTORS}
+                packed = get(f"{prefix}gram", packed_width(width)) if f"{prefix}gram" in names else None
+                gram = None if packed is None else unpack_symmetric(packed, width)
+                vectors = {name: get(f"{prefix}{name}", width) for name in _VECTORS}
                 return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None, taylor=None)
 
             def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
-                samples, tokens = get(f"{prefix}counts").tolist()
-                parts = {name: get(f"{prefix}{name}") for name in _LOGITS if f"{prefix}{name}" in names}
+                samples, tokens = get(f"{prefix}counts", 2).tolist()
+                width = packed_width(head_dim)
+                rows = width if f"{prefix}fourth" in names else samples
+                held = [name for name in _LOGITS if f"{prefix}{name}" in names]
+                if set(held) - {"centred"} not in ({"fourth"}, {"queries", "keys"}):
+                    raise UserError(
+                        f"{self.folder / block_file(block)}: {prefix} holds no whole moments: measure again"
+                    )
+                parts = {name: get(f"{prefix}{name}", heads, rows, width) for name in held}
                 return LogitMoments(samples, tokens, heads, head_dim, **parts)
+
+            def rotary(prefix: str, pairs: int) -> RotaryMoments:
+                samples, tokens = get(f"{prefix}counts", 2).tolist()
+                packed = get(f"{prefix}pairs", None, pairs * (2 * pairs + 1))
+                return RotaryMoments(samples, tokens, torch.stack([unpack_symmetric(own, 2 * pairs) for own in packed]))
 
             folds = range(self.index.folds)
             linears = self.index.linears if "linears" in self.index.collect else {}
             for weight, width in (self.index.consumers | linears).items():
-                name = weight.format(block=block)
+                name = _in_block(weight, block)
                 if weights is not None and name not in weights:
                     continue
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
             if "logits" in self.index.collect:
                 for query, (heads, head_dim) in self.index.queries.items():
-                    name = query.format(block=block)
+                    name = _in_block(query, block)
                     if weights is not None and name not in weights:
                         continue
                     found[name] = tuple(logits(f"{name}/{fold}/", heads, head_dim) for fold in folds)
+            for query, (_, pairs) in self.index.turned.items():
+                name = query.format(block=block)
+                if weights is None or name in weights:
+                    found[name] = tuple(rotary(f"{name}/{fold}/", pairs) for fold in folds)
         return found
 
     def fisher(self, block: int) -> dict[str, Fisher]:
@@ -343,11 +374,13 @@ class Statistics:
         if not self.index.fisher:
             raise UserError(f"{self.folder} holds no Fisher metric: calibrate with --collect moments,gram,fisher")
         with self._open(fisher_file(block)) as (names, get):
-            packed = {name: get(name) for name in names}
-        queries = {name.format(block=block) for name in self.index.queries}
+            packed = {name: get(name, None) for name in names}
+        queries = {_in_block(name, block) for name in (*self.index.queries, *self.index.turned)}
         found = {}
         for name, sums in packed.items():
             width = (isqrt(8 * len(sums) + 1) - 1) // 2
+            if name not in queries and packed_width(width) != len(sums):
+                raise UserError(f"{self.folder / fisher_file(block)}: {name} is no packed triangle: measure again")
             found[name] = Fisher(self.index.fisher, sums if name in queries else unpack_symmetric(sums, width))
         return found
 
@@ -367,11 +400,11 @@ class Statistics:
             return {}
         with self._open(taylor_file(block)) as (names, get):
             sites = dict.fromkeys(name.rpartition("/")[0] for name in sorted(names))
-            return {site: Taylor(*(get(f"{site}/{order}") for order in _ORDERS)) for site in sites}
+            return {site: Taylor(*(get(f"{site}/{order}", None) for order in _ORDERS)) for site in sites}
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[tuple[set[str], Callable[[str], Tensor]]]:
-        """The names of a file's tensors, and what reads one.
+    def _open(self, name: str) -> Iterator[tuple[set[str], Callable[..., Tensor]]]:
+        """The names of a file's tensors, and what reads one of a shape, where None stands for any size.
 
         Raises:
             UserError: the file changed since it was written, or a tensor that was read holds NaN or Inf.
@@ -380,7 +413,11 @@ class Statistics:
         try:
             with safe_open(path, framework="pt") as file:
 
-                def get(name: str) -> Tensor:
+                def get(name: str, *shape: int | None) -> Tensor:
+                    found = file.get_slice(name).get_shape()  # before as much memory is taken
+                    if len(found) != len(shape) or any(b not in (None, a) for a, b in zip(found, shape, strict=True)):
+                        wanted = ["any" if size is None else size for size in shape]
+                        raise UserError(f"{path}: {name} has shape {found}, where {wanted} is meant: measure again")
                     tensor: Tensor = file.get_tensor(name)
                     if not torch.isfinite(tensor).all():
                         raise UserError(f"{path}: {name} holds NaN or Inf: measure again")
@@ -414,8 +451,9 @@ class Statistics:
         if index.model != fingerprint:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")
         linears = model.linear_widths if "linears" in index.collect else index.linears
-        expected = (model.blocks, model.consumer_widths, model.query_heads, linears)
-        if (index.blocks, index.consumers, index.queries, index.linears) != expected:
+        turned = model.turned_heads if "rotary" in index.collect else {}
+        expected = (model.blocks, model.consumer_widths, model.query_heads, turned, linears)
+        if (index.blocks, index.consumers, index.queries, index.turned, index.linears) != expected:
             raise UserError(f"{self.folder / INDEX} does not list this model's blocks and consumers: measure again")
 
     def summary(self) -> dict[str, Any]:
@@ -504,6 +542,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "window": "windows",
         "consumers": "consumers",
         "queries": "queries",
+        "turned": "rotary pairs",
         "linears": "linears",
     }
     for field, name in same.items():

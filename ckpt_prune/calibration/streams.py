@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Logits
+from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Observer
 from ckpt_prune.calibration.outside import ReadTensors, load_module
 from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.errors import UserError
 
@@ -106,7 +106,7 @@ class HiddenStream:
         for position, rows in enumerate([*own, *(slice(0, size) for size in sorted(sizes - lengths))]):
             captured.clear()
             states.clear()
-            batch = {name: values.to(factory.device) for name, values in self.samples.batch(rows).items()}
+            batch = as_input(self.samples.batch(rows), factory.device, factory.dtype)
             # A cache would be among what is recorded, and go on filling at every batch.
             options = {"use_cache": False} if family.modality == "text" else {}
             try:
@@ -172,7 +172,7 @@ class HiddenStream:
                 self.states[rows] = output.cpu()
         return {key: observer.moments() for key, observer in observers.items()}
 
-    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Inputs | Logits:
+    def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Observer:
         """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
 
         Args:

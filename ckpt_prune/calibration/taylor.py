@@ -5,8 +5,8 @@ the loss by g w − ½ h w², and h ≈ Σ_s g_s². The importance of a unit is 
 over all weights that go with it: its rows of the linear modules that make its space and its columns of the consumer
 (Ma et al. 2023, eq. 5, "element-wise", aggregated by a sum).
 
-The labels are the text's own, where the Fisher metric draws them from the model (`calibration.fisher`). One pass
-forward keeps the states at the ends of all blocks. One pass backward takes every block again, with its gradient.
+The labels are the text's own, where the Fisher metric draws them from the model (`calibration.fisher`). The gradients
+are taken block by block (`calibration.backward`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.fisher import READOUT_TOKENS, states_at_ends
 from ckpt_prune.calibration.moments import Taylor
-from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.readout import READOUT_TOKENS, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
@@ -66,7 +66,7 @@ def measure_taylor(
     A model of L blocks has 5 L of them run, gradients of states and of weights counted as one run each more. Memory: a
     block with its activations of `streams.TOKENS_PER_BATCH` tokens and twice its weights in float32, everything outside
     the blocks, the hidden states at the end of every block and once more for the gradients, and the logits of
-    `fisher.READOUT_TOKENS` tokens (at least of one sample) twice.
+    `READOUT_TOKENS` tokens (at least of one sample) twice.
 
     Args:
         model: the dense model, a causal language model.
@@ -118,35 +118,21 @@ def _backward(
         disk: [path.removesuffix(".weight") for path in factory.parts(block, factory.family.tensor(block, disk))]
         for disk in dict.fromkeys(name for space in factory.family.consumers.values() for name in space.modules)
     }
-    inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-
-    def watch(path: str) -> None:
-        def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            inputs[path], outputs[path] = args[0].detach(), output
-
-        module.get_submodule(path).register_forward_hook(see)
-
-    for path in {path for own in parts.values() for path in own}:
-        watch(path)
+    paths = [path for own in parts.values() for path in own]
     found: dict[str, _Gradient] = {}
-    for _, rows in stream.batches:
-        with torch.enable_grad():
-            entering = given[rows].to(factory.device).requires_grad_(True)
-            leaving = stream.run(module, block, entering)
-        entered, *others = torch.autograd.grad(
-            leaving, [entering, *outputs.values()], gradients[rows].to(leaving), allow_unused=False
-        )
-        at = dict(zip(outputs, others, strict=True))
-        for disk, paths in parts.items():
+    for passed in pass_back(stream, module, block, given, [gradients], paths):
+        for disk, own in parts.items():
             # Some models flatten samples before a linear module.
-            x = inputs[paths[0]].reshape(len(entering), -1, inputs[paths[0]].shape[-1])
-            y = torch.cat([at[path].reshape(len(entering), -1, at[path].shape[-1]) for path in paths], -1)
+            x = _by_sample(passed.inputs[own[0]], passed.samples)
+            y = torch.cat([_by_sample(passed.gradients[path], passed.samples) for path in own], -1)
             if disk not in found:
                 found[disk] = _Gradient(*(x.new_zeros(y.shape[-1], x.shape[-1], dtype=torch.float32) for _ in "12"))
             found[disk].add(x, y)
-        gradients[rows] = entered.float().cpu()
     return found
+
+
+def _by_sample(tokens: Tensor, samples: int) -> Tensor:
+    return tokens.reshape(samples, -1, tokens.shape[-1])
 
 
 def _importances(

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from ckpt_prune.errors import UserError
 Bos = Literal["auto", "always", "never"]
 Choose = Literal["random", "first"]
 
+_MOST_GROWTH = 100
+"""Published normalizers replace a space by one character, or a quote by two."""
 SEPARATOR = "\n\n"
 """What stands between two documents; the published WikiText-2 test protocol joins with the same."""
 
@@ -31,17 +35,42 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder}: no tokenizer (tokenizer.json, tokenizer.model or tokenizer_config.json); "
             "copy the model's tokenizer files into the folder"
         )
-    try:
+    with _foreign(f"{folder}: the tokenizer does not load"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises anything here, from KeyError to the tokenizers library's own type
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{folder}: the tokenizer does not load: {reason[:300]}") from error
+        growth = _growth(tokenizer)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if growth > _MOST_GROWTH:
+        raise UserError(
+            f"{folder}: the tokenizer's normalizer may make any text {growth} times as long; it is not used"
+        )
     return tokenizer
 
 
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """Turn whatever a tokenizer raises, from KeyError to a panic of its library, which is no Exception, into a line."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{what}: {reason[:300]}") from error
+
+
+def _growth(tokenizer: Any) -> int:
+    """How many times as long a tokenizer's normalizer may make a text: a character for each is the least."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    return 1 if normalizer is None else _growth_of(json.loads(normalizer.__getstate__()))
+
+
+def _growth_of(step: dict[str, Any]) -> int:
+    inner = math.prod(_growth_of(each) for each in step.get("normalizers") or [])
+    return inner * max(1, len(step.get("content") or ""), len(step.get("prepend") or ""))
+
+
 def read_text(files: Sequence[Path]) -> str:
-    r"""Read UTF-8 text files as one string, joined by a blank line.
+    r"""Read UTF-8 text files as one string, in the order given, joined by a blank line.
 
     A `.jsonl` file counts as the `text` fields of its lines, joined by a blank line too.
 
@@ -115,7 +144,8 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
     # verbose=False: the stream is meant to be longer than the model's context, so no warning about its length
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    with _foreign(f"{tokenizer.name_or_path}: the tokenizer fails"):
+        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.inputs import open_input
 from ckpt_prune.checkpoint.jsonfile import canonical
 from ckpt_prune.checkpoint.shard import CODES, TensorInfo, read_bytes
 
@@ -31,7 +32,7 @@ def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The hex SHA-256 of each named file of `folder`, read as a stream."""
     digests = {}
     for name in names:
-        with (folder / name).open("rb") as handle:
+        with open_input(folder / name) as handle:
             digests[name] = hashlib.file_digest(handle, "sha256").hexdigest()
     return digests
 
@@ -66,7 +67,7 @@ def checkpoint_fingerprint(path: Path, config: dict[str, Any], tensors: Iterable
     stored = (part for info in tensors for part in info.parts)
     for info in sorted(stored, key=lambda info: info.name):
         digest.update(canonical([info.name, CODES[info.dtype], info.stored_shape]).encode())
-        with (path / info.file).open("rb", buffering=0) as handle:
+        with open_input(path / info.file) as handle:
             for start, count in _sample(info.nbytes):
                 digest.update(read_bytes(handle, info, start, count))
     return digest.hexdigest()

@@ -8,9 +8,10 @@ from pathlib import Path
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.errors import UserError
 
-# Top-level files only: weights, configurations, tokenizers, model card. Never pickles, never code.
+# Weights, configurations, tokenizers, model card; of folders inside only those of sentence-transformers' modules, which
+# are numbered behind the model's own (1_Pooling). Never pickles, never code.
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
+_UNWANTED = ["[!1-9]*/*", "[1-9][!_]*/*", "*/*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_ID = 96
 _NEAR = 0.75

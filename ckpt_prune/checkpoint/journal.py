@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object, pretty
 from ckpt_prune.errors import UserError
 
@@ -47,7 +48,7 @@ class Journal:
             ValueError: it is damaged or of another version.
         """
         try:
-            values = parse_object((folder / JOURNAL).read_bytes())
+            values = parse_object(read_input(folder / JOURNAL))
             if values["version"] != _VERSION:
                 raise ValueError(f"version {values['version']}")
             return cls(

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
+
+_DEEPEST = 100
+"""Levels; no file of this project or of transformers has ten."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises UserError where it cannot be read, is not JSON or is not an object."""
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_input(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable JSON object ({error}); download or restore the file") from error
 
@@ -23,7 +27,31 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} instead of an object")
+    _check_depth(value)
+    if b"\\u" in data:
+        _check_text(value)
     return value
+
+
+def _check_depth(value: object) -> None:
+    """Refuse what the parser can read and little else can: whoever walks it needs a frame for every level."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inside: list[object] = []
+        for each in level:
+            inside += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        level = [each for each in inside if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
+
+
+def _check_text(value: object) -> None:
+    """Refuse halves of surrogate pairs, which JSON can write and UTF-8 cannot."""
+    try:
+        canonical(value).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text that is not Unicode: {error.object[error.start : error.end]!a}") from error
 
 
 def canonical(value: object) -> str:

@@ -1,8 +1,8 @@
 """A checkpoint folder as published on the Hub, read lazily: headers at once, tensors when asked for."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.quantised import (
@@ -38,6 +39,8 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_MOST_LAYERS = 1000
+"""Building a model takes time and memory for each, tensors or not; the deepest published ones have about 130."""
 _CONVERT = (
     'convert them where they are trusted: python -c "from transformers import {auto} as M; '
     "M.from_pretrained('{path}').save_pretrained('NEW')\", or use https://huggingface.co/spaces/safetensors/convert"
@@ -85,6 +88,7 @@ class Checkpoint:
         files: the safetensors files' names, sorted.
         sharded: whether an index spreads the tensors over files.
         metadata: each file's free-text `__metadata__`.
+        stamps: of the folder's files when it was opened, by name.
         within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
     """
 
@@ -94,6 +98,7 @@ class Checkpoint:
     files: tuple[str, ...]
     sharded: bool
     metadata: dict[str, dict[str, str]]
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
     within: Within | None = None
 
     @classmethod
@@ -121,6 +126,7 @@ class Checkpoint:
             files=files,
             sharded=sharded,
             metadata={file: headers[file].metadata for file in files},
+            stamps={file.name: stamp(file) for file in path.iterdir() if file.is_file()},
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -134,6 +140,20 @@ class Checkpoint:
             if name not in self.tensors:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
         return read_tensors(self.path, [self.tensors[name] for name in names])
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse to go on with files of the folder that are not what they were when it was opened.
+
+        Raises:
+            UserError: naming the first that changed or is gone.
+        """
+        for name in names:
+            try:
+                same = stamp(self.path / name) == self.stamps.get(name)
+            except OSError:
+                same = False
+            if not same:
+                raise UserError(f"{self.path / name} changed since it was opened; run again")
 
     def turned(self, names: Iterable[str]) -> "Checkpoint":
         """The same checkpoint, these of its matrices read as their transposes."""
@@ -169,7 +189,7 @@ class Checkpoint:
         stored = (part for name in names for part in self.tensors[name].parts)
         floats = [info for info in stored if info.dtype.is_floating_point]
         for info in track(floats, "checking for NaN and Inf", unit="tensor"):
-            with (self.path / info.file).open("rb", buffering=0) as handle:
+            with open_input(self.path / info.file) as handle:
                 bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))
             if bad:
                 raise UserError(
@@ -193,7 +213,7 @@ def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for file, wanted in by_file.items():
         try:
-            with (folder / file).open("rb", buffering=0) as handle:
+            with open_input(folder / file) as handle:
                 for info in sorted(wanted, key=lambda info: info.offset):
                     found[info.name] = read_tensor(handle, info)
         except OSError as error:
@@ -250,7 +270,7 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 
 def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's values, once the names of classes in it are known to be names.
+    """A config.json's values, once class names in it are known to be names, and its model not to be too deep to build.
 
     Raises:
         UserError: they are not.
@@ -258,7 +278,19 @@ def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
+    for key, value in _integers(config):
+        if "layer" in key and value > _MOST_LAYERS:
+            raise UserError(f"{path}: {key} is {value}, and {_MOST_LAYERS} layers are the most that are built")
     return config
+
+
+def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys whose values are whole numbers, those of configs inside a config included."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield key, value
 
 
 def _read_shards(path: Path) -> dict[str, Header]:

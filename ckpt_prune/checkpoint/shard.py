@@ -8,13 +8,14 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
 
@@ -46,7 +47,8 @@ DTYPES: dict[str, torch.dtype] = {
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
+# 150,000 tensors. The safetensors library takes six times as much, which parsed is 3 GiB of memory.
+_LARGEST_HEADER = 2**24
 _LARGEST_TENSOR = 2**62
 _CHUNK_BYTES = 64 * 2**20
 
@@ -79,6 +81,7 @@ class TensorInfo:
         offset: of its data, in bytes from the start of the file.
         transposed: whether it is a matrix whose file holds its transpose.
         scaled: how it is stored, where its elements are multiplied by scales as it is read.
+        stamp: of its file when the header was read; None in a file that is still to be written.
     """
 
     name: str
@@ -97,6 +100,8 @@ class TensorInfo:
             return (self,)
         own = replace(self, dtype=self.scaled.dtype, shape=self.stored_shape, transposed=False, scaled=None)
         return own, self.scaled.scale
+
+    stamp: Stamp | None = field(default=None, compare=False, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -129,16 +134,19 @@ def read_header(path: Path) -> Header:
         UserError: the file is missing, shorter or longer than its header says, or the header is not a valid one.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as handle:
+        with open_input(path) as handle:
+            of_file = stamp(handle.fileno())
+            size = of_file[0]
             length = int.from_bytes(handle.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > _LARGEST_HEADER or _LENGTH_BYTES + length > size:
+            if size < _LENGTH_BYTES or _LENGTH_BYTES + length > size:
                 raise UserError(
                     f"{path} is {size} bytes long, too short for its header: truncated or not safetensors; "
                     "download it again"
                 )
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes, where {_LARGEST_HEADER} are read at most")
             data = handle.read(length)
-        header = _parse(path.name, data)
+        header = _parse(path.name, data, of_file)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a valid safetensors file ({error}); download it again") from error
     if header.file_bytes != size:
@@ -252,6 +260,11 @@ def _fill(handle: io.FileIO, info: TensorInfo, start: int, tensor: Tensor) -> No
         if not count:
             raise UserError(f"{info.file} ended inside tensor {info.name!r} while being read; download it again")
         data = data[count:]
+    # Last: what came before a change is of the file that was opened.
+    if info.stamp not in (None, stamp(handle.fileno())):
+        raise UserError(
+            f"{info.file} changed since it was opened, tensor {info.name!r} may be of another model; run again"
+        )
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
@@ -259,13 +272,13 @@ def _as_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _parse(file: str, data: bytes) -> Header:
+def _parse(file: str, data: bytes, of_file: Stamp | None = None) -> Header:
     content = parse_object(data)
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
     data_start = _LENGTH_BYTES + len(data)
-    found = sorted((_tensor(file, data_start, name, entry) for name, entry in content.items()), key=_place)
+    found = sorted((_tensor(file, data_start, name, entry, of_file) for name, entry in content.items()), key=_place)
     end = data_start
     for info in found:
         if info.offset != end:
@@ -278,7 +291,7 @@ def _place(info: TensorInfo) -> tuple[int, int]:
     return info.offset, info.nbytes
 
 
-def _tensor(file: str, data_start: int, name: str, entry: object) -> TensorInfo:
+def _tensor(file: str, data_start: int, name: str, entry: object, of_file: Stamp | None) -> TensorInfo:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -289,7 +302,8 @@ def _tensor(file: str, data_start: int, name: str, entry: object) -> TensorInfo:
     nbytes = math.prod(shape) * DTYPES[code].itemsize
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
         raise ValueError(f"tensor {name!r} has data_offsets that do not fit its shape")
-    return TensorInfo(name, DTYPES[code], tuple(shape), file, nbytes, data_start + offsets[0])
+    start = data_start + offsets[0]
+    return TensorInfo(name, DTYPES[code], tuple(shape), file, nbytes, start, stamp=of_file)
 
 
 def _naturals(value: object) -> bool:

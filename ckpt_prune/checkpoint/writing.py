@@ -189,10 +189,19 @@ class CheckpointWriter:
         with disk_failures(self._staging.path):
             self._side_file(name).write_text(text, encoding="utf-8", newline="\n")
 
-    def copy(self, path: Path) -> None:
-        """Copy a file's contents (a link's target) to the top level under its own name."""
+    def copy(self, path: Path, name: str | None = None) -> None:
+        """Copy a file's contents (a link's target).
+
+        Args:
+            path: of the file.
+            name: in the new folder, perhaps in a folder inside that; its own by default.
+        """
         with disk_failures(self._staging.path):
-            shutil.copyfile(path, self._side_file(path.name))
+            target = self._side_file(name or path.name, inside=True)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+            if target.parent != self._staging.path:
+                sync(target)
 
     def finish(self) -> list[str]:
         """Write the index where there is one, and put the staging folder in OUT's place.
@@ -225,9 +234,11 @@ class CheckpointWriter:
         if not self._staging.active:
             raise ValueError("CheckpointWriter is used outside the `with` block of its staging, or after finish()")
 
-    def _side_file(self, name: str) -> Path:
+    def _side_file(self, name: str, *, inside: bool = False) -> Path:
         self._check_active()
-        if not name or Path(name).name != name or name.startswith(".") or name in self._headers:
+        parts = name.split("/") if inside else [name]
+        plain = all(part and Path(part).name == part and not part.startswith(".") for part in parts)
+        if not plain or len(parts) > 2 or name in self._headers:
             raise ValueError(f"{name!r} cannot be a side file")
         self._side_names.add(name)
         return self._staging.path / name

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
@@ -46,11 +47,11 @@ class Kind:
         if not (folder / self.record).is_file():
             raise self._refusal(folder, f"it has no {self.record}")
         try:
-            record = parse_object((folder / self.record).read_bytes())
+            record = parse_object(read_input(folder / self.record))
             names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._refusal(folder, f"its {self.record} is damaged") from error
-        found = {name for name in names if "/" not in name} | self.always | {self.record}
+        found = {name for name in names if _is_below(name)} | self.always | {self.record}
         for name, kind in self.inside(record).items():
             if (folder / name / kind.record).is_file():
                 found |= {f"{name}/{inner}" for inner in kind.written(folder / name)}
@@ -60,6 +61,12 @@ class Kind:
         return UserError(
             f"{folder} exists and is not {self.what} ({reason}), so it is never replaced; choose another name"
         )
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name of a record is that of a file in the folder, or in one inside it."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part not in ("", ".", "..") for part in parts)
 
 
 EXPORT = Kind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), left="asked")

@@ -70,8 +70,12 @@ def command(as_json: bool, **given: Any) -> None:
     mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes
     images at random (seed 0): the first ones would be those of the first classes.
 
-    A masked language model (BERT) is asked for 15 % of the tokens of every window, masked; a base model without a head
-    is compared by the cosine of its features with those of MODEL2.
+    A masked language model (BERT) is asked for 15 % of the tokens of every window, masked. A classifier of texts or
+    tokens, and one that finds answers, is held against MODEL2: KL divergence, and how often both put the same first; a
+    reranker by the order of its numbers. A base model without a head is compared by the cosine of its features with
+    those of MODEL2. A sentence-transformers folder is compared by its embeddings of every line of the text that is not
+    empty, cut to T tokens: their cosine, the rank correlation of the cosines of all pairs of lines, and how often both
+    find the same line nearest to another.
 
     Items of a .jsonl are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy by plain
     log-probability, norm. by that per character, beside the chance of guessing. They have the shape of ARC, OpenBookQA,
@@ -103,8 +107,10 @@ def _show(found: "Result") -> None:
         ChoiceResult,
         FeaturesResult,
         GenerationResult,
+        HeadResult,
         MaskedResult,
         PerplexityResult,
+        SentencesResult,
         TaskResult,
     )
 
@@ -113,6 +119,8 @@ def _show(found: "Result") -> None:
         MaskedResult: _masked,
         AccuracyResult: _accuracy,
         FeaturesResult: _features,
+        SentencesResult: _sentences,
+        HeadResult: _head,
         TaskResult: _tasks,
         ChoiceResult: _choices,
         GenerationResult: _generated,
@@ -163,6 +171,24 @@ def _features(found: Any) -> None:
     click.echo(table(["features of", "cosine", "relative error", "tokens"], [row]))
     click.echo(f"\nlast hidden states against those of {found.against}")
     _skipped(found.skipped or ())
+
+
+def _head(found: Any) -> None:
+    own = found.found
+    if own.rank_correlation is None:
+        names, figures = ["KL divergence", "agreement"], [f"{own.kl:.4f}", f"{own.agreement:.1%}"]
+    else:
+        names, figures = ["rank correlation"], [f"{own.rank_correlation:.4f}"]
+    row = [str(found.model), *figures, str(own.window), f"{own.predictions:,}"]
+    click.echo(table(["predictions of", *names, "window", "predictions"], [row]))
+    click.echo(f"\nagainst those of {found.against}; nothing here says which are right")
+
+
+def _sentences(found: Any) -> None:
+    own = found.found
+    row = [str(found.model), f"{own.cosine:.4f}", f"{own.rank_correlation:.4f}", f"{own.nearest:.1%}", f"{own.texts:,}"]
+    click.echo(table(["embeddings of", "cosine", "rank correlation", "same nearest", "texts"], [row]))
+    click.echo(f"\nagainst those of {found.against}; ranks of the cosines of {own.pairs:,} pairs")
 
 
 def _skipped(skipped: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
 import difflib
+import errno
 import importlib
 import os
 from contextlib import suppress
@@ -22,6 +23,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 COMMANDS = {
     "inspect": "What a checkpoint is, what can be pruned, and into which container.",
+    "convert": "Write timm's ViT, or an MAE, as the stock class that computes it.",
     "calibrate": "Measure activation statistics once, to reuse with any recipe.",
     "plan": "Decide what stays and predict the cost; write only the plan.",
     "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",
@@ -81,6 +83,12 @@ class LazyGroup(click.Group):
                 return super().invoke(ctx)
         except UserError as error:
             raise Refusal(str(error)) from error
+        except OSError as error:
+            # What no one place expects: a name that no file can have, a folder that may not be read, a disk that fails.
+            # Where nobody listens any more (EPIPE), click knows what to do.
+            if error.errno == errno.EPIPE or error.filename is None:
+                raise
+            raise Refusal(f"{error.filename}: {error.strerror}; give another path or mend this one") from error
         except KeyboardInterrupt as error:
             with suppress(OSError):  # after SIGHUP the terminal may be gone
                 click.echo("Interrupted.", err=True)

@@ -95,14 +95,15 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
         _at_ratios(sweep, as_json, given)
         return
     made = plan(**given)
+    takes = made.takes
     if as_json:
-        for line in filter(None, (*made.messages, made.takes)):
+        for line in filter(None, (*made.messages, takes)):
             click.echo(line, err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)
-    if made.takes is not None:
-        click.echo(f"\n{made.takes}")
+    if takes is not None:
+        click.echo(f"\n{takes}")
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
 

@@ -47,6 +47,7 @@ def show(name: str) -> None:
 @click.argument("destination", type=click.Path(path_type=Path), required=False)
 def copy(name: str, destination: Path | None) -> None:
     """Copy a shipped recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
+    from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.errors import UserError
     from ckpt_prune.planning.shipped import find_recipe, recipe_text
 
@@ -58,7 +59,7 @@ def copy(name: str, destination: Path | None) -> None:
         raise UserError(f"{target} exists: choose another name")
     if not target.absolute().parent.is_dir():
         raise UserError(f"{target.absolute().parent} does not exist")
-    target.write_text(recipe_text(source), encoding="utf-8")
+    write_whole(target, recipe_text(source))
     click.echo(str(target))
 
 

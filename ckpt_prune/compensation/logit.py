@@ -371,7 +371,7 @@ def choose_strength(
 
 
 def least_held_out(
-    folds: Sequence[LogitMoments],
+    folds: Sequence[object],
     heads: int,
     grid: Sequence[float],
     errors: Callable[[int, int], tuple[Tensor, Tensor]],

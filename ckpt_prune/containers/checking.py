@@ -9,6 +9,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import (
     Names,
     absent_pooler,
+    is_parameter,
     is_stored_buffer,
     stock_names,
 )
@@ -50,7 +51,7 @@ def check_stored(checkpoint: Checkpoint, known: Names) -> None:
     """
     check_shapes({name: info.stored_shape for name, info in checkpoint.tensors.items()}, known, f"{checkpoint.path}")
     for name, info in checkpoint.tensors.items():
-        if is_stored_buffer(name):
+        if not is_parameter(name):
             continue
         if info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")

@@ -77,7 +77,11 @@ def _obstacle(
     """Why a family cannot hold the output, or None."""
     source = model.family
     if not remote_code:
-        reasons = stockless(model, widths) if candidate is source else {}
+        reasons = stockless(model, widths)
+        if candidate is not source:
+            # Of what stops the source's own class, that which stops the other's too.
+            fixed = {name for name, space in candidate.spaces.items() if space.fixed is not None}
+            reasons = {name: why for name, why in reasons.items() if name in fixed}
         if reasons:
             return "; ".join(reasons.values())
     hidden = model.dimension("hidden")
@@ -206,7 +210,7 @@ class NothingFitsError(UserError):
     """
 
     def __init__(self, reasons: list[str], advice: str) -> None:
-        super().__init__(f"no stock container fits: {'; '.join(reasons)}. {advice}")
+        super().__init__(f"no stock container fits: {'; '.join(dict.fromkeys(reasons))}. {advice}")
         self.reasons = reasons
 
 
@@ -231,8 +235,7 @@ def _build(
     values = copy.deepcopy(model.checkpoint.config) if same else _relabelled(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
-    own_keys = remote or not any(space.fixed for space in family.spaces.values())
-    values |= model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
+    values |= model.config_values(widths[0]) if remote else _stock_values(model, widths[0])
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
     if decoupled or (remote and family.logits):

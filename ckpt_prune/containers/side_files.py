@@ -1,28 +1,70 @@
 """What travels unchanged from a checkpoint into what is made of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from ckpt_prune.checkpoint.reading import CONFIG, PICKLES
-from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
+from ckpt_prune.checkpoint.modules import module_files
+from ckpt_prune.checkpoint.reading import CONFIG, PICKLES, Checkpoint
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import CONVERTED, EXPORT_ERROR, GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
 
 _NOT_CARRIED = PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, "README.md", REPORT, ROTATIONS}
+_REWRITTEN = {CONFIG, CONVERTED, "README.md", REPORT, ROTATIONS}
 _OF_A_GRAPH = {GRAPH_RECORD, VALIDATION}
 """Where both a checkpoint and its graph are in one folder."""
 
 
-def side_files(folder: Path) -> list[Path]:
-    """Files that travel unchanged with a copy: tokenizer, image processor, generation config, licence.
+def side_files(folder: Path) -> dict[str, Path]:
+    """Files that travel unchanged with a copy, by name: tokenizer, image processor, generation config, licence.
 
-    Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew.
+    Top-level regular files, sorted, without weights of any format, code, hidden files and what copies write anew; and
+    those of a sentence-transformers folder's modules, whose names have their folder and a slash.
+
+    Raises:
+        UserError: what `modules.json` names cannot travel, or a file is a link out of the folder. Whoever wrote the
+            folder would else have a file published that is not theirs.
     """
-    found = (path for path in folder.iterdir() if path.is_file() and _is_side_file(path))
-    exported = (folder / GRAPH_RECORD).is_file()
-    return sorted(path for path in found if not (exported and path.name in _OF_A_GRAPH))
+    found = sorted(path for path in folder.iterdir() if path.is_file() and _is_side_file(path))
+    own = {path.name: path for path in found} | module_files(folder)
+    for path in own.values():
+        _check_link(path, folder.resolve())
+    return own
+
+
+def top_names(files: Mapping[str, Path]) -> dict[str, Path | None]:
+    """Names at the top of a folder that holds such files → the file; None of folders."""
+    return {name.partition("/")[0]: None if "/" in name else path for name, path in files.items()}
+
+
+def carried(checkpoint: Checkpoint) -> dict[str, Path]:
+    """The side files of a checkpoint, once it is known that they and its config are what they were when it was opened.
+
+    Raises:
+        UserError: one changed meanwhile, is gone, or is a link out of the folder.
+    """
+    then = [checkpoint.path / name for name in checkpoint.stamps]
+    checkpoint.check_unchanged([CONFIG, *(path.name for path in then if _is_side_file(path))])
+    found = side_files(checkpoint.path)
+    return {name: path for name, path in found.items() if "/" in name or name in checkpoint.stamps}
+
+
+def _check_link(path: Path, folder: Path) -> None:
+    if not path.is_symlink():
+        return
+    target = path.resolve()
+    # The Hub's cache is all links to ../../blobs.
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(root) for root in (folder, *blobs)):
+        raise UserError(
+            f"{path} is a link out of its folder, and what it leads to would be in the output; put the file itself "
+            "there, or remove the link"
+        )
 
 
 def _is_side_file(path: Path) -> bool:
     name = path.name
+    if name in _OF_A_GRAPH and (path.parent / GRAPH_RECORD).is_file():
+        return False
     return not (
         name.startswith(".")
         or name in _REWRITTEN

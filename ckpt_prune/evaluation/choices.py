@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import Bos, token_stream
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.choice_items import Item
@@ -95,7 +96,7 @@ def _log_probabilities(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int
     model.eval()
     config = model.config.get_text_config()
     check_tokens(model, torch.cat([ids for ids, _ in texts]))
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_length(config)
     cut = [(ids if context is None else ids[-context:], tail) for ids, tail in texts]
     order = sorted(range(len(cut)), key=lambda index: len(cut[index][0]))
     found = [0.0] * len(cut)

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from ckpt_prune.calibration.fisher import READOUT_TOKENS
-from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import Samples, batches_of
+from ckpt_prune.calibration.readout import Readout, divergences
+from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.evaluation.similarity import Similarity, SimilaritySums
 from ckpt_prune.progress import track
 from ckpt_prune.transform.dense import Dense
@@ -86,7 +84,7 @@ def compare(
     """Run two models side by side and compare what leaves every block.
 
     Every block of both is run once. Memory: two blocks, the hidden states of both, and in the end everything outside
-    the blocks of both with the outputs of `READOUT_TOKENS` tokens (with `lens` all along).
+    the blocks of both with the outputs of `readout.READOUT_TOKENS` tokens (with `lens` all along).
 
     Args:
         reference: as many blocks and hidden dimensions as `model`, in the same basis.
@@ -97,39 +95,25 @@ def compare(
         lens: also compare what each model's own head makes of every block's states.
     """
     theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
-    readouts = (theirs.readout(), ours.readout()) if lens else None
+    readouts: list[Readout] = []
     found: list[BlockComparison] = []
-    blocks = model.model.blocks
+    blocks, divergence = model.model.blocks, 0.0
     for block in track(range(blocks), "comparing", total=blocks):
         for stream, source in ((theirs, reference), (ours, model)):
             stream.advance(block, source.block(block))
         sums = SimilaritySums()
         for _, rows in ours.batches:
             sums.add(*(each.states[rows].to(ours.factory.device) for each in (theirs, ours)))
-        divergence = None if readouts is None else _divergence(readouts, (theirs, ours), samples)
-        found.append(BlockComparison(block, sums.figures(), divergence))
-    readouts = readouts or (theirs.readout(), ours.readout())
-    last = found[-1].divergence
+        if lens or block == blocks - 1:
+            readouts = readouts or [theirs.readout(), ours.readout()]
+            (divergence,) = divergences(readouts[0], theirs.states, samples, [(readouts[1], ours.states)])
+        found.append(BlockComparison(block, sums.figures(), divergence if lens else None))
     return Comparison(
         reference.model.checkpoint.path,
         model.model.checkpoint.path,
         found,
-        _divergence(readouts, (theirs, ours), samples) if last is None else last,
+        divergence,
         readouts[0].logits,
         len(samples),
         samples.tokens,
     )
-
-
-def _divergence(
-    readouts: tuple[Readout, Readout], streams: tuple[HiddenStream, HiddenStream], samples: Samples
-) -> float:
-    """Mean over samples of what the second model's outputs diverge from the first one's."""
-    total = 0.0
-    for rows in batches_of(samples, READOUT_TOKENS):
-        batch = samples.batch(rows)
-        theirs, ours = (
-            readout.outputs(batch, stream.states[rows]) for readout, stream in zip(readouts, streams, strict=True)
-        )
-        total += readouts[0].divergence(theirs, ours)
-    return total / len(samples)

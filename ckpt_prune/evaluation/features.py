@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.samples import Samples, as_input
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -38,7 +38,7 @@ def compare_features(model: PreTrainedModel, reference: PreTrainedModel, samples
     for start in track(range(0, len(samples), per_batch), "comparing", unit="batch"):
         batch = samples.batch(slice(start, min(start + per_batch, len(samples))))
         ours, theirs = (
-            each.eval()(**{k: v.to(each.device) for k, v in batch.items()}).last_hidden_state.double().cpu()
+            each.eval()(**as_input(batch, each.device, each.dtype)).last_hidden_state.double().cpu()
             for each in (model, reference)
         )
         if ours.shape != theirs.shape:

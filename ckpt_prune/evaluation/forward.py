@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -22,10 +23,10 @@ def check_windows(model: PreTrainedModel, windows: Tensor) -> None:
         UserError: The window is longer than the model's context, or a token id is outside its vocabulary.
     """
     config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_length(config)
     if context is not None and windows.shape[1] > context:
         raise UserError(
-            f"window of {windows.shape[1]} tokens is longer than the model's max_position_embeddings, {context}; "
+            f"window of {windows.shape[1]} tokens is longer than the model's context of {context}; "
             f"use a window of at most {context}"
         )
     check_tokens(model, windows)

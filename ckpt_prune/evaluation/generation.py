@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import token_stream
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.forward import check_tokens
@@ -53,7 +54,7 @@ def continue_prompts(
     """
     model.eval()
     config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_length(config)
     found = []
     for prompt in track(prompts, what, unit="prompt"):
         ids = token_stream(tokenizer, prompt)

@@ -6,9 +6,12 @@ from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation import classification
-from ckpt_prune.evaluation.loading import auto_class, read_config
+from ckpt_prune.evaluation.loading import kind_of, read_config
 
 MASKED = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
+
+LABELLED = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
+"""Heads whose figures would need labels: they are held against another model's."""
 
 
 def check_folder(folder: Path) -> None:
@@ -31,8 +34,8 @@ def is_vision(folder: Path) -> bool:
 
 
 def auto_class_of(folder: Path) -> str:
-    """The Auto class of a folder's architecture."""
-    return auto_class(read_config(folder))
+    """The Auto class of a folder's architecture, or of those that give the same (`kind_of`)."""
+    return kind_of(read_config(folder))
 
 
 def check_same_kind(folder: Path, reference: Path | None) -> None:

@@ -17,6 +17,7 @@ from ckpt_prune.architectures.skeleton import (
     quiet_transformers,
     shapes_alone,
 )
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
@@ -157,7 +158,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = parse_object(path.read_bytes())
+        config = parse_object(read_input(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a checkpoint folder") from error
     except ValueError as error:
@@ -214,6 +215,13 @@ def auto_class(config: dict[str, Any]) -> str:
     if name and name not in family.architectures:
         return _by_name(name)
     return family.of(name or family.architecture).auto_class
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """The Auto class whose models give what that of a config.json gives: ELECTRA's discriminator classifies tokens."""
+    name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
+    known = is_known(config) and name in described(config).architectures
+    return "AutoModelForTokenClassification" if known and described(config).of(name).binary else auto_class(config)
 
 
 def _by_name(architecture: str) -> str:

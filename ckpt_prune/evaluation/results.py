@@ -10,8 +10,10 @@ from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.classification import Classification
 from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.generation import Continuation
+from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.masked import MaskedScore
 from ckpt_prune.evaluation.perplexity import Score
+from ckpt_prune.evaluation.sentences import SentenceComparison
 
 
 def _finite(value: float) -> float | None:
@@ -160,6 +162,44 @@ class FeaturesResult:
 
 
 @dataclass(frozen=True)
+class HeadResult:
+    """A classifier of texts or tokens, or one that finds answers, beside a reference.
+
+    Attributes:
+        model: that was measured.
+        against: the reference.
+        found: divergence and agreement, or the order of single numbers.
+    """
+
+    model: Path
+    against: Path
+    found: HeadComparison
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"model": str(self.model), "against": str(self.against), **asdict(self.found)}
+
+
+@dataclass(frozen=True)
+class SentencesResult:
+    """A sentence-transformers folder's embeddings of texts beside those of a reference.
+
+    Attributes:
+        model: that was measured.
+        against: the reference.
+        found: cosine, rank correlation and nearest texts.
+    """
+
+    model: Path
+    against: Path
+    found: SentenceComparison
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"model": str(self.model), "against": str(self.against), **asdict(self.found)}
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """Tasks that were run by lm-eval.
 
@@ -252,5 +292,13 @@ class GenerationResult:
 
 
 Result = (
-    ChoiceResult | GenerationResult | PerplexityResult | MaskedResult | AccuracyResult | FeaturesResult | TaskResult
+    ChoiceResult
+    | GenerationResult
+    | PerplexityResult
+    | MaskedResult
+    | AccuracyResult
+    | FeaturesResult
+    | SentencesResult
+    | HeadResult
+    | TaskResult
 )

@@ -1,4 +1,4 @@
-"""Measuring a model of text: perplexity, masked tokens or features, whichever it gives."""
+"""Measuring a model of text: perplexity, masked tokens, classes, embeddings or features, whichever it gives."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,13 @@ from ckpt_prune.calibration.text import (
     token_stream,
 )
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
+from ckpt_prune.checkpoint.modules import MODULES, modules_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.forward import check_windows
+from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.kinds import (
+    LABELLED,
     MASKED,
     auto_class_of,
     check_folder,
@@ -31,8 +34,11 @@ from ckpt_prune.evaluation.kinds import (
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import compare, perplexity
-from ckpt_prune.evaluation.results import FeaturesResult, MaskedResult, PerplexityResult
+from ckpt_prune.evaluation.results import FeaturesResult, HeadResult, MaskedResult, PerplexityResult, SentencesResult
+from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
 from ckpt_prune.options import EvaluationOptions
+
+TextResult = PerplexityResult | MaskedResult | FeaturesResult | SentencesResult | HeadResult
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Pair:
         return load_model(folder, device=self.device, trust_remote_code=self.trust)
 
 
-def measure_text(pair: Pair, options: EvaluationOptions) -> PerplexityResult | MaskedResult | FeaturesResult:
+def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
     """Measure a model of text.
 
     Raises:
@@ -94,29 +100,61 @@ def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     )
 
 
-def _encoder(pair: Pair, options: EvaluationOptions) -> MaskedResult | FeaturesResult:
-    """Masked tokens where an encoder predicts them, features where it has no head."""
+def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
+    """Masked tokens where an encoder predicts them, what another head says, or embeddings or features without one."""
     assert options.window is not None
     auto = auto_class_of(pair.folder)
     base = reference_of_base(pair.folder, pair.reference) if auto == "AutoModel" else None
-    if base is None and auto not in MASKED:
+    if auto in LABELLED and pair.reference is None:
         raise UserError(
-            f"{pair.folder} is a {auto.removeprefix('AutoModelFor')} model: evaluate measures causal and masked "
-            "language models, image classifiers, and base models against another"
+            f"{pair.folder} is a {auto.removeprefix('AutoModelFor')} model, and nothing here says what is right: "
+            "compare it with --against MODEL2"
+        )
+    if auto not in (*MASKED, *LABELLED, "AutoModel"):
+        raise UserError(
+            f"{pair.folder} is a {auto.removeprefix('AutoModelFor')} model, which evaluate does not measure"
         )
     tokenizer = load_tokenizer(pair.folder)
+    if base is not None and modules_of(pair.folder):
+        return _sentences(pair, base, tokenizer, options)
     frame = frame_length(tokenizer)
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short for an encoder: it adds {frame} tokens of its own")
     stream = token_stream(tokenizer, read_text(options.text), bos="never")
     windows = evaluation_windows(stream, window=options.window, limit=options.samples, frame=frame)
     windows = framed(windows, tokenizer)
+    if auto in LABELLED:
+        return _head(pair, windows, per_token=auto == "AutoModelForTokenClassification")
     if base is None:
         return _masked(pair, tokenizer, windows)
     models = [pair.load(path) for path in (pair.folder, base)]
     for each in models:
         check_windows(each, windows)
     return FeaturesResult(pair.folder, base, compare_features(models[0], models[1], TokenWindows(windows)))
+
+
+def _head(pair: Pair, windows: Tensor, *, per_token: bool) -> HeadResult:
+    assert pair.reference is not None
+    models = [pair.load(path) for path in (pair.folder, pair.reference)]
+    return HeadResult(pair.folder, pair.reference, compare_heads(models[0], models[1], windows, per_token=per_token))
+
+
+def _sentences(
+    pair: Pair, base: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions
+) -> SentencesResult:
+    """Embeddings of the lines of a text."""
+    assert options.window is not None
+    if not modules_of(base):
+        raise UserError(
+            f"{pair.folder} is a sentence-transformers folder and {base} is not (it has no {MODULES}): what "
+            "they give for a text cannot be compared"
+        )
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{pair.folder}: its tokenizer has no padding token, so texts cannot be read together")
+    lines = [line.strip() for line in read_text(options.text).split("\n")]
+    texts = [line for line in lines if line][: options.samples]
+    models = [SentenceModel(pair.load(path), path, tokenizer) for path in (pair.folder, base)]
+    return SentencesResult(pair.folder, base, compare_sentences(models[0], models[1], texts, options.window))
 
 
 def _masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> MaskedResult:

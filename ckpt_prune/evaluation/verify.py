@@ -313,10 +313,12 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
     compared = rewritten_blocks = 0
+    written: set[str] = set()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site.space, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
-            if not set(site.kept) <= set(range(site.units)) or site.units != model.site_units(space):
+            units = model.site_units(space)
+            if site.units != units or not all(0 <= unit < units for unit in site.kept):
                 return False, f"{REPORT} keeps units of {space} in block {block} that the dense model has not"
         kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
         narrow = model.stays({space: units for space, units in kept.items() if space not in padded})
@@ -332,12 +334,20 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
             ours = ours.index_select(dim, found_among(lines, held))
             if not _same(ours, theirs.index_select(dim, lines), zeroed=name in masked):
                 return False, f"{name} does not hold the dense model's rows of the kept units"
+        gone = {
+            space: units for space, units in kept.items() if space not in padded and len(units) < sites[space].units
+        }
+        pairs, name = model.pairs_kept(gone), model.pairs_name(block)
+        if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
+            return False, f"{name} does not name the rotary pairs that are kept"
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }
         rewritten_blocks += sum(bool(own) for own in makers.values())
+        written |= {model.family.labels[module] for own in makers.values() for module in own}
         compared += sum(len(site.kept) < site.units and not makers[space] for space, site in sites.items())
-    more = f"; q and k of {rewritten_blocks} blocks are rewritten and not compared" if rewritten_blocks else ""
+    what = " and ".join(label for label in ("q", "k") if label in written)
+    more = f"; {what} of {rewritten_blocks} blocks are rewritten and not compared" if rewritten_blocks else ""
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

@@ -1,7 +1,9 @@
 """The model card of an exported graph, with a snippet that needs onnxruntime and numpy alone."""
 
+from types import SimpleNamespace
 from typing import Any
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.exporting.manifest import Manifest
 from ckpt_prune.filenames import GRAPH_RECORD, VALIDATION
 
@@ -44,8 +46,8 @@ def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = Tru
 
 def _context(manifest: Manifest, config: dict[str, Any]) -> list[str]:
     """How long a text may be; beyond, a graph fails over an index or reads positions it was never trained on."""
-    limit = config.get("max_position_embeddings")
-    if manifest.modality == "image" or not isinstance(limit, int):
+    limit = context_length(SimpleNamespace(**config))
+    if manifest.modality == "image" or limit is None:
         return []
     return [f"Texts have at most {limit} tokens, a prompt and what is generated after it together."]
 

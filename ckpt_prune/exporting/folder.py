@@ -16,7 +16,7 @@ from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.checkpoint.written import EXPORT
-from ckpt_prune.containers.side_files import side_files
+from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.card import graph_card
@@ -70,7 +70,7 @@ class GraphWriter:
             job="export",
             overwrite=overwrite,
             kind=EXPORT,
-            wants={path.name: path for path in side_files(source.path)} | dict.fromkeys(_MADE),
+            wants=top_names(side_files(source.path)) | dict.fromkeys(_MADE),
         )
 
     def write(
@@ -122,8 +122,9 @@ class GraphWriter:
         source, settings, task = self.source, self._settings, self.task
         weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
         onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
-        for path in side_files(source.path):
-            (folder / path.name).write_bytes(path.read_bytes())
+        for name, path in carried(source).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(path.read_bytes())
         # The code it names does not travel: the graph needs none.
         config = {key: value for key, value in source.config.items() if key != "auto_map"}
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
@@ -140,7 +141,7 @@ class GraphWriter:
             optimize=settings.optimize,
             inputs=ports(graph.graph.inputs),
             outputs=ports(graph.graph.outputs),
-            files=sha256_files(folder, sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))),
+            files=sha256_files(folder, _files(folder)),
             tensors=tensor_digests(graph),
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
@@ -160,6 +161,13 @@ class GraphWriter:
         )
         log.unlink(missing_ok=True)  # of an earlier attempt
         return graph
+
+
+def _files(folder: Path) -> list[str]:
+    """Names below a folder of all files that are not hidden, sorted."""
+    shown = (path for path in folder.iterdir() if not path.name.startswith("."))
+    found = (inner for path in shown for inner in (path.iterdir() if path.is_dir() else [path]))
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _let_go(graph: onnx_ir.Model, model: PreTrainedModel) -> None:

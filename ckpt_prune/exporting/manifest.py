@@ -10,6 +10,7 @@ import onnxruntime
 import onnxscript
 from pydantic import BaseModel, ValidationError
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.session import Provider
 from ckpt_prune.exporting.tasks import Task
@@ -121,7 +122,7 @@ def read_record(path: Path, model: type[R], *, absent: str, damaged: str) -> R:
         UserError: it is not there, or damaged.
     """
     try:
-        return model.model_validate_json(path.read_bytes())
+        return model.model_validate_json(read_input(path))
     except OSError as error:
         raise UserError(f"{path.parent} has no {path.name}: {absent}") from error
     except ValidationError as error:

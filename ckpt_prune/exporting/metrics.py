@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.calibration.readout import two_classes
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.evaluation.classification import compare_classifiers
 from ckpt_prune.evaluation.features import compare_features
+from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.masked import MaskedComparison, choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import compare
 from ckpt_prune.exporting.reference import Reference
@@ -40,8 +42,8 @@ class Metric(BaseModel):
     difference: float | None
     """What is held to the tolerance; None where it overflows.
 
-    Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images that
-    the two put into different classes. Cosine: relative error of the features.
+    Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images, or
+    of a text's predictions, that the two put into different classes. Cosine: relative error of the features.
     """
     tolerance: float
     """The most that passes. Top-1 and agreement: share of the images that the two put into different classes which
@@ -84,7 +86,28 @@ def text_metric(
         return _perplexity("masked perplexity", pair, apart, of, tolerance)
     if task == "feature-extraction":
         return _cosine(ours, reference, TokenWindows(windows), of, tolerance)
-    return f"{task} has none without labelled texts"
+    return _agreement(ours, theirs, windows, task, of, tolerance)
+
+
+def _agreement(
+    ours: PreTrainedModel, theirs: PreTrainedModel, windows: Tensor, task: TaskName, of: str, tolerance: float
+) -> Metric | str:
+    """Of classes of texts or tokens, or of ends of answers."""
+    if task == "text-classification" and theirs.config.num_labels == 1:
+        return f"{task} by single numbers has none"
+    per_token = task == "token-classification"
+    given, expected = (_Noted(each, per_token=per_token) for each in (ours, theirs))
+    found = compare_heads(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), windows, per_token=per_token)
+    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * tolerance)
+    return Metric(
+        name="agreement",
+        onnxruntime=found.agreement,
+        pytorch=None,
+        of=f"{counted(found.predictions, 'prediction')} in {of}",
+        difference=apart,
+        tolerance=close,
+        passed=apart <= close,
+    )
 
 
 def image_metric(
@@ -153,11 +176,11 @@ def _cosine(ours: PreTrainedModel, reference: Reference, samples: Samples, of: s
 
 
 class _Noted:
-    """A classifier whose logits are kept, (B, classes) of each batch."""
+    """A classifier whose logits are kept, (predictions, classes) of each output of each batch."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self.device, self.dtype = model.device, model.dtype
+    def __init__(self, model: PreTrainedModel, *, per_token: bool = False) -> None:
+        self._model, self._per_token = model, per_token
+        self.device, self.dtype, self.config = model.device, model.dtype, model.config
         self.logits: list[Tensor] = []
 
     def eval(self) -> "_Noted":
@@ -168,7 +191,11 @@ class _Noted:
     def __call__(self, **inputs: Any) -> Any:
         """Run it."""
         output = self._model(**inputs)
-        self.logits.append(output.logits)
+        for name, value in output.items():
+            if name.endswith("logits"):
+                # ELECTRA's discriminator has no axis of classes.
+                single = value.dim() == 2 and self._per_token
+                self.logits.append((two_classes(value) if single else value).flatten(0, -2))
         return output
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.image_files import Split, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
@@ -62,7 +63,7 @@ def proof_samples(
 
 def _text(folder: Path, task: Task, options: ProofOptions, trust: bool) -> ProofSamples:
     config = config_of(folder, trust=trust).get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or WINDOW
+    context = context_length(config) or WINDOW
     window = options.window or min(context, WINDOW)
     if window > context:
         raise UserError(f"--window {window} is longer than the model's context of {context} tokens: give at most that")

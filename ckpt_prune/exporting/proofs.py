@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.verify import guarded
@@ -252,7 +253,7 @@ class TextProof(Proof):
     ) -> None:
         super().__init__(folder, manifest, reference, samples, tolerance)
         config = reference.model.config.get_text_config()
-        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.context: int | None = context_length(config)
         if samples.windows is None:
             window = MOST_NOISE if self.context is None else min(MOST_NOISE, self.context)
             self.windows = noise_windows(config.vocab_size, window, samples.seed)

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from transformers import MODEL_MAPPING
+
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.classification import is_vision
-from ckpt_prune.evaluation.loading import auto_class
+from ckpt_prune.evaluation.loading import kind_of
 from ckpt_prune.planning.export_recipe import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
@@ -46,7 +48,7 @@ def chosen_task(config: dict[str, Any], *, task: AskedTask = "auto", cache: bool
     Raises:
         UserError: a head that the checkpoint does not have, or a cache where nothing is generated.
     """
-    auto = auto_class(config)
+    auto = kind_of(config)
     own = _TASKS.get(auto)
     if own is None:
         raise UserError(f"a model of class {auto} cannot be exported: known are {', '.join(_TASKS)}")
@@ -61,4 +63,8 @@ def chosen_task(config: dict[str, Any], *, task: AskedTask = "auto", cache: bool
 
 def without_head(model: Any, task: Task) -> Any:
     """The module that does the task: the model, or its base where the task is feature-extraction."""
-    return model.base_model if task.name == "feature-extraction" else model
+    base = MODEL_MAPPING.get(type(model.config), None)
+    # A base model may call a module of its own by the name that classes with a head give the base model.
+    if task.name != "feature-extraction" or (base is not None and isinstance(model, base)):
+        return model
+    return model.base_model

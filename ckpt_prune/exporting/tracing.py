@@ -8,6 +8,7 @@ import torch
 from torch.export import Dim
 from transformers import DynamicCache
 
+from ckpt_prune.architectures.context import context_length
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.tasks import Task
 
@@ -60,7 +61,7 @@ def _image(model: Any) -> Example:
 
 def _text(model: Any, task: Task) -> Example:
     past = _PAST if task.cached else 0
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(model.config.get_text_config())
     if context is not None and context < past + _TOKENS:
         raise UserError(f"a context of {context} tokens is too short to trace: {past + _TOKENS} are needed")
     takes = inspect.signature(model.forward).parameters

@@ -3,7 +3,7 @@
 from math import prod
 
 from ckpt_prune.architectures.model import Model, Shapes, patches
-from ckpt_prune.architectures.skeleton import is_stored_buffer
+from ckpt_prune.architectures.skeleton import is_parameter, stock_names
 from ckpt_prune.planning.records import Cost
 
 
@@ -17,19 +17,29 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     family, tokens = model.family, model.tokens
     shapes = model.shapes if shapes is None else shapes
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
-    sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if not is_stored_buffer(name)}
-    parameters = sum(size for name, size in sizes.items() if not (model.tied and name.startswith(f"{family.head}.")))
+    sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
+    # A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
+    tied = stock_names(model.checkpoint.config, family.architecture).tied
+    parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+    probe = family.architectures[family.architecture].probe
     flops = 0
     for name, numel in sizes.items():
-        flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
+        if name == f"{probe}.in_proj_weight":
+            # A query, and keys and values of every token; then two products of it with them.
+            flops += 2 * numel // 3 * (1 + 2 * tokens) + 4 * tokens * shapes[name][1][1]
+        else:
+            flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
     for block in range(model.blocks):
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
         values = shapes[model.tensor(block, family.attention.output)][1][1]
         # Queries are as wide as values unless a space narrows them.
-        own = [shapes[model.tensor(block, space.measured)][1][0] for space in family.logits.values()]
+        own = [
+            shapes[model.tensor(block, space.measured)][1][0]
+            for space in (*family.logits.values(), *family.turned.values())
+        ]
         flops += 2 * tokens**2 * (own[0] if own else values) + 2 * tokens**2 * values
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens)
 
@@ -39,7 +49,12 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     family, module = model.family, name.rpartition(".")[0]
     if dimensions == 4:
         return patches(model.config)
-    looked_up = any(name.startswith(f"{family.on_disk(path)}.") for path in family.lookups)
-    if dimensions != 2 or looked_up:
+    if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
         return 0
     return 1 if module in map(family.on_disk, family.pooled) else model.tokens
+
+
+def _is_below(name: str, path: str) -> bool:
+    """Whether a tensor is of a module or of one inside it; the path may have `{block}` for any block."""
+    before, _, after = path.partition("{block}")
+    return name.startswith(before) and (name.startswith(f"{path}.") or (after != "" and f"{after}." in name))

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, isnan, lcm, prod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class Curve:
 class _Choices:
     """Widths a site may have, with their costs, ascending, and errors, never rising, (n,) each.
 
-    Widths are int64; of two sites that cross they are pairs, each as one number (`Crossing.choices`).
+    Widths are int64; of sites that cross they are combinations, each as one number (`Crossing.choices`).
     """
 
     widths: NDArray[np.int64]
@@ -178,36 +178,56 @@ def merged(curves: Sequence[Curve]) -> Curve:
 
 @dataclass(frozen=True)
 class Crossing(Generic[K]):
-    """Two sites whose units cross on one tensor: those of one stand inside those of the other, as many in each.
+    """Sites whose units cross on the same tensors: those of one stand inside those of another, as many in each.
 
-    So a unit of either saves less where units of the other go, and an error inside a unit that goes is none.
+    So a unit saves less where units of the others go, and an error inside a unit that goes is none.
 
     Attributes:
-        inner, outer: the two sites.
-        shared: what the costs of one unit of each count twice.
+        inside: pairs of sites, of which the first one's units stand inside the second one's.
+        shared: two sites or more → what one unit of each has in common: their costs count it more than once.
     """
 
-    inner: K
-    outer: K
-    shared: float
+    inside: Sequence[tuple[K, K]]
+    shared: Mapping[tuple[K, ...], float]
 
-    def choices(self, inner: Curve, outer: Curve) -> "_Choices":
-        """Pairs of widths, each as inner · (outer units + 1) + outer, but for those that another beats at its cost."""
-        own, others = inner.choices, outer.choices
-        pairs = own.widths[:, None] * (outer.units + 1) + others.widths
-        saved_twice = self.shared * np.multiply.outer(inner.units - own.widths, outer.units - others.widths)
-        costs = (np.add.outer(own.costs, others.costs) + saved_twice).ravel()
-        errors = (np.multiply.outer(own.errors, others.widths / outer.units) + others.errors).ravel()
+    @property
+    def sites(self) -> tuple[K, ...]:
+        """All of them, once each, as they come first."""
+        return tuple(dict.fromkeys(site for pair in self.inside for site in pair))
+
+    def error(self, errors: Mapping[K, Any], shares: Mapping[K, Any]) -> Any:
+        """What all sites lose together, from what each loses by itself and the share of its units that stays."""
+        for site, own in shares.items():
+            errors = {key: error * own if (key, site) in self.inside else error for key, error in errors.items()}
+        return sum(errors.values())
+
+    def choices(self, curves: Mapping[K, Curve]) -> "_Choices":
+        """Combinations of widths, each as one number (`apart`), but for those that another beats at its cost."""
+        own = {site: curves[site].choices for site in self.sites}
+        grid = dict(zip(own, np.meshgrid(*(np.arange(len(each)) for each in own.values()), indexing="ij"), strict=True))
+        combined, costs = np.zeros(1, np.int64), np.zeros(1)
+        for site, at in grid.items():
+            combined = combined * (curves[site].units + 1) + own[site].widths[at]
+            costs = costs + own[site].costs[at]
+        gone = {site: curves[site].units - own[site].widths[at] for site, at in grid.items()}
+        for sites, common in self.shared.items():
+            # Inclusion and exclusion: pairs are taken off twice, and triples then once too seldom.
+            costs = costs + (-1) ** len(sites) * common * prod(gone[site] for site in sites)
+        shares = {site: own[site].widths[at] / curves[site].units for site, at in grid.items()}
+        errors = self.error({site: own[site].errors[at] for site, at in grid.items()}, shares).ravel()
+        costs, combined = costs.ravel(), combined.ravel()
         # By cost, of equal costs the least error first. Nothing dropped stays, whatever else is free of error.
-        order = np.lexsort((-pairs.ravel(), errors, costs))
+        order = np.lexsort((-combined, errors, costs))
         falls = errors[order] < np.minimum.accumulate(np.concatenate([[np.inf], errors[order][:-1]]))
-        order = order[falls | (order == pairs.size - 1)]
-        return _Choices(pairs.ravel()[order], costs[order], np.minimum.accumulate(errors[order]))
+        order = order[falls | (order == combined.size - 1)]
+        return _Choices(combined[order], costs[order], np.minimum.accumulate(errors[order]))
 
-    def apart(self, pair: int, outer: Curve) -> dict[K, int]:
-        """The two widths of a pair."""
-        width, other = divmod(pair, outer.units + 1)
-        return {self.inner: width, self.outer: other}
+    def apart(self, combined: int, curves: Mapping[K, Curve]) -> dict[K, int]:
+        """The widths of a combination."""
+        found: dict[K, int] = {}
+        for site in reversed(self.sites):
+            combined, found[site] = divmod(combined, curves[site].units + 1)
+        return found
 
 
 def total_error(curves: Mapping[K, Curve], kept: Mapping[K, int], crossings: Sequence[Crossing[K]] = ()) -> float:
@@ -218,8 +238,16 @@ def total_error(curves: Mapping[K, Curve], kept: Mapping[K, int], crossings: Seq
         kept: site → units kept.
         crossings: as there.
     """
-    share = {crossing.inner: kept[crossing.outer] / curves[crossing.outer].units for crossing in crossings}
-    return sum(curve.error(kept[key]) * share.get(key, 1.0) for key, curve in curves.items())
+    errors = {key: curve.error(kept[key]) for key, curve in curves.items()}
+    crossed = [site for crossing in crossings for site in crossing.sites]
+    together = (
+        crossing.error(
+            {site: errors[site] for site in crossing.sites},
+            {site: kept[site] / curves[site].units for site in crossing.sites},
+        )
+        for crossing in crossings
+    )
+    return float(sum(together) + sum(error for key, error in errors.items() if key not in crossed))
 
 
 def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Crossing[K]] = ()) -> dict[K, int]:
@@ -235,7 +263,7 @@ def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Cr
     Args:
         curves: site → its curve.
         budget: for Σ kept · unit_cost, in the units of `unit_cost`, and what crossings make up for.
-        crossings: no site in two of them. A pair counts as one site, that of its inner key.
+        crossings: no site in two of them. The sites of one count as one, that of its first key.
 
     Returns:
         site → units kept. Where everything fits, nothing is dropped.
@@ -246,16 +274,12 @@ def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Cr
     """
     if isnan(budget):
         raise ValueError("the budget is not a number")
-    crossed = [key for crossing in crossings for key in (crossing.inner, crossing.outer)]
+    crossed = [key for crossing in crossings for key in crossing.sites]
     if len(set(crossed)) < len(crossed):
-        raise ValueError("a site crosses one other at the most")
-    pairs = {crossing.inner: crossing for crossing in crossings}
-    outer = {crossing.outer for crossing in crossings}
-    keys = [key for key in curves if key not in outer]
-    choices = [
-        pairs[key].choices(curves[key], curves[pairs[key].outer]) if key in pairs else curves[key].choices
-        for key in keys
-    ]
+        raise ValueError("a site is in one crossing at the most")
+    together = {crossing.sites[0]: crossing for crossing in crossings}
+    keys = [key for key in curves if key in together or key not in crossed]
+    choices = [together[key].choices(curves) if key in together else curves[key].choices for key in keys]
     least = float(sum(c.costs[0] for c in choices))
     if least > budget:
         raise BudgetError(budget, least)
@@ -267,7 +291,7 @@ def least_error(curves: Mapping[K, Curve], budget: float, crossings: Sequence[Cr
     found: dict[K, int] = {}
     for key, c, index in zip(keys, choices, at, strict=True):
         width = int(c.widths[index])
-        found |= pairs[key].apart(width, curves[pairs[key].outer]) if key in pairs else {key: width}
+        found |= together[key].apart(width, curves) if key in together else {key: width}
     return {key: found[key] for key in curves}
 
 

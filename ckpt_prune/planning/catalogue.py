@@ -15,6 +15,7 @@ GOALS: dict[Goal, str] = {
     "stock": "Smaller, for the stock classes of transformers",
     "loss": "Smallest loss",
     "vision": "Vision models, and any family without rotary positions",
+    "cache": "A smaller cache of keys and values, for families with rotary positions",
     "zeros": "Zeros (masks): shapes stay",
     "recovery": "Recovery: what stays of each block is trained",
     "paper": "Baselines of papers",
@@ -75,7 +76,7 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
         return ("text",)
     if recipe.recovery is not None:
         return ("text", "images")
-    if "taylor" in recipe.collect:
+    if {"taylor", "rotary"} & set(recipe.collect):
         return ("text", "statistics")
     return ("text", "images", "statistics") if recipe.needs_moments else ()
 

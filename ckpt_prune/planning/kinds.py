@@ -12,11 +12,13 @@ from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
+from ckpt_prune.compensation.rotary import ROTARY_METHODS
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
+from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, RotaryScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
 
-AnyScore = Score | UnitScore | LogitScore
+AnyScore = Score | UnitScore | LogitScore | RotaryScore
 
 CHOSEN = "auto"
 """Stands for the score that is chosen for each site."""
@@ -126,7 +128,7 @@ class LogitKind(Kind):
     """Spaces that end in the attention logits: the dimensions that q and k share."""
 
     scores: Mapping[str, AnyScore] = LOGIT_SCORES
-    methods = LOGIT_METHODS
+    methods: Mapping[str, Traits] = LOGIT_METHODS
     unrankable = "q and k keep the same number of dimensions in every head and layer: allocation: uniform"
     stock = False
 
@@ -148,6 +150,22 @@ class LogitKind(Kind):
         return False
 
 
+class RotaryKind(LogitKind):
+    """Rotary pairs of queries and keys."""
+
+    scores: Mapping[str, AnyScore] = ROTARY_SCORES
+    methods = ROTARY_METHODS
+    unrankable = "every KV head keeps as many rotary pairs as the next: allocation: uniform or least-error"
+
+    def collects(self, wish: Wish) -> set[Collect]:
+        """Moments of rotary pairs, for the score, the compensation or the error of every width."""
+        return {"rotary"} if self.needs_moments(wish) or wish.by_error else set()
+
+    def measures_more(self, wish: Wish) -> bool:
+        """Never."""
+        return False
+
+
 class BesideKind(ColumnKind):
     """Columns that stand side by side in runs, as many kept in each: query heads in KV groups."""
 
@@ -158,7 +176,7 @@ class BesideKind(ColumnKind):
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
-KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind()}
+KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind(), "rotary": RotaryKind()}
 """What a space ends in → what a recipe may say about it."""
 _BESIDE = BesideKind()
 SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))

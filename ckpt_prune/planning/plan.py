@@ -3,12 +3,13 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.checkpoint.inputs import read_input
+from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import PlanFile, SiteRecord
@@ -66,8 +67,7 @@ def read_plan(path: Path) -> Plan:
         UserError: the file is not there or not a plan, or was edited so that its recipe does not match its digest.
     """
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-        plan = Plan.model_validate(values)
+        plan = Plan.model_validate(parse_object(read_input(path)))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, ValidationError) as error:

@@ -10,12 +10,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.kinds import TRAITS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.shipped import find_recipe, recipe_text
-from ckpt_prune.planning.yaml12 import Yaml12Loader
+from ckpt_prune.planning.yaml12 import read_yaml
 from ckpt_prune.ratios import percent_meant
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
 
+_MOST_SHOWN = 200
 Lines = dict[tuple[str, ...], int]
 """Key path → the line (from 1) of the file that it stands in, or 0 for what is set on the command line."""
 
@@ -45,6 +47,7 @@ def load_recipe(
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
         keys = _apply_override(values, override)
+        _drop_strength(values, keys, lines)
         # What is set on the command line has no line in the file.
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
@@ -114,21 +117,12 @@ def parse_yaml(content: str, path: Path) -> tuple[dict[str, Any], Lines]:
             walk(value, here)
 
     try:
-        root = yaml.compose(content, Loader=Yaml12Loader)
-        values = yaml.load(content, Loader=Yaml12Loader)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not YAML: {reason}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply for a recipe") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{path} holds a value that cannot be read: {error}") from error
+        root, values = read_yaml(content)
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict) or root is None:
         raise UserError(f"{path} is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)")
-    try:
-        walk(root, ())
-    except RecursionError as error:  # an alias inside what it stands for
-        raise UserError(f"{path} refers to itself") from error
+    walk(root, ())
     return values, lines
 
 
@@ -141,9 +135,9 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
     if not separator or not key:
         raise UserError(f"--set {override}: expected key=value, for example spaces.mlp.ratio=0.3")
     try:
-        value = yaml.load(text, Loader=Yaml12Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {override}: {text!r} is not a YAML value") from error
+        _, value = read_yaml(text)
+    except ValueError as error:
+        raise UserError(f"--set {override[:_MOST_SHOWN]}: {_shown(text)} is not a YAML value") from error
     *parents, last = key.split(".")
     place = values
     for depth, parent in enumerate(parents):
@@ -153,6 +147,30 @@ def _apply_override(values: dict[str, Any], override: str) -> tuple[str, ...]:
         place[parent] = place = dict(found)
     place[last] = value
     return (*parents, last)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message of one line."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _drop_strength(values: dict[str, Any], keys: tuple[str, ...], lines: Lines) -> None:
+    """Where a method that has no strength was set in place of the file's own, leave out what the file says of one.
+
+    Args:
+        values: of the recipe, changed in place.
+        keys: path of the key that was just set.
+        lines: where keys stand.
+    """
+    if keys[:1] != ("spaces",) or keys[2:] != ("compensation", "method"):
+        return
+    own = values["spaces"][keys[1]]["compensation"]
+    traits = TRAITS.get(own["method"]) if isinstance(own["method"], str) else None
+    if traits is not None and not traits.uses_strength:
+        for key in ("lambda", "lambda_grid", "lambda_by"):
+            if lines.get((*keys[:-1], key), 0):
+                own.pop(key, None)
 
 
 def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
@@ -197,9 +215,11 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     if error["type"] == "missing":
         return f"{where}: {key} is missing"
     if error["type"] == "model_type":
-        return f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {error['input']!r}"
+        return (
+            f"{where}: {key}: keys are expected ({', '.join(_allowed_keys((*loc, '')))}), got {_shown(error['input'])}"
+        )
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"
     meant = percent_meant(error["input"]) if error["type"] == "less_than" and keys[-1] == "ratio" else ""
-    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {error['input']!r}{meant}"
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {_shown(error['input'])}{meant}"

@@ -3,12 +3,15 @@
 import difflib
 from pathlib import Path
 
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
 
 DEFAULT_RECIPE = "best-uniform"
 """The shipped recipe of those who name none: a newcomer's first output loads without remote code."""
 WIDER_CHOICE = "best"
 """The shipped recipe that is the default one with widths per block."""
+_MOST_BYTES = 2**18
+"""Of a recipe; the shipped ones have a few thousand."""
 
 
 def recipes_folder() -> Path:
@@ -51,6 +54,6 @@ def recipe_text(path: Path) -> str:
         UserError: it is not text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_input(path, _MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as text: a recipe is a YAML file") from error

@@ -18,16 +18,19 @@ class Compensation(Strict):
     """How the weights that stay make up for dropped units (compensation/README.md, sections 2 and 7)."""
 
     method: MethodName = Field(
-        "none", description="Closed form that the consumer absorbs; logit and low-rank: that q and k absorb."
+        "none",
+        description="Closed form that the consumer absorbs; logit and low-rank: that q and k do; factors: that q does.",
     )
     lam: float | None = Field(
         None,
         alias="lambda",
         ge=0,
-        description="Ridge strength, for ridge, affine, grail, logit, low-rank. Default 0.01.",
+        description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. Default 0.01.",
     )
     lambda_units: Literal["relative", "absolute"] = Field(
-        "relative", description="relative: times the mean diagonal of the kept Gram; absolute: as it stands."
+        "relative",
+        description="relative: times the mean diagonal of the kept Gram; absolute: as it stands, beside sums over all "
+        "calibration tokens (of q and k: over samples), so that the same number weighs less the more there are.",
     )
     lambda_grid: list[float] | None = Field(
         None, min_length=2, description="Strengths to choose from; method auto has a grid of its own."
@@ -133,8 +136,8 @@ class SpaceRecipe(Strict):
     ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
     rounding: Rounding | None = Field(
         None,
-        description="Of units x ratio to units dropped. Default: floor for heads and dimensions, nearest for query "
-        "heads, ceil for columns.",
+        description="Of units x ratio to units dropped. Default: floor for heads, dimensions and rotary pairs, "
+        "nearest for query heads, ceil for columns.",
     )
     multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")

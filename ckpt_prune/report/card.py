@@ -2,6 +2,7 @@
 
 from pydantic import ValidationError
 
+from ckpt_prune.checkpoint.modules import MODULES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.recipe import Recipe
@@ -26,9 +27,10 @@ _CHANGED = "; it was changed here, and `ckpt_prune.json` has it as it was used."
 def model_card(report: Report) -> str:
     """README.md of an output, from its report: what it is, how it was made, how to load it."""
     recipe, container = report.recipe, report.container
+    embeds = MODULES in (report.side_files or ())
     lines = [
         "---",
-        "library_name: transformers",
+        f"library_name: {'sentence-' if embeds else ''}transformers",
         "tags: [ckpt-prune, pruned]",
         "---",
         "",
@@ -66,6 +68,10 @@ def model_card(report: Report) -> str:
         if container.remote_code
         else f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("PATH")'
     )
+    if embeds:
+        trusted = ", trust_remote_code=True" if container.remote_code else ""
+        loader += "\n\nfrom sentence_transformers import SentenceTransformer  # for embeddings of texts\n\n"
+        loader += f'model = SentenceTransformer("PATH"{trusted})'
     lines += ["", "```python", loader, "```", "", _record(report), ""]
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ckpt_prune.checkpoint.hub import near_folders
+from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
@@ -55,7 +56,7 @@ def _read_report(file: Path) -> Report:
 
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_input(file)
     except OSError as error:
         meant = near_folders(str(file))
         raise UserError(f"{file} cannot be read ({error.strerror}){meant}: {_WANTED}") from error

@@ -100,6 +100,7 @@ SPACES = {
     "heads": Space("Attention heads", "output", Style("heads", "square")),
     "queries": Space("Query heads in groups", "output", Style("queries", "wedge")),
     "qk": Space("Q/K", "logit", Style("qk", "diamond")),
+    "rotary": Space("Rotary pairs", "logit", Style("rotary", "plus")),
 }
 KINDS = {
     kind: Space(kind, "output", Style(kind, mark))

@@ -20,6 +20,7 @@ from ckpt_prune.calibration.outside import ReadTensors
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
+from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import CheckpointWriter, check_room
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
@@ -260,7 +261,8 @@ class Learner:
         keep = 4 * (weights + inputs) <= _KEPT_BYTES
         if not keep:
             check_room(scratch, 4 * inputs)
-        folder = Path(tempfile.mkdtemp(prefix=".ckpt-prune-rotation-", dir=scratch))
+        with disk_failures(scratch):
+            folder = Path(tempfile.mkdtemp(prefix=".ckpt-prune-rotation-", dir=scratch))
         try:
             yield _Terms(self, folder, keep)
         finally:

@@ -13,7 +13,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.opening import Opening, open_model
-from ckpt_prune.devices import resolve_device
+from ckpt_prune.devices import computed_in, resolve_device
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions, has_data
 from ckpt_prune.planning.plan import Plan, read_plan
@@ -201,7 +201,8 @@ def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveS
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
     source = ", ".join(map(str, options.text)) or str(options.images)
-    return LiveSamples(samples, folds, getattr(torch, options.compute_dtype), allocate, options.seed, source)
+    dtype = computed_in(options.compute_dtype, asked.device, asked.model.dtype)
+    return LiveSamples(samples, folds, dtype, allocate, options.seed, source)
 
 
 def _training(
@@ -215,10 +216,10 @@ def _training(
     if samples is None or recovery.samples is not None:
         wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
         samples = chosen_samples(asked.model, wanted, options, trust=options.trust_remote_code, say=say)
-    return RecoverySamples(samples, training_dtype(options), allocate, after)
+    return RecoverySamples(samples, training_dtype(options, asked.device), allocate, after)
 
 
-def training_dtype(options: SampleOptions) -> torch.dtype:
+def training_dtype(options: SampleOptions, device: torch.device) -> torch.dtype:
     """The type that blocks in training run in.
 
     Raises:
@@ -226,8 +227,7 @@ def training_dtype(options: SampleOptions) -> torch.dtype:
     """
     if options.compute_dtype == "float16":
         raise UserError("--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16")
-    dtype: torch.dtype = getattr(torch, options.compute_dtype)
-    return dtype
+    return computed_in(options.compute_dtype, device)
 
 
 def asked_after(after: str | None, model: Model) -> frozenset[int]:

@@ -21,7 +21,7 @@ from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_uni
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Ranked, Request
-from ckpt_prune.transform.sizing import ROUNDS, Pair, Ranking, cost_at, shared_costs, taken_up, unit_costs
+from ckpt_prune.transform.sizing import ROUNDS, Crossed, Ranking, cost_at, crossed_spaces, taken_up, unit_costs
 from ckpt_prune.transform.solvers import solver_of
 
 
@@ -182,10 +182,10 @@ def _least_error(request: Request) -> Decisions:
     whole = cost_in(kind, cost_of(model))
     limit = _limit(request)
     budget = limit - (whole - dense)
-    shared = shared_costs(request, kind)
+    crossed = crossed_spaces(request, kind)
     for _ in range(ROUNDS):
         try:
-            counts = _solve(request, curves, budget, shared)
+            counts = _solve(request, curves, budget, crossed)
         except BudgetError as error:
             if recipe.size is None:
                 raise
@@ -196,7 +196,7 @@ def _least_error(request: Request) -> Decisions:
         found = cost_in(kind, output_of(request, widths).cost)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
-            losses = _losses(curves, counts, budget, shared) if recipe.widths == "uniform" else None
+            losses = _losses(curves, counts, budget, crossed) if recipe.widths == "uniform" else None
             return replace(decisions, losses=losses)
         budget = min(budget - 1, limit - (found - cost_in(kind, cost_at(request, widths))) - (whole - dense))
     raise UserError(taken_up(request))
@@ -227,31 +227,34 @@ def _errors(ranked: Ranked) -> Tensor:
 
 
 def _solve(
-    request: Request, curves: Mapping[Site, Curve], budget: float, shared: Mapping[Pair, float]
+    request: Request, curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Crossed]
 ) -> dict[Site, int]:
     if request.recipe.widths == "per_layer":
-        return least_error(curves, budget, _crossings(curves, shared))
+        return least_error(curves, budget, _crossings(curves, crossed))
     names, blocks = request.recipe.spaces, request.model.blocks
     spaces = {space: merged([c for site, c in curves.items() if site.space == space]) for space in names}
-    kept = least_error(spaces, budget, [Crossing(*pair, cost * blocks) for pair, cost in shared.items()])
+    together = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
+    kept = least_error(spaces, budget, together)
     return {site: kept[site.space] for site in curves}
 
 
-def _crossings(curves: Mapping[Site, Curve], shared: Mapping[Pair, float]) -> list[Crossing[Site]]:
+def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[Crossed]) -> list[Crossing[Site]]:
     """Which sites of every block cross."""
     return [
-        Crossing(site, site._replace(space=outer), cost)
-        for (inner, outer), cost in shared.items()
-        for site in curves
-        if site.space == inner
+        Crossing(
+            [(Site(block, inner), Site(block, outer)) for inner, outer in spaces.inside],
+            {tuple(Site(block, space) for space in own): cost for own, cost in spaces.shared.items()},
+        )
+        for spaces in crossed
+        for block in sorted({site.block for site in curves})
     ]
 
 
 def _losses(
-    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, shared: Mapping[Pair, float]
+    curves: Mapping[Site, Curve], counts: Mapping[Site, int], budget: float, crossed: Sequence[Crossed]
 ) -> Losses:
     """What shared widths lose beside what widths per block would, within the same budget."""
-    crossings = _crossings(curves, shared)
+    crossings = _crossings(curves, crossed)
     chosen = total_error(curves, counts, crossings)
     # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
     return Losses(chosen, min(chosen, total_error(curves, least_error(curves, budget, crossings), crossings)))

@@ -13,6 +13,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
@@ -39,6 +40,8 @@ def check_fit(request: Request) -> None:
     Raises:
         UserError: with the first thing that does not fit.
     """
+    # Told of when all is done: damaged, it would be found after the output has got its name.
+    report_of(request.model.checkpoint.path)
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
@@ -61,6 +64,11 @@ def check_fit(request: Request) -> None:
             raise UserError(
                 f"recipe {request.recipe.name} prunes q and k, and {request.statistics.folder} has no moments of them: "
                 f"calibrate with --collect {','.join(request.recipe.collect)}"
+            )
+        if "rotary" in request.recipe.collect and "rotary" not in request.statistics.index.collect:
+            raise UserError(
+                f"recipe {request.recipe.name} prunes rotary pairs, and {request.statistics.folder} has no moments of "
+                f"them: calibrate with --collect {','.join(request.recipe.collect)}"
             )
         if "centred" in request.recipe.collect and "centred" not in request.statistics.index.collect:
             raise UserError(
@@ -217,6 +225,11 @@ def _plan(request: Request, plan: Plan) -> None:
                 f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
                 f"below {units}: plan again instead of editing it"
             )
+        if len(site.scores) != units:
+            raise UserError(
+                f"the plan has {len(site.scores)} scores for the {units} units of {site.space} in block {site.block}: "
+                "plan again instead of editing it"
+            )
         width = units // copies
         if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:
             raise UserError(
@@ -258,17 +271,24 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
-            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. Heads and mlp "
-            f"can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
+            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. "
+            + ("Whole pairs can go: spaces.rotary. " if family.turned else "")
+            + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
         )
+    if missing and ENDS[missing[0]] == "rotary":
+        lies = family.unpaired or "its description does not say how they lie"
+        found = f"in {family.model_type} none can go: {lies}" if family.rope else f"{family.model_type} has none"
+        remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
+        raise UserError(f"recipe {recipe.name} prunes {missing[0]}, pairs of rotary positions, and {found}{remedy}")
     if missing and missing[0] in BESIDE and ENDS[missing[0]] == "columns":
         raise UserError(
             f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "
             f"this {family.model_type}: spaces.heads drops them with their keys and values"
         )
     if missing:
+        why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not{why}: it has "
             f"{', '.join(family.spaces)}"
         )
     for name in recipe.spaces:

@@ -136,6 +136,9 @@ class Pruner:
             known = earlier.get((module, dim))
             places = lines if known is None else found_among(lines, known[1])
             tensors[name] = tensors[name].index_select(dim, places)
+        pairs = self.model.pairs_kept(kept)
+        if pairs is not None:
+            tensors[self.model.pairs_name(block)] = pairs
         for name, tensor in new.items():
             # A bias that is new has the type of its weight.
             tensors[name] = tensor.to(dtypes.get(name, dtypes[f"{name.rpartition('.')[0]}.weight"]))
@@ -144,6 +147,8 @@ class Pruner:
         """Put what stayed back in its dense place, with zeros where the dropped units were: nothing they held acts."""
         if not self.padded & kept.keys():
             return
+        if self.padded & self.model.family.turned.keys():
+            tensors.pop(self.model.pairs_name(block), None)
         narrow = self.model.stays({space: units for space, units in kept.items() if space not in self.padded})
         for module, kind, dim, lines in touched(self.model.stays(kept)):
             name = self.model.tensor(block, module, kind)

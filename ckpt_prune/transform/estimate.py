@@ -13,10 +13,12 @@ import torch
 
 from ckpt_prune import machine
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import ENDS
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
-from ckpt_prune.calibration.fisher import LIMITS, READOUT_TOKENS
+from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.measure import statistics_bytes
+from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.streams import fold_slices
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.compensation.choice import PLENTY
@@ -154,8 +156,8 @@ def of_calibration(
         stages += _gradients(model, shape, few, tokens, trials=grams)
     if "taylor" in collect:
         own = _back(shape, samples, tokens) + Work(gemm=2 * count * shape.weights, moved=12 * samples * shape.weights)
-        logits = Work(gemm=6 * count * shape.hidden * shape.outputs, moved=BYTES_OF_LOGIT * count * shape.outputs)
-        stages.append(Stage("gradients", own * shape.blocks + logits, _of_gradients(shape, samples, tokens)))
+        work = own * shape.blocks + _back_of_logits(shape, count)
+        stages.append(Stage("gradients", work, _of_gradients(shape, samples, tokens)))
     if effects:
         stages.append(_effects(model, shape, few, tokens))
     return stages
@@ -206,7 +208,7 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
 def of_job(settled: Settled) -> Estimate | None:
     """What a prune will take here; None where there is no estimate."""
     found = of_prune(settled)
-    return None if found is None else estimate(*found, _rates(settled))
+    return None if found is None else estimate(*found, machine.measured_rates(*_machine(settled)))
 
 
 def of_plan(settled: Settled, plan: Plan) -> Estimate | None:
@@ -217,10 +219,7 @@ def of_plan(settled: Settled, plan: Plan) -> Estimate | None:
 def forewarning(settled: Settled) -> str | None:
     """What to say of a prune before it begins, where it is long."""
     found = of_prune(settled)
-    if found is None or not is_long(found[0]):
-        return None
-    told = estimate(*found, _rates(settled))
-    return f"this takes {told.line}" if sum(told.seconds.values()) >= WORTH_SAYING else None
+    return None if found is None else _warning(*found, *_machine(settled))
 
 
 def forewarning_of_calibration(
@@ -236,19 +235,21 @@ def forewarning_of_calibration(
 ) -> str | None:
     """What to say of a calibration before it begins, where it is long."""
     stages = of_calibration(model, samples, tokens, collect, folds, effects=effects)
+    return _warning(stages, statistics_bytes(model, collect=collect, folds=folds, samples=samples), device, dtype)
+
+
+def _warning(stages: Sequence[Stage], disk: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What to say of a job where it is long; the machine is not measured for one that is short on any."""
     if not is_long(stages):
         return None
-    told = estimate(
-        stages,
-        statistics_bytes(model, collect=collect, folds=folds, samples=samples),
-        machine.measured_rates(device, dtype),
-    )
+    told = estimate(stages, disk, machine.measured_rates(device, dtype))
     return f"this takes {told.line}" if sum(told.seconds.values()) >= WORTH_SAYING else None
 
 
-def _rates(settled: Settled) -> Rates:
+def _machine(settled: Settled) -> tuple[torch.device, torch.dtype]:
+    """What a prune computes on, and in."""
     live = settled.request.live
-    return machine.measured_rates(settled.request.device, torch.float32 if live is None else live.compute_dtype)
+    return settled.request.device, torch.float32 if live is None else live.compute_dtype
 
 
 # ---- their parts -------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def _rates(settled: Settled) -> Rates:
 def _uncounted(recipe: Recipe) -> bool:
     """Whether a recipe does what no formula here is for."""
     odd = recipe.mask is not None or recipe.recovery is not None or recipe.perplexity_grid is not None
-    return odd or recipe.export is not None or "qk" in recipe.spaces
+    return odd or recipe.export is not None or any(ENDS[space] != "columns" for space in recipe.spaces)
 
 
 def _few(model: Model, samples: int, folds: int) -> int:
@@ -271,6 +272,11 @@ def _back(shape: Shape, samples: int, tokens: int) -> Work:
     return shape.read() * 2 + shape.run(samples, tokens) * (1 + BACK)
 
 
+def _back_of_logits(shape: Shape, count: int) -> Work:
+    """The head forward and back, with a softmax, for so many tokens."""
+    return Work(gemm=6 * count * shape.hidden * shape.outputs, moved=BYTES_OF_LOGIT * count * shape.outputs)
+
+
 def _of_gradients(shape: Shape, samples: int, tokens: int) -> int:
     states = shape.states(samples, tokens) * (shape.blocks + 2)
     at_once = max(READOUT_TOKENS, tokens)
@@ -281,7 +287,6 @@ def _of_gradients(shape: Shape, samples: int, tokens: int) -> int:
 def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: bool) -> list[Stage]:
     """The Fisher metric, sites tried out, and in deep models spaces as wholes."""
     count = few * tokens
-    logits = Work(gemm=6 * count * shape.hidden * shape.outputs, moved=BYTES_OF_LOGIT * count * shape.outputs)
     block = _back(shape, few, tokens)
     spaces = Work()
     for site in shape.sites.values():
@@ -298,7 +303,7 @@ def _gradients(model: Model, shape: Shape, few: int, tokens: int, *, trials: boo
             own = factored(site) * min(runs, len(CANDIDATES)) + tried(site, runs)
             spaces += (own + shape.run(few, tokens) * runs) * shape.blocks + shape.logits(count) * (2 * runs)
     held = _of_gradients(shape, few, tokens) + 8 * 6 * shape.widest**2
-    return [Stage("gradients", block * shape.blocks + logits + spaces, held)]
+    return [Stage("gradients", block * shape.blocks + _back_of_logits(shape, count) + spaces, held)]
 
 
 def _effects(model: Model, shape: Shape, few: int, tokens: int) -> Stage:
@@ -330,7 +335,8 @@ def _runs(recipe: Recipe, stages: int, *, sequential: bool) -> float:
     if not sequential:
         return 0
     if recipe.target == "drift":
-        return 1 + 0.6 + 1 + 1
+        # The dense block, the pruned one up to the end and once more to go on, and up to each site before the last.
+        return 3 + 0.6 * (stages - 1)
     return (stages if recipe.true_sequential else 1) + 1
 
 

@@ -64,16 +64,15 @@ def add_gradients(
     files: dict[str, str] = {}
     refits = Refits(model, statistics, device, tried_out(model, spaces))
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
-    measured = measure_fisher(
-        model, some, device=device, compute_dtype=compute_dtype, allocate=allocate, watcher=trials
-    )
+    how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
+    rotary = "rotary" in statistics.index.collect
+    measured = measure_fisher(model, some, device=device, watcher=trials, rotary=rotary, **how)
     for block, found in measured:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
     predicted: Predicted = {} if trials is None else trials.found
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     if predicted and model.blocks > SHALLOW:  # in others every site's own effect is measured
-        how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
         together, scores = measure_spaces(refits, some, predicted, **how)
     return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores)
 

@@ -34,6 +34,9 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
             if bias not in shapes:
                 shapes[bias] = (shapes[weight][0], (shapes[weight][1][0],))
                 files[bias] = files[weight]
+    for block in range(len(widths)):
+        if model.pairs_name(block) in shapes:
+            files[model.pairs_name(block)] = files[model.tensor(block, model.family.attention.query)]
     for name, (beside, shape) in (added or {}).items():
         shapes[name] = (shapes[beside][0], shape)
         files[name] = files[beside]

@@ -9,9 +9,9 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.fisher import LIMITS, READOUT_TOKENS
-from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import Part, Samples, batches_of
+from ckpt_prune.calibration.fisher import LIMITS
+from ckpt_prune.calibration.readout import Readout, divergences
+from ckpt_prune.calibration.samples import Part, Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
@@ -125,7 +125,8 @@ def measure_effects(
             # The first time round the dense model's own states go all the way, as what the others are held against.
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
-            for (space, count), value in zip(variants, divergences(readout, few, dense, pruned), strict=True):
+            values = divergences(readout, dense, few, [(readout, states) for states in pruned])
+            for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
                 check_finite(value, count, name, compute_dtype)
                 found.setdefault(name, []).append((count, value))
@@ -138,21 +139,3 @@ def measure_effects(
 
 def _unit(block: int) -> str:
     return f"effects {block}"
-
-
-def divergences(readout: Readout, samples: Samples, dense: Tensor, pruned: list[Tensor]) -> list[float]:
-    """Mean over samples of each one's divergence from the dense states'.
-
-    Args:
-        readout: of the model.
-        samples: that the states are of.
-        dense: hidden states that leave the last block of the dense model, (samples, T, hidden).
-        pruned: the same of others.
-    """
-    sums = [0.0] * len(pruned)
-    for rows in batches_of(samples, READOUT_TOKENS):
-        batch = samples.batch(rows)
-        reference = readout.outputs(batch, dense[rows])
-        for index, states in enumerate(pruned):
-            sums[index] += readout.divergence(reference, readout.outputs(batch, states[rows]))
-    return [each / len(samples) for each in sums]

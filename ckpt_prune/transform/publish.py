@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.checkpoint.written import SHADOWS, Wants
 from ckpt_prune.containers.container import Container
 from ckpt_prune.containers.remote import REMOTE_MODULE
-from ckpt_prune.containers.side_files import side_files
+from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT, ROTATIONS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.card import model_card
@@ -54,8 +54,8 @@ def publish(
         if container.remote_class is not None:
             code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
             writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
-        for path in side_files(source.path):
-            writer.copy(path)
+        for name, path in carried(source).items():
+            writer.copy(path, name)
     whole = report.model_copy(
         update={
             "stages": stages.records,
@@ -104,4 +104,4 @@ def wanted_names(source: Checkpoint, recipe: Recipe | None = None) -> Wants:
         made.add(ROTATIONS)
     if recipe is not None and recipe.export is not None:
         made.add(GRAPH_FOLDER)
-    return {path.name: path for path in side_files(source.path)} | SHADOWS | dict.fromkeys(made)
+    return top_names(side_files(source.path)) | SHADOWS | dict.fromkeys(made)

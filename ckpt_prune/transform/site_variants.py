@@ -31,7 +31,11 @@ def dropped_counts(units: int, points: tuple[float, ...]) -> list[int]:
     return sorted({min(units - 1, max(1, round(units * point))) for point in points}) if units > 1 else []
 
 
-_NEEDS = {"gram": ("effects need Grams", ""), "logits": ("effects of q and k need their moments", ",logits")}
+_NEEDS = {
+    "gram": ("effects need Grams", ""),
+    "logits": ("effects of q and k need their moments", ",logits"),
+    "rotary": ("effects of rotary pairs need their moments", ",rotary"),
+}
 
 
 def counts_of(

@@ -1,8 +1,9 @@
 """Meeting a size with one ratio: the least that reaches it, and the finest space as near to it as it goes."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from ckpt_prune.architectures.spaces import COUPLED, SpaceName
 from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.budget import Crossing
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.shares import allowed_widths, ratio_for
@@ -25,8 +27,8 @@ ROUNDS = 5
 _RATIO_STEPS = 10_000
 """Ratios that are tried for a size: multiples of one in so many."""
 
-Pair = tuple[SpaceName, SpaceName]
-"""Two spaces that cross, the inner one first (`spaces.COUPLED`)."""
+Crossed = Crossing[SpaceName]
+"""Spaces of a block that cross (`spaces.COUPLED`)."""
 Ranking = Mapping[Site, Tensor]
 """Standardised scores of every unit (`rankings.standardised_scores`)."""
 
@@ -200,19 +202,37 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
     return found
 
 
-def shared_costs(request: Request, kind: SizeKind) -> dict[Pair, float]:
-    """What the costs of one unit of each of two spaces that cross count twice, in one block."""
-    model, alone = request.model, unit_costs(request, kind)
+def crossed_spaces(request: Request, kind: SizeKind) -> list[Crossed]:
+    """Which of a recipe's spaces cross, and what units of them have in common, in one block."""
+    units = {space: request.model.units(space) for space in request.recipe.spaces}
+    pairs = [pair for pair in COUPLED if all(units.get(space, 1) > 1 for space in pair)]
+    found: list[Crossed] = []
+    while pairs:
+        linked = set(pairs[0])
+        for _ in pairs:
+            linked |= {space for pair in pairs if linked & set(pair) for space in pair}
+        inside = [pair for pair in pairs if linked & set(pair)]
+        pairs = [pair for pair in pairs if pair not in inside]
+        found.append(Crossing(inside, _in_common(request, kind, [space for space in units if space in linked])))
+    return found
+
+
+def _in_common(request: Request, kind: SizeKind, spaces: Sequence[SpaceName]) -> dict[tuple[SpaceName, ...], float]:
+    """Two spaces or more → what lies in one unit of each in one block, by inclusion and exclusion."""
+    model = request.model
     units = {space: model.units(space) for space in request.recipe.spaces}
     whole = cost_in(kind, cost_of(model))
-    found: dict[Pair, float] = {}
-    for pair in COUPLED:
-        if all(units.get(space, 1) > 1 for space in pair):
+    known: dict[tuple[SpaceName, ...], float] = {}
+    for size in range(1, len(spaces) + 1):
+        for own in combinations(spaces, size):
             widths = [dict(units) for _ in range(model.blocks)]
-            for space in pair:
+            for space in own:
                 widths[0][space] -= 1
-            found[pair] = sum(alone[space] for space in pair) - (whole - cost_in(kind, cost_at(request, widths)))
-    return found
+            gone = whole - cost_in(kind, cost_at(request, widths))
+            parts = (part for less in range(1, size) for part in combinations(own, less))
+            rest = gone - sum((-1) ** (len(part) + 1) * known[part] for part in parts)
+            known[own] = (-1) ** (size + 1) * rest
+    return {own: common for own, common in known.items() if len(own) > 1 and common}
 
 
 def cost_at(request: Request, widths: Widths) -> Cost:

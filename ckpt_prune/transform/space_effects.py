@@ -6,13 +6,12 @@ import torch
 
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.readout import Readout, divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.planning.kinds import CANDIDATES
 from ckpt_prune.progress import track
-from ckpt_prune.transform.measured_effects import divergences
 from ckpt_prune.transform.refits import Refits
 from ckpt_prune.transform.site_variants import check_finite, dropped_counts, run_through
 
@@ -81,7 +80,7 @@ def measure_spaces(
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     found: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
-    values = divergences(readout, samples, stream.states, states)
+    values = divergences(readout, stream.states, samples, [(readout, own) for own in states])
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, count, f"the {space} of every block", compute_dtype)
         if single is None:

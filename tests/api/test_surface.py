@@ -18,6 +18,7 @@ VERBS = [
     "benchmark",
     "calibrate",
     "compare",
+    "convert",
     "evaluate",
     "export",
     "inspect",

@@ -26,6 +26,13 @@ def _sizes(vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, kv_h
     }
 
 
+def _masked(model_type: str, architecture: str, parameters: int, **own: Any) -> Published:
+    """An encoder; whatever it does not say is as in the config class."""
+    return {"model_type": model_type, "architectures": [architecture], **own}, parameters
+
+
+_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
+
 PUBLISHED: dict[str, Published] = {
     "google/gemma-2b": _of(
         "gemma",
@@ -257,5 +264,92 @@ PUBLISHED: dict[str, Published] = {
         parallel_attn=False,
     ),
     "mpt-7b": _only("mpt", 6_649_286_656, d_model=4096, n_heads=32, n_layers=32, vocab_size=50432),
+    "roberta-base": _masked("roberta", "RobertaForMaskedLM", 124_697_433, vocab_size=50265, **_ROBERTA),
+    "xlm-roberta-base": _masked("xlm-roberta", "XLMRobertaForMaskedLM", 278_295_186, vocab_size=250002, **_ROBERTA),
+    "camembert-base": _masked("camembert", "CamembertForMaskedLM", 110_655_493, vocab_size=32005, **_ROBERTA),
+    "distilbert-base-uncased": _masked("distilbert", "DistilBertForMaskedLM", 66_985_530),
+    "distilbert-base-uncased-finetuned-sst-2-english": _masked(
+        "distilbert", "DistilBertForSequenceClassification", 66_955_010
+    ),
+    "electra-small-discriminator": _masked(
+        "electra",
+        "ElectraForPreTraining",
+        13_549_057,
+        embedding_size=128,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=4,
+    ),
+    "ModernBERT-base": _masked("modernbert", "ModernBertForMaskedLM", 149_655_232),
+    "deberta-v3-base": _masked(
+        "deberta-v2",
+        "DebertaV2Model",
+        183_831_552,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        relative_attention=True,
+        position_buckets=256,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type="p2c|c2p",
+        max_relative_positions=-1,
+        position_biased_input=False,
+    ),
+    "all-mpnet-base-v2": _masked("mpnet", "MPNetModel", 109_486_464, vocab_size=30527, max_position_embeddings=514),
+    "facebook/dinov2-with-registers-giant": _only(
+        "dinov2_with_registers",
+        1_136_486_912,
+        hidden_size=1536,
+        num_hidden_layers=40,
+        num_attention_heads=24,
+        use_swiglu_ffn=True,
+        image_size=518,
+        patch_size=14,
+    ),
+    "facebook/dinov3-vit7b16-pretrain-lvd1689m": _only(
+        "dinov3_vit",
+        6_716_035_072,
+        hidden_size=4096,
+        intermediate_size=8192,
+        num_hidden_layers=40,
+        num_attention_heads=32,
+        num_register_tokens=4,
+        use_gated_mlp=True,
+        query_bias=False,
+        value_bias=False,
+    ),
+    "microsoft/beit-base-patch16-224": _of(
+        "beit",
+        "BeitForImageClassification",
+        86_530_984,
+        layer_scale_init_value=0.1,
+        use_relative_position_bias=True,
+        num_labels=1000,
+    ),
+    "openai/clip-vit-large-patch14-336, images": _only(
+        "clip_vision_model",
+        303_507_456,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=336,
+        patch_size=14,
+    ),
+    "stable-diffusion-v1-5, text_encoder": _only(
+        "clip_text_model", 123_060_480, hidden_size=768, intermediate_size=3072, num_attention_heads=12
+    ),
+    "google/siglip-so400m-patch14-384, images": _only(
+        "siglip_vision_model",
+        428_225_600,
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        image_size=384,
+        patch_size=14,
+    ),
 }
 """Model on the Hub → config.json as published, as far as it says what is computed, and parameters by its page."""

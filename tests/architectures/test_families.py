@@ -113,6 +113,40 @@ def test_an_unknown_family(model_type):
     )
 
 
+NAFLEX = (
+    "it reads patches that are cut out beforehand, as many of each image as fit (NaFlex), with their mask and shape, "
+    "and images are calibrated in one size"
+)
+STAGES = "its stages differ in hidden size, and blocks of one model have one here"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("siglip2_vision_model", f"{NAFLEX}; SigLIP 2 of one size is a siglip_vision_model"),
+        ("siglip2", f"{NAFLEX}; SigLIP 2 of one size is a siglip"),
+        ("swin", STAGES),
+        ("swinv2", STAGES),
+        (
+            "vit_mae",
+            "it leaves out patches at random; `ckpt-prune convert MODEL -o OUT` writes its encoder as a vit, which "
+            "reads all of them",
+        ),
+    ],
+)
+def test_a_family_that_spaces_do_not_hold_for(model_type, why):
+    assert refusal({"model_type": model_type}) == f"{model_type} is not supported: {why}"
+
+
+@pytest.mark.parametrize("wrapped", [{}, {"model_type": "timm_wrapper"}])
+def test_a_folder_of_timm(wrapped):
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 10, **wrapped}
+    assert refusal(config) == (
+        "this is timm's vit_tiny_patch16_224: `ckpt-prune convert MODEL -o OUT` writes it as a vit or deit of "
+        "transformers where one computes the same"
+    )
+
+
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 3}])
 def test_no_model_type(config):
     assert refusal(config) == "config.json has no model_type, so the family of this checkpoint is unknown"
@@ -228,7 +262,7 @@ def test_every_key_of_a_config_class_is_accounted_for(model_type):
         pytest.skip("its description does not claim so")
     config, variants = AutoConfig.for_model(model_type), variants_of(model_type)
     found = [set(unknown_settings(load_family(model_type, each).named_keys, config)) for each in (None, *variants)]
-    refused = {"add_cross_attention", "is_decoder"} if model_type == "bert" else set()
+    refused = {"add_cross_attention"} if model_type == "bert" else set()
     assert set.intersection(*found) - set(variants) == refused
 
 

@@ -28,10 +28,10 @@ RAW = {
     "bert": {"model_type": "bert", **encoders.SIZES["bert"]},
 }
 WIDTHS = {
-    "llama": {"queries": 2, "heads": 2, "mlp": 22},
-    "mistral": {"queries": 2, "heads": 2, "mlp": 22},
-    "qwen2-tied": {"queries": 2, "heads": 2, "mlp": 22},
-    "llama-biases": {"queries": 2, "heads": 2, "mlp": 22},
+    "llama": {"rotary": 2, "queries": 2, "heads": 2, "mlp": 22},
+    "mistral": {"rotary": 3, "queries": 2, "heads": 2, "mlp": 22},
+    "qwen2-tied": {"rotary": 2, "queries": 2, "heads": 2, "mlp": 22},
+    "llama-biases": {"rotary": 3, "queries": 2, "heads": 2, "mlp": 22},
     "vit": {"qk": 4, "heads": 4, "mlp": 22},
     "dinov2": {"qk": 4, "heads": 4, "mlp": 64},
     "dinov2-swiglu": {"qk": 4, "heads": 4, "mlp": 48},
@@ -60,10 +60,10 @@ def test_dimensions(name):
     found = model(name)
     assert found.blocks == found.dimension("layers") == BLOCKS
     assert {s: found.units(s) for s in found.family.spaces} == WIDTHS[name]
-    copies = {s: {"qk": 4, "queries": 2}.get(s, 1) for s in WIDTHS[name]}
+    copies = {s: {"qk": 4, "rotary": 2, "queries": 2}.get(s, 1) for s in WIDTHS[name]}
     assert {s: found.copies(s) for s in WIDTHS[name]} == copies
     assert {s: found.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
-    columns = {"qk": 1, "heads": 4, "mlp": 1} | COLUMNS.get(name, {})
+    columns = {"qk": 1, "rotary": 1, "heads": 4, "mlp": 1} | COLUMNS.get(name, {})
     assert {s: found.unit_columns(s) for s in WIDTHS[name]} == {s: columns[s] for s in WIDTHS[name]}
 
 
@@ -203,6 +203,11 @@ def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
     shapes = found.shapes_at([counts(found, own) for own in kept])
     for block, own in enumerate(kept):
         assert {n: shapes[n][1] for n in found.block_names(block)} == shapes_of_choice(found, block, own)
+        # Which pairs stay is said of every KV head that does.
+        said, pairs = shapes.pop(found.pairs_name(block), None), found.pairs_kept(own)
+        fewer = "rotary" in own and len(own["rotary"]) < found.site_units("rotary")
+        assert (said is not None) == fewer
+        assert said is None or (pairs is not None and said == (torch.int16, tuple(pairs.shape)))
     assert {n: shapes[n] for n in found.outside()} == {n: found.shapes[n] for n in found.outside()}
     assert {n: dtype for n, (dtype, _) in shapes.items()} == {n: dtype for n, (dtype, _) in found.shapes.items()}
 

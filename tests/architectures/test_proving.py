@@ -107,7 +107,7 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
             described_as(residual=RESIDUAL | {"reads": {"ln": ["mlp.up_proj"]}}),
             "residual.reads: blocks of LlamaForCausalLM have no module ln",
         ),
-        (described_as(stand_ins=["arcee"]), "stand_ins: arcee is none of bert, "),
+        (described_as(stand_ins=["arcee"]), "stand_ins: arcee is none of beit, bert, "),
     ],
 )
 def test_what_is_not_so_is_named(own: dict[str, Any], message: str) -> None:
@@ -122,7 +122,7 @@ def test_what_is_not_so_is_named(own: dict[str, Any], message: str) -> None:
     [
         ({}, "the description of a family has no model_type"),
         ({"model_type": 3}, "the description of a family has no model_type"),
-        ({"model_type": "new", "extends": "../llama"}, "new.json extends '../llama', which is none of bert, bloom, "),
+        ({"model_type": "new", "extends": "../llama"}, "new.json extends '../llama', which is none of beit, bert, "),
         ({"model_type": "new", "inherits": "rope"}, 'new.json has "inherits": "rope", where a list of keys stands'),
         ({"model_type": "new"}, "new.json: architectures: an object of classes of transformers, one at least"),
         (

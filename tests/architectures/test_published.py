@@ -64,16 +64,31 @@ def as_bloom(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
+def as_beit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the places in its table, which every block of old files has."""
+    place = "attention.attention.relative_position_bias.relative_position_index"
+    return tensors | {f"beit.encoder.layer.{b}.{place}": torch.zeros(10, 10, dtype=torch.int64) for b in range(BLOCKS)}
+
+
+def as_clip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the prefix that it has beside the other tower."""
+    found = {f"text_model.{name}": tensor for name, tensor in tensors.items()}
+    return found | {"text_model.embeddings.position_ids": torch.arange(32)[None]}
+
+
 AS_PUBLISHED = {
     Case("gpt2", "GPT2LMHeadModel"): as_gpt2,
     Case("gptj", "GPTJForCausalLM"): as_gptj,
     Case("gpt_neox", "GPTNeoXForCausalLM"): as_pythia,
     Case("bloom", "BloomForCausalLM"): as_bloom,
+    Case("beit", "BeitForImageClassification", "use_relative_position_bias"): as_beit,
+    Case("clip_text_model", "CLIPTextModel"): as_clip,
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("case", AS_PUBLISHED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "tied"), [(case, tied) for case in AS_PUBLISHED for tied in {False, case.family.head is not None}], ids=str
+)
 def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
     """Pruned it is what a checkpoint with transformers' own names is; what models compute themselves travels along."""
     dense = Dense(tmp_path)
@@ -86,7 +101,8 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
     save_file(AS_PUBLISHED[case](tensors), folder / "model.safetensors", metadata={"format": "pt"})
     dense = Dense(tmp_path)
     assert dense.model(case).family.architecture == case.architecture
-    recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "ridge"), "remote")
+    methods = {space: "none" if space in case.family.logits else "ridge" for space in case.ratios}
+    recipe = spaces_recipe(case, methods, "remote")
     dense.prune(case, recipe, tmp_path / "out")
     for check in verify(tmp_path / "out", folder):
         assert check.passed or check.name == "sparsity", check
@@ -153,6 +169,21 @@ def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
             "gemma with use_bidirectional_attention true in config.json is not supported: its tokens look at later "
             "ones, so that it predicts none of them",
         ),
+        (
+            {"model_type": "roberta", "is_decoder": True},
+            "roberta with is_decoder true in config.json is not supported: its tokens look at earlier ones only, and "
+            "no class of it that does is described",
+        ),
+        (
+            {"model_type": "deberta-v2", "conv_kernel_size": 3},
+            "deberta-v2 with conv_kernel_size 3 in config.json is not supported: a convolution stands between its "
+            "first two blocks",
+        ),
+        (
+            {"model_type": "deberta-v2", "relative_attention": True},
+            "deberta-v2 with share_att_key false in config.json is not supported: its relative positions have "
+            "projections of their own",
+        ),
     ],
 )
 def test_settings_that_change_the_function_are_refused(config: dict[str, Any], message: str) -> None:
@@ -180,7 +211,7 @@ def test_heads_of_a_phi3_with_listed_rotary_factors_stay(tmp_path: Path) -> None
 # ---- blocks of different widths ------------------------------------------------------------------------------------
 
 
-RATIO = {"gpt_neox": 0.4}
+RATIO = {"gpt_neox": 0.4, "siglip_vision_model": 0.4}
 """At which one block keeps more heads than the other; a quarter by default."""
 UNEVEN = [
     Case("stablelm", "StableLmForCausalLM"),
@@ -188,6 +219,8 @@ UNEVEN = [
     Case("phi3", "Phi3ForCausalLM"),
     Case("gpt_neox", "GPTNeoXForCausalLM"),
     Case("falcon", "FalconForCausalLM", "new_decoder_architecture"),
+    Case("beit", "BeitForImageClassification", "use_relative_position_bias"),
+    Case("siglip_vision_model", "SiglipVisionModel"),
 ]
 
 
@@ -195,7 +228,7 @@ UNEVEN = [
 def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
     """Every block of the output computes with its own numbers, with every implementation of attention."""
     dense, data = Dense(tmp_path), case.samples(3, seed=9)
-    spaces = {space: {"score": "flap", "compensation": {"method": "none"}} for space in case.ratios}
+    spaces = {space: {"score": "flap", "compensation": {"method": "none"}} for space in case.family.consumers}
     top = {
         "allocation": "across-layers",
         "widths": "per_layer",

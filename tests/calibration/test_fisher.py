@@ -20,6 +20,7 @@ from ckpt_prune.errors import UserError
 from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import effects as oracle
+from tests.oracles import rotary as pairs_of
 from tests.transform.whole import Sources, data_of, sources_of_all, stock
 
 LIMIT = 5
@@ -62,9 +63,10 @@ def losses_of(outputs: list[tuple[str, Tensor]]) -> list[Tensor]:
     return found
 
 
-def by_hand(model: PreTrainedModel, source: Model, data: Samples) -> dict[str, Tensor]:
-    """Sums of every site, token by token and pair by pair."""
+def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: bool = False) -> dict[str, Tensor]:
+    """Sums of every site, token by token and pair by pair; `rotary` where there are rotary pairs: of these, too."""
     family = source.family
+    spaces = {name: own for name, own in family.spaces.items() if rotary or own.ends != "rotary"}
 
     def path(block: int, disk: str) -> str:
         (name, *_) = Names(model).parameters(family.tensor(block, disk))
@@ -73,7 +75,7 @@ def by_hand(model: PreTrainedModel, source: Model, data: Samples) -> dict[str, T
     seen: dict[str, Tensor] = {}
     sites: dict[str, list[str]] = {}
     for block in range(BLOCKS):
-        for space, own in family.spaces.items():
+        for space, own in spaces.items():
             modules = [own.consumer] if space in family.columns else own.readers
             sites[source.moments_name(block, space)] = [path(block, module) for module in modules]
     for name in {each for own in sites.values() for each in own}:
@@ -89,7 +91,8 @@ def by_hand(model: PreTrainedModel, source: Model, data: Samples) -> dict[str, T
             if len(modules) == 1:
                 value = sum(torch.outer(g, g) for g in gradient.reshape(-1, gradient.shape[-1]))
             else:
-                value = of_logits(gradient, seen[modules[1]].detach(), source.dimension("head_dim"))
+                keys = seen[modules[1]].detach()
+                value = of_logits(gradient, turned(keys, source) if rotary else keys, source.dimension("head_dim"))
             sums[site] = sums.get(site, 0) + value
     return sums
 
@@ -98,11 +101,34 @@ def of_logits(gradient: Tensor, keys: Tensor, head_dim: int) -> Tensor:
     found = []
     for head in range(gradient.shape[-1] // head_dim):
         own, total = slice(head * head_dim, (head + 1) * head_dim), 0.0
-        for g, k in zip(gradient[..., own], keys[..., own], strict=True):
+        shared = gradient.shape[-1] // keys.shape[-1]
+        theirs = slice(head // shared * head_dim, (head // shared + 1) * head_dim)
+        for g, k in zip(gradient[..., own], keys[..., theirs], strict=True):
             spread = sum(float((each - k.mean(0)).square().sum()) for each in k) / len(k)
             total += float(g.square().sum()) / spread / len(k) ** 2
         found.append(total)
     return torch.tensor(found, dtype=torch.float64)
+
+
+def turned(keys: Tensor, source: Model) -> Tensor:
+    """Keys of halves, turned by position."""
+    heads = keys.view(*keys.shape[:2], -1, source.dimension("head_dim")).numpy()
+    pairs, theta = pairs_of.as_complex(heads, "halves"), source.config.rope_parameters["rope_theta"]
+    by_head = [[pairs_of.turned(sample[:, head], theta) for head in range(heads.shape[2])] for sample in pairs]
+    rows = [[torch.from_numpy(pairs_of.as_rows(head, "halves")) for head in sample] for sample in by_head]
+    return torch.stack([torch.cat(sample, 1) for sample in rows])
+
+
+def test_rotary_pairs_have_the_metric_of_logits_of_turned_keys(dense, monkeypatch):
+    monkeypatch.setattr(readout, "draw_labels", unlikeliest)
+    source, samples = Model.open(dense.folder("llama-gqa-tied")), data_of("llama-gqa-tied")
+    model = stock(dense.folder("llama-gqa-tied"), "llama-gqa-tied").double()
+    expected = by_hand(model, source, samples, rotary=True)
+    ours = found(dense, "llama-gqa-tied", rotary=True)
+    assert set(ours) == set(expected)
+    for name, own in ours.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(own.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

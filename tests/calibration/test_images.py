@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor, ViTImageProcessorPil
 from transformers.models.auto import image_processing_auto
+from transformers.utils import is_torchvision_available
 
 from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
@@ -151,6 +152,15 @@ class TestRemoteCode:
         for trust in (False, True):
             assert type(load_processor(folder, trust_remote_code=trust)) is ViTImageProcessorPil
         assert ran() == set()
+
+    @pytest.mark.skipif(is_torchvision_available(), reason="then it loads")
+    @pytest.mark.parametrize("name", ["DINOv3ViTImageProcessor", "DINOv3ViTImageProcessorFast"])
+    def test_one_that_only_torchvision_has_says_so(self, tmp_path, ran, name):
+        folder = self.write(tmp_path, image_processor_type=name)
+        assert refusal(load_processor, folder) == (
+            f"{folder}: its image processor has torchvision's implementation alone (DINOv3's has): install the "
+            "torchvision of your torch build"
+        )
 
     def test_a_class_of_transformers_that_does_not_load_is_not_replaced(self, tmp_path, ran):
         folder = self.write(tmp_path, image_processor_type="ViTImageProcessor", auto_map=OURS["auto_map"], size="x")

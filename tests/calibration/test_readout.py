@@ -203,3 +203,24 @@ def test_divergence_of_a_model(tmp_path, variant):
     pairs = [tuple(np.asarray(each, dtype=np.float64) for each in pair) for pair in zip(a, b, strict=True)]
     assert readout.divergence(a, b) == pytest.approx(sum(compare(*pair) for pair in pairs), rel=1e-5)
     assert readout.divergence(a, a) == 0
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "ElectraForPreTraining"])
+def test_a_head_of_one_number_tells_two_classes_apart(tmp_path, architecture):
+    """A reranker's and a discriminator's: KL of Bernoulli distributions, and gradients that are not nothing."""
+    config = AutoConfig.for_model("bert" if architecture.startswith("Bert") else "electra", **encoders.SIZES["bert"])
+    config.num_labels, config.embedding_size = 1, HIDDEN
+    model = getattr(transformers, architecture)(config).eval()
+    encoders.randomise(model, 3)
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    readout, samples = readout_of(checkpoint), data("bert-mlm")
+    batch = samples.batch(slice(0, BATCH))
+    theirs, ours = (readout.outputs(batch, some_states(samples.tokens, seed)) for seed in (0, 1))
+    p, q = (torch.distributions.Bernoulli(logits=each[0].double().view(BATCH, -1)) for each in (theirs, ours))
+    expected = torch.distributions.kl_divergence(p, q).mean(1).sum().item()
+    assert readout.divergence(theirs, ours) == pytest.approx(expected, rel=1e-4)
+    assert expected > 1e-3
+    drawn = readout.gradients(batch, some_states(samples.tokens, 0), torch.Generator().manual_seed(0))
+    assert len(drawn) == (module.DRAWS if architecture.startswith("Bert") else 1)
+    assert all(each.values.abs().sum() > 0 for each in drawn)

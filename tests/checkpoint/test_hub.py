@@ -121,7 +121,9 @@ def test_a_folder_has_no_revision(tmp_path: Path) -> None:
         resolve(str(tmp_path), revision="main")
 
 
-def test_only_data_files_of_the_top_level_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_data_files_of_the_top_level_and_of_modules_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: dict[str, object] = {}
 
     def snapshot_download(model: str, **options: object) -> str:
@@ -133,14 +135,16 @@ def test_only_data_files_of_the_top_level_are_asked_for(monkeypatch: pytest.Monk
     assert (asked["model"], asked["revision"]) == ("org/name", "v1")
     published = [
         "config.json", "model.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "README.md",
+        "1_Pooling/config.json", "2_Dense/model.safetensors",
         "pytorch_model.bin", "model.pt", "modeling.py", "consolidated.safetensors", "original/params.json", "model.h5",
+        "0_Transformer/model.safetensors", "2_Dense/pytorch_model.bin", "1000/config.json", "1_a/b/config.json",
     ]  # fmt: skip
     fetched = huggingface_hub.utils.filter_repo_objects(
         published,
         allow_patterns=asked["allow_patterns"],  # type: ignore[arg-type]
         ignore_patterns=asked["ignore_patterns"],  # type: ignore[arg-type]
     )
-    assert list(fetched) == published[:6]
+    assert list(fetched) == published[:8]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.containers.side_files import side_files
+from ckpt_prune.containers.side_files import carried, side_files
 from ckpt_prune.errors import UserError
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
@@ -222,17 +222,50 @@ class TestRead:
 
 
 def test_side_files(single: Path) -> None:
-    carried = ["LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model"]
+    kept = ["LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer.model"]
     left = [
         "README.md", "ckpt_prune.json", ".gitattributes", "a.bin", "b.pt", "c.pth", "d.ckpt", "e.msgpack", "f.h5",
         "g.onnx",        "h.gguf", "modeling.py", "other.safetensors", "pytorch_model.bin.index.json", "J.BIN",
     ]  # fmt: skip
-    for name in carried + left:
+    for name in kept + left:
         (single / name).write_text("x")
     (single / "folder").mkdir()
     (single / "tokenizer_config.json").symlink_to("tokenizer.json")
-    names = [path.name for path in side_files(single)]
-    assert names == sorted([*carried, "tokenizer_config.json"])
+    names = list(side_files(single))
+    assert names == sorted([*kept, "tokenizer_config.json"])
+
+
+def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_path: Path, single: Path) -> None:
+    (tmp_path / "secret").write_text("private")
+    link = single / "notes.txt"
+    link.symlink_to("../secret")
+    with pytest.raises(UserError) as error:
+        side_files(single)
+    assert str(error.value) == (
+        f"{link} is a link out of its folder, and what it leads to would be in the output; put the file itself there, "
+        "or remove the link"
+    )
+    snapshot = tmp_path / "models--a--b/snapshots/abc"
+    (tmp_path / "models--a--b/blobs").mkdir(parents=True)
+    (tmp_path / "models--a--b/blobs/123").write_text("{}")
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
+    assert side_files(snapshot) == {"tokenizer.json": snapshot / "tokenizer.json"}
+    (snapshot / "vocab.json").symlink_to("../../../secret")
+    with pytest.raises(UserError, match=r"vocab\.json is a link out of its folder"):
+        side_files(snapshot)
+
+
+def test_side_files_that_change_meanwhile(single: Path) -> None:
+    (single / "tokenizer.json").write_text("{}")
+    checkpoint = Checkpoint.open(single)
+    (single / "notes.txt").write_text("appeared")
+    assert carried(checkpoint) == {"tokenizer.json": single / "tokenizer.json"}
+    for change in ((single / "tokenizer.json").unlink, lambda: (single / "config.json").write_text("{} ")):
+        checkpoint = Checkpoint.open(single)
+        change()
+        with pytest.raises(UserError, match=r"\.json changed since it was opened; run again"):
+            carried(checkpoint)
 
 
 class TestCheckFinite:

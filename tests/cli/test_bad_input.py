@@ -1,6 +1,7 @@
 """Checkpoints, texts and devices that cannot be used: one line, exit code 2, nothing written."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def test_models_to_evaluate_whose_config_is_no_object(place):
         assert refused(*command) == f"dense/config.json: not valid JSON: {reason}"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS.values(), ["inspect"], ["verify"], ["evaluate", "--text", "calib.txt", "--window", "16"]],
+    ids=lambda command: command[0],
+)
+def test_more_layers_than_any_model_has(place, command):
+    set_config("dense", num_hidden_layers=10**9)
+    out = ["-o", "out"] if command in COMMANDS.values() else []
+    assert refused(command[0], "dense", *command[1:], *out) == (
+        "dense/config.json: num_hidden_layers is 1000000000, and 1000 layers are the most that are built"
+    )
+
+
 # ---- tensors against the config --------------------------------------------------------------------------------
 
 
@@ -215,65 +229,79 @@ def test_configs_that_transformers_cannot_build(place, changes):
 # ---- where models are ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prune", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
-        (["recover", "calib.txt", "--dense", "dense", "-o", "out"], "calib.txt is a file; give the folder that holds"),
-        (["inspect", "./absent"], "./absent does not exist; give an existing folder or a Hub id"),
-        (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
-        (
-            ["prune", "dense", "--ratio", "20", "-o", "out"],
-            "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?",
-        ),
-        (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it"),
-        (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),
-        (["prune", "dense", "-o", "dense/out"], "output dense/out overlaps the source dense"),
-        (
-            ["prune", "dense", "--recipe", "rcpu", "--plan", "p.json", "-o", "out"],
-            "a plan has settled its recipe: give --recipe or --plan, not both",
-        ),
-        (
-            ["prune", "dense", "--plan", "p.json", "--set", "ratio=0.2", "-o", "out"],
-            "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it",
-        ),
-        (
-            ["prune", "dense", "--ratio", "0.2", "--target-params", "70%", "-o", "out"],
-            "--target-params and --ratio both say how much goes: give one",
-        ),
-        (["prune", "dense", "--text", "calib.txt", "--images", "i", "-o", "out"], "give --text or --images, not both"),
-        (["prune", "dense", "--labels", "calib.txt", "-o", "out"], "--labels goes with --images"),
-        (["plan", "dense", "--target-bytes", "lots"], "--target-bytes lots: "),
-        (["calibrate", "dense", "-o", "out"], "calibrate needs --text FILE, or --images DIR for a vision model"),
-        (["recover", "pruned", "--dense", "dense", "-o", "out"], "recover needs --text FILE, or --images DIR for a "),
-        (["evaluate", "./absent", "--text", "calib.txt", "--window", "16"], "./absent does not exist; give an "),
-        (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
-        (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
-        (["validate", "absent", "--against", "dense"], "absent does not exist; give a folder that this tool wrote"),
-        (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this"),
-        (["plan", "neox", "--statistics", "stats"], "model_type 'rwkv' is not a family this version knows"),
-        (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this version"),
-        (
-            ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
-            "model_type 'rwkv' is not a family this version knows",
-        ),
-        (["inspect", "experts"], "this checkpoint is a mixture of experts (num_experts in config.json), which is not"),
-    ],
-)
-def test_what_can_be_refused_without_torch_is(place, arguments, message):
+WITHOUT_TORCH: list[tuple[list[str], str]] = [
+    (["prune", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
+    (["recover", "calib.txt", "--dense", "dense", "-o", "out"], "calib.txt is a file; give the folder that holds"),
+    (["inspect", "./absent"], "./absent does not exist; give an existing folder or a Hub id"),
+    (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
+    (
+        ["prune", "dense", "--ratio", "20", "-o", "out"],
+        "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?",
+    ),
+    (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it"),
+    (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),
+    (["prune", "dense", "-o", "dense/out"], "output dense/out overlaps the source dense"),
+    (
+        ["prune", "dense", "--recipe", "rcpu", "--plan", "p.json", "-o", "out"],
+        "a plan has settled its recipe: give --recipe or --plan, not both",
+    ),
+    (
+        ["prune", "dense", "--plan", "p.json", "--set", "ratio=0.2", "-o", "out"],
+        "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it",
+    ),
+    (
+        ["prune", "dense", "--ratio", "0.2", "--target-params", "70%", "-o", "out"],
+        "--target-params and --ratio both say how much goes: give one",
+    ),
+    (["prune", "dense", "--text", "calib.txt", "--images", "i", "-o", "out"], "give --text or --images, not both"),
+    (["prune", "dense", "--labels", "calib.txt", "-o", "out"], "--labels goes with --images"),
+    (["plan", "dense", "--target-bytes", "lots"], "--target-bytes lots: "),
+    (["calibrate", "dense", "-o", "out"], "calibrate needs --text FILE, or --images DIR for a vision model"),
+    (["recover", "pruned", "--dense", "dense", "-o", "out"], "recover needs --text FILE, or --images DIR for a "),
+    (["evaluate", "./absent", "--text", "calib.txt", "--window", "16"], "./absent does not exist; give an "),
+    (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
+    (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),
+    (["validate", "absent", "--against", "dense"], "absent does not exist; give a folder that this tool wrote"),
+    (["calibrate", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this"),
+    (["plan", "neox", "--statistics", "stats"], "model_type 'rwkv' is not a family this version knows"),
+    (["prune", "neox", "--text", "calib.txt", "-o", "out"], "model_type 'rwkv' is not a family this version"),
+    (
+        ["recover", "pruned", "--dense", "neox", "--text", "calib.txt", "-o", "out"],
+        "model_type 'rwkv' is not a family this version knows",
+    ),
+    (["plan", "experts", "--statistics", "stats"], "this checkpoint is a mixture of experts (num_experts in "),
+]
+"""Arguments, and how the line that refuses them begins."""
+IMPORTS_NOTHING = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from ckpt_prune.cli.main import main
+found = []
+for arguments in json.loads(sys.argv[1]):
+    out, err, code = StringIO(), StringIO(), None
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+    heavy = sorted({"torch", "transformers", "huggingface_hub"} & sys.modules.keys())
+    found.append([code, out.getvalue(), err.getvalue(), heavy])
+json.dump(found, sys.stdout)
+"""
+
+
+def test_what_can_be_refused_without_torch_is(place):
+    """One Python refuses them all, and after each has imported nothing that takes long."""
     for folder, config in (("neox", {"model_type": "rwkv"}), ("experts", {"model_type": "x", "num_experts": 8})):
         Path(folder).mkdir()
         Path(folder, "config.json").write_text(json.dumps(config))
-    program = (
-        "import sys\n"
-        "from ckpt_prune.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "finally:\n    assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: " + message.format(here=place))
-    assert done.stderr.count("\n") == 1
+    told = json.dumps([arguments for arguments, _ in WITHOUT_TORCH])
+    done = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING, told], capture_output=True, text=True, check=True)
+    for (arguments, message), (code, out, err, heavy) in zip(WITHOUT_TORCH, json.loads(done.stdout), strict=True):
+        assert (code, out, heavy) == (2, "", []), arguments
+        assert err.startswith("Error: " + message.format(here=place)), arguments
+        assert err.count("\n") == 1, arguments
 
 
 @pytest.mark.parametrize(
@@ -433,6 +461,42 @@ def test_a_model_without_a_tokenizer(place, command):
     assert refusal([*command, *TEXT], "dense").startswith("dense: the tokenizer does not load: ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "the " * 1000}},
+            "dense: the tokenizer's normalizer may make any text 4000 times as long; it is not used",
+        ),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+                }
+            },
+            f"dense: the tokenizer's normalizer may make any text {2**40} times as long; it is not used",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "none", "type_id": 0}}],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+            "dense: the tokenizer fails: no entry found for key",  # by a panic of the tokenizers library
+        ),
+    ],
+    ids=["long", "many", "panic"],
+)
+def test_tokenizers_that_burst_or_panic(place, changes, message):
+    path = Path("dense/tokenizer.json")
+    path.write_text(json.dumps(read_json(path) | changes))
+    assert refusal(COMMANDS["calibrate"], "dense") == message
+
+
 def test_a_model_without_a_tokenizer_can_be_pruned_without_text(place):
     for path in Path("dense").glob("tokenizer*"):
         path.unlink()
@@ -443,3 +507,22 @@ def test_an_output_is_not_pruned_into_itself_but_may_be_pruned_again(place):
     ok("prune", "pruned", "--recipe", "rcpu", "--set", "spaces.heads.ratio=0", *TEXT, "-o", "twice")
     assert ok("verify", "twice", "--against", "pruned").count(" ok\n") == 5
     shutil.rmtree("twice")
+
+
+def test_a_damaged_report_of_the_source_is_told_before_anything_is_written(place):
+    Path("pruned/ckpt_prune.json").write_text('{"a": 1}')
+    assert refusal(["prune", "--recipe", "magnitude"], "pruned") == (
+        "pruned/ckpt_prune.json is damaged (recipe: field required): prune again"
+    )
+
+
+def test_a_fifo_in_the_place_of_an_input_is_not_waited_for(place):
+    for name, command in (
+        ("dense/model.safetensors", COMMANDS["prune"]),
+        ("dense/config.json", COMMANDS["prune"]),
+        ("plan.json", ["prune", "--plan", "plan.json"]),
+    ):
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+        refusal(command, "dense")
+        Path(name).unlink()

@@ -16,8 +16,8 @@ from tests.images import write_csv, write_image, write_images, write_vit
 IMAGES = ("--images", "images", "--samples", "12")
 QK_OF_LLAMA = (
     "recipe {} prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes up for "
-    "dropped dimensions cannot be absorbed there. Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or "
-    "leave out spaces.qk"
+    "dropped dimensions cannot be absorbed there. Whole pairs can go: spaces.rotary. Heads and mlp can be pruned: "
+    "recipes corp-heads and corp-mlp, or leave out spaces.qk"
 )
 
 
@@ -303,7 +303,7 @@ def test_statistics_with_logits_alone(here):
 
 def test_what_a_family_cannot_collect(here):
     assert refused("calibrate", "llama", *TEXT, "--collect", "logits", "-o", "out") == (
-        "--collect logits: of a llama, one or more of moments,gram,linears,fisher,taylor,effects,queries can be "
+        "--collect logits: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries can be "
         "collected"
     )
     assert refused("calibrate", "vit", *IMAGES, "--collect", "grams", "-o", "out") == (

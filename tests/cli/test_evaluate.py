@@ -93,7 +93,7 @@ def test_no_tokenizer(place):
 
 def test_windows_that_do_not_fit(place):
     assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "33") == (
-        "window of 33 tokens is longer than the model's max_position_embeddings, 32; use a window of at most 32"
+        "window of 33 tokens is longer than the model's context of 32; use a window of at most 32"
     )
     Path("short.txt").write_text("the cat")
     assert refused("evaluate", "dense", "--text", "short.txt", "--window", "16") == (

@@ -289,8 +289,15 @@ class TestRefusals:
 
     def test_what_is_not_measured(self, encoders):
         assert refused("evaluate", "bert-classifier", *DATA) == (
-            "bert-classifier is a SequenceClassification model: evaluate measures causal and masked language models, "
-            "image classifiers, and base models against another"
+            "bert-classifier is a SequenceClassification model, and nothing here says what is right: compare it with "
+            "--against MODEL2"
+        )
+        config = json.loads(Path("bert-classifier/config.json").read_text())
+        Path("bert-classifier/config.json").write_text(
+            json.dumps(config | {"architectures": ["BertForMultipleChoice"]})
+        )
+        assert refused("evaluate", "bert-classifier", *DATA) == (
+            "bert-classifier is a MultipleChoice model, which evaluate does not measure"
         )
 
     def test_data_of_the_other_kind(self, encoders):
@@ -308,7 +315,7 @@ class TestRefusals:
         )
         assert json.loads(ok("evaluate", "bert-mlm", "--text", "some.txt", "--window", "4", "--json"))["window"] == 4
         said = (
-            f"window of {CONTEXT + 1} tokens is longer than the model's max_position_embeddings, {CONTEXT}; "
+            f"window of {CONTEXT + 1} tokens is longer than the model's context of {CONTEXT}; "
             f"use a window of at most {CONTEXT}"
         )
         long = ("--text", "some.txt", "--window", str(CONTEXT + 1))

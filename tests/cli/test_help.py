@@ -28,6 +28,7 @@ TAKES = {
         *["--patience", "--perplexity-after", "--state-memory", "--resume", "--overwrite", "--device", "--json"],
         *["--compute-dtype", "--labels", "--max-corrupt", "--output"],
     ],
+    "convert": ["MODEL", "--output", "--overwrite", "--json"],
     "compare": [
         *["A", "B", "--text", "--images", "--samples", "--window", "--seed", "--choose", "--bos", "--compute-dtype"],
         *["--lens", "--plot", "--state-memory", "--overwrite", "--trust-remote-code", "--device", "--json"],

@@ -218,6 +218,16 @@ def test_weights_that_are_not_finite(place):
 # ---- plans edited by hand --------------------------------------------------------------------------------------
 
 
+def test_scores_that_are_too_few(place):
+    ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "plan.json")
+    plan = read_json("plan.json")
+    del plan["sites"][1]["scores"][1:]
+    Path("plan.json").write_text(json.dumps(plan))
+    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+        "the plan has 1 scores for the 24 units of mlp in block 0: plan again instead of editing it"
+    )
+
+
 @pytest.mark.parametrize("kept", [[], [0, 0], [1, 0], [-1, 2], [0, 99]])
 def test_kept_units_that_are_none(place, kept):
     ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "plan.json")

@@ -1,11 +1,14 @@
 """`recipe`, and what becomes of recipes that are none."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from ckpt_prune.checkpoint import staging
 from ckpt_prune.planning.shipped import shipped_recipes
 from tests.cli.running import misused, ok, refused
 
@@ -23,6 +26,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
         "Smaller, for the stock classes of transformers:",
         "Smallest loss:",
         "Vision models, and any family without rotary positions:",
+        "A smaller cache of keys and values, for families with rotary positions:",
         "Zeros (masks): shapes stay:",
         "Recovery: what stays of each block is trained:",
         "Baselines of papers:",
@@ -32,7 +36,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 6, 18, 3, 11]
+    assert [len(own) for own in named.values()] == [4, 1, 7, 1, 18, 3, 11]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -76,6 +80,28 @@ def test_copy(place):
     assert ok("recipe", "copy", "rcpu", "folder") == "folder/rcpu.yaml\n"
     assert Path("folder/rcpu.yaml").read_text() == Path("rcpu.yaml").read_text() == ok("recipe", "show", "rcpu")
     assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
+
+
+def test_a_copy_that_the_disk_has_no_room_for(place, monkeypatch):
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(staging, "sync", full)
+    assert refused("recipe", "copy", "rcpu") == (
+        "cannot write rcpu.yaml (No space left on device); free space or choose another place"
+    )
+
+
+def test_names_that_no_file_can_have(place):
+    long = "x" * 300
+    for command in (
+        ["recipe", "validate", long],
+        ["recipe", "copy", "rcpu", long],
+        ["calibrate", "dense", "--text", long, "-o", "out"],
+        ["plan", "dense", "--recipe", "magnitude", "-o", long],
+        ["statistics", "show", long],
+    ):
+        assert refused(*command).endswith(": File name too long; give another path or mend this one")
 
 
 def test_copy_replaces_nothing(place):
@@ -135,7 +161,7 @@ def test_schema():
             GOOD.replace("rotation", "rotate"),
             "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
             "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
-            "grail, auto, logit, low-rank",
+            "grail, auto, logit, low-rank, factors",
         ),
         (
             GOOD + "ratio: ten\n",

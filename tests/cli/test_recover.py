@@ -952,3 +952,9 @@ def test_missing_parent(place):
     message = f"the folder {Path('no').absolute()} does not exist; create it first"
     assert refused(*RECOVER, "-o", "no/out") == message
     assert refused(*RECOVER, "-o", "no/out", "--resume") == message
+
+
+def test_more_memory_than_there_are_numbers_for(place):
+    """The same of every command that takes it: the option is declared once."""
+    command = ["recover", "pruned", "--dense", "dense", *TEXT, "-o", "out", "--state-memory", "1e300"]
+    assert refused(*command) == "--state-memory 1e+300: Input should be less than or equal to 1048576"

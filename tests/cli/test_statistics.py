@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_prune.calibration.statistics import INDEX, Statistics
+from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
 from tests.cli.running import TEXT, edit_weights, listing, misused, ok, poison, read_json, refused, run, same_files
 from tests.interrupting import interrupt_at
@@ -128,7 +130,7 @@ def test_bad_options(place):
         "calibrate needs --text FILE, or --images DIR for a vision model"
     )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: of a llama, one or more of moments,gram,linears,fisher,taylor,effects,queries can be "
+        "--collect grams: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries can be "
         "collected"
     )
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
@@ -136,7 +138,7 @@ def test_bad_options(place):
         "Invalid value for '--folds': 0 is not in the range x>=1."
     )
     assert misused("calibrate", "dense", "-o", "s", "--compute-dtype", "int8") == (
-        "Invalid value for '--compute-dtype': 'int8' is not one of 'float32', 'bfloat16', 'float16'."
+        "Invalid value for '--compute-dtype': 'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'."
     )
     assert misused("calibrate", "dense", "-o", "s", "--seed", str(2**63)) == (
         f"Invalid value for '--seed': {2**63} is not in the range 0<=x<={2**63 - 1}."
@@ -307,6 +309,10 @@ def test_statistics_without_folds(place):
     [
         ({"folds": 0}, "stats/statistics.json is damaged or of another version: measure again"),
         ({"blocks": 1}, "stats/statistics.json does not list the files of each of its 1 blocks: measure again"),
+        (
+            {"blocks": 10**9},
+            "stats/statistics.json does not list the files of each of its 1000000000 blocks: measure again",
+        ),
         ({"consumers": {}}, "stats/statistics.json does not list this model's blocks and consumers: measure again"),
     ],
 )
@@ -314,6 +320,39 @@ def test_an_edited_index(place, changes, message):
     path = Path("stats/statistics.json")
     path.write_text(json.dumps(read_json(path) | changes))
     assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == message
+
+
+@pytest.mark.parametrize("name", ["{block:>999999999}", "{nope}", "{block.__class__}"])
+def test_names_in_an_index_are_no_formats(place, name):
+    for folder, data in (("stats", "a"), ("other", "b")):
+        if folder == "other":
+            shutil.copytree("stats", "other")
+        index = read_json(f"{folder}/statistics.json")
+        changes = {"consumers": {**index["consumers"], name: 3}, "data": [data]}
+        Path(folder, "statistics.json").write_text(json.dumps(index | changes))
+    assert refused("statistics", "add", "stats", "other", "-o", "sum") == (
+        f"stats/block-00000.safetensors is damaged (File does not contain tensor {name}/0/sum): measure again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "meant"),
+    [
+        ("block-00001", "model.layers.1.mlp.down_proj.weight/0/gram", "[300] is meant"),
+        ("block-00001", "model.layers.1.mlp.down_proj.weight/0/sum", "[24] is meant"),
+        ("block-00001", "model.layers.1.mlp.down_proj.weight/0/count", "[] is meant"),
+        ("fisher-00001", "model.layers.1.mlp.down_proj.weight", "['any'] is meant"),
+    ],
+)
+def test_shapes_that_are_not_what_was_measured(place, file, name, meant):
+    """Also where the index has the digest of the file."""
+    edit_weights("stats", lambda tensors: tensors.update({name: torch.ones(3, 3)}), f"{file}.safetensors")
+    index = read_json("stats/statistics.json")
+    index["files"] |= sha256_files(Path("stats"), [f"{file}.safetensors"])
+    Path("stats/statistics.json").write_text(json.dumps(index))
+    assert refused("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "-o", "plan.json") == (
+        f"stats/{file}.safetensors: {name} has shape [3, 3], where {meant}: measure again"
+    )
 
 
 def test_a_block_with_other_numbers(place):

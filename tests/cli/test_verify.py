@@ -131,11 +131,12 @@ def test_an_unexpected_bias(place):
 
 def test_units_the_dense_model_has_not(place):
     report = read_json("pruned/ckpt_prune.json")
-    report["sites"][0]["kept"] = [7]
-    Path("pruned/ckpt_prune.json").write_text(json.dumps(report))
-    assert failures("pruned", "--against", "dense") == {
-        "kept units": "ckpt_prune.json keeps units of heads in block 0 that the dense model has not"
-    }
+    for change in ({"kept": [7]}, {"units": 2**62}):
+        report["sites"][0] |= change
+        Path("pruned/ckpt_prune.json").write_text(json.dumps(report))
+        assert failures("pruned", "--against", "dense") == {
+            "kept units": "ckpt_prune.json keeps units of heads in block 0 that the dense model has not"
+        }
 
 
 @pytest.mark.parametrize("auto_map", [5, {"AutoModelForCausalLM": "other.Model"}, {"AutoConfig": "x.Y"}])

@@ -9,12 +9,12 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.planning.kinds import FITS_LOGITS
+from ckpt_prune.planning.kinds import TRAITS
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
-from tests.encoders import DEFAULTS, STRENGTH, WITH_STRENGTH
+from tests.encoders import DEFAULTS, STRENGTH
 from tests.measuring import measured
 
 from .models import Case
@@ -45,7 +45,7 @@ class Dense:
         if case not in self._statistics:
             model, out = self.model(case), self.root / f"{case}.statistics"
             options: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-            collect = everything(model)
+            collect = (*everything(model), *(("rotary",) if model.family.turned else ()))
             self._statistics[case] = measure(model, case.samples(), out, seed=0, folds=2, collect=collect, **options)
         return self._statistics[case]
 
@@ -68,7 +68,7 @@ def spaces_recipe(case: Case, methods: dict[str, str], container: str = "any", *
     """Prune these spaces by the case's ratios."""
     spaces = {}
     for space, method in methods.items():
-        strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method in FITS_LOGITS else {}
+        strength = {"lambda": STRENGTH} if TRAITS[method].uses_strength else {}
         compensation = {"method": method} | strength
-        spaces[space] = DEFAULTS[space] | {"ratio": case.ratios[space], "compensation": compensation}
+        spaces[space] = DEFAULTS[space] | {"ratio": case.ratio(space), "compensation": compensation}
     return Recipe.model_validate({"version": 1, "name": "test", "container": container, "spaces": spaces, **top})

@@ -47,8 +47,24 @@ SWITCHES: dict[str, Any] = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 5.0,
     "no_rope_layers": [1, 0],
+    "num_register_tokens": 3,
 }
 """Config keys that change the function, at values that show; where the config class knows them."""
+OFFSET = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm", "mpnet")
+"""Families that count positions from behind that of their padding token."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deberta-v2": {
+        "relative_attention": True,
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 4,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+    "electra": {"embedding_size": 8},
+    **{name: {"pad_token_id": 1} for name in OFFSET},
+}
+"""What the published config.json of a family says, and its class's defaults do not."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 """Where single layers have a window: one that is shorter than the samples, in the first of them."""
 
@@ -112,7 +128,7 @@ class Case:
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
         values |= {variant: variant == self.variant for variant in variants_of(self.model_type)}
-        values |= json.loads(self.settings)
+        values |= PUBLISHED.get(self.model_type, {}) | json.loads(self.settings)
         return AutoConfig.for_model(self.model_type, **values, **changes)
 
     @property
@@ -126,10 +142,16 @@ class Case:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By space: a head or KV group goes, half of its queries, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5}
+        """By space that all promises are held for; rotary pairs have tests of their own (`test_rotary`)."""
         spaces = self.family.with_config(self.config).spaces
-        return {name: wanted[name] for name, space in spaces.items() if space.whole is None}
+        return {
+            name: self.ratio(name) for name, space in spaces.items() if space.whole is None and space.ends != "rotary"
+        }
+
+    def ratio(self, space: str) -> float:
+        """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
+        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5, "rotary": 0.5}
+        return wanted[space]
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""
@@ -152,7 +174,8 @@ class Case:
         if self.family.modality == "text":
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
         generator = torch.Generator().manual_seed(seed)
-        tokens = (IMAGE // PATCH) ** 2 + self.family.special_tokens
+        registers = getattr(self.config, self.family.registers) if self.family.registers else 0
+        tokens = (IMAGE // PATCH) ** 2 + self.family.special_tokens + registers
         return Pixels(torch.randn(count, 3, IMAGE, IMAGE, generator=generator), tokens)
 
     def block(self, model: nn.Module, index: int) -> nn.Module:
@@ -193,8 +216,25 @@ ALIKE = {
     "gpt_neox": "gpt2",
     "falcon": "cohere2",
     "mpt": "bloom",
+    "deit": "vit",
+    "roberta": "bert",
+    "xlm-roberta": "bert",
+    "camembert": "bert",
+    "data2vec-text": "bert",
+    "ernie": "bert",
+    "electra": "bert",
+    "distilbert": "bert",
+    "xlm-roberta-xl": "bert",
+    "roberta-prelayernorm": "bert",
+    "mpnet": "bert",
+    "deberta-v2": "bert",
+    "modernbert": "cohere2",
+    "dinov2_with_registers": "dinov2",
+    "beit": "dinov2",
+    "clip_vision_model": "siglip_vision_model",
+    "clip_text_model": "siglip_vision_model",
 }
-"""Family → one that stands for it where a promise takes seconds: it has whatever parts the blocks of the first have."""
+"""Family → one that stands for it where a promise takes long: it has whatever parts the blocks of the first have."""
 
 
 @cache
@@ -204,3 +244,26 @@ def first_cases() -> list[Case]:
     for case in CASES:
         found.setdefault((case.model_type, case.variant), case)
     return list(found.values())
+
+
+RENAMED = {
+    "roberta",
+    "distilbert",
+    "xlm-roberta",
+    "camembert",
+    "data2vec-text",
+    "ernie",
+    "electra",
+    "roberta-prelayernorm",
+    "xlm-roberta-xl",
+}
+"""Families whose blocks have the same linear modules as BERT's, by other names: they are described, and pruned once."""
+FIRST = [case for case in first_cases() if case.model_type not in RENAMED]
+"""What promises that take longest are held for."""
+LONG = [case for case in CASES if case.model_type not in ALIKE or case in FIRST]
+"""What promises that take longer are held for: of a family that another stands for, one class of each variant."""
+
+
+def unlike_cases() -> list[Case]:
+    """Of `first_cases` those that no other family stands for."""
+    return [case for case in FIRST if case.model_type not in ALIKE]

@@ -19,7 +19,7 @@ from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.spaces import ColumnSpace
 from ckpt_prune.calibration.samples import Samples
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
-from tests.oracles import logits, scores
+from tests.oracles import logits, rotary, scores
 
 from .models import BLOCKS, Case
 
@@ -110,16 +110,17 @@ class Whole:
             for block, space in stage:
                 described = self.family.spaces[space]
                 paths = [self.path(block, module) for module in described.solved_from]
-                (results if described.ends == "logits" else inputs).extend(paths)
+                (inputs if described.ends == "columns" else results).extend(paths)
             found = seen(self.model, data, inputs=inputs, results=results)
             with torch.no_grad():
                 for block, space in stage:
-                    prune = self._logits if space in self.family.logits else self._columns
+                    ends = self.family.spaces[space].ends
+                    prune = {"logits": self._logits, "rotary": self._rotary, "columns": self._columns}[ends]
                     prune(block, space, found, methods[space])
         return self
 
     def _gone(self, space: str, units: int) -> int:
-        exact = units * self.case.ratios[space]
+        exact = units * self.case.ratio(space)
         return int(np.ceil(exact) if self.family.spaces[space].rounding == "ceil" else np.floor(exact))
 
     def _columns(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
@@ -201,6 +202,46 @@ class Whole:
             projection.weight[gone] = 0
             if projection.bias is not None:
                 projection.bias[gone] = 0
+
+    def _rotary(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+        """Pairs that go are zeros in queries and keys, which the stock class turns as it turns the others."""
+        described = self.family.turned[space]  # type: ignore[index]
+        layout = described.pairs
+        paths = [self.path(block, module) for module in described.solved_from]
+        query, key = (self.model.get_submodule(path) for path in paths)
+        heads, groups, pairs = (self.dimension(name) for name in ("query_heads", "kv_heads", "pairs"))
+        theta = float(self.case.config.rope_parameters["rope_theta"])
+
+        def complex_of(path: str, count: int) -> Any:
+            split = found[path].reshape(*found[path].shape[:2], count, 2 * pairs)
+            every = rotary.as_complex(split, layout)
+            return [[rotary.turned(sample[:, head], theta) for sample in every] for head in range(count)]
+
+        queries, keys = complex_of(paths[0], heads), complex_of(paths[1], groups)
+        parts = [
+            rotary.parts(list(zip(own, keys[head * groups // heads], strict=True))) for head, own in enumerate(queries)
+        ]
+        kept: list[int] = []
+        for group in range(groups):
+            members = [head for head in range(heads) if head * groups // heads == group]
+            energies = sum(rotary.energy(parts[head]) for head in members)
+            best = np.argsort(-energies, kind="stable")[: pairs - self._gone(space, pairs)]
+            stay = sorted(int(pair) for pair in best)
+            kept += [group * pairs + pair for pair in stay]
+            changes = [(key, group, np.isin(np.arange(pairs), stay).astype(complex))]
+            for head in members:
+                c = np.zeros(pairs, complex)
+                c[stay] = 1
+                if method == "factors":
+                    strength = STRENGTH * rotary.diagonal_mean(parts[head], stay)
+                    c[stay] = rotary.factors(parts[head], stay, strength)
+                changes.append((query, head, c))
+            for projection, head, c in changes:
+                own = slice(head * 2 * pairs, (head + 1) * 2 * pairs)
+                for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):
+                    rows = rotary.as_complex(tensor[own].numpy().T, layout) * c
+                    tensor[own] = torch.from_numpy(rotary.as_rows(rows, layout).T)
+        self.kept[block, space] = kept
 
 
 @torch.no_grad()

@@ -174,7 +174,7 @@ class TestRefusals:
     def test_a_window_longer_than_the_context(self, models):
         long = random_windows(2, CONTEXT + 1)
         masked = choose_masked(long, set())
-        said = f"window of {CONTEXT + 1} tokens is longer than the model's max_position_embeddings, {CONTEXT}; "
+        said = f"window of {CONTEXT + 1} tokens is longer than the model's context of {CONTEXT}; "
         assert self.said(fill_in, models[0], long, masked, MASK).startswith(said)
         roomy = SimpleNamespace(config=copy.deepcopy(models[0].config), eval=lambda: None)
         roomy.config.max_position_embeddings = 99

@@ -92,7 +92,7 @@ class TestRefusals:
         with pytest.raises(UserError) as caught:
             perplexity(tiny_llama(), random_windows(1, CONTEXT + 1))
         assert str(caught.value) == (
-            "window of 17 tokens is longer than the model's max_position_embeddings, 16; use a window of at most 16"
+            "window of 17 tokens is longer than the model's context of 16; use a window of at most 16"
         )
 
     def test_tokens_of_another_model(self):

@@ -73,6 +73,19 @@ def everything() -> dict[str, bytes | None]:
 # ---- what is in it -------------------------------------------------------------------------------------------------
 
 
+def test_modules_of_a_sentence_transformers_folder_travel_and_are_replaced(vit):
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (vit / "modules.json").write_text(json.dumps(modules))
+    (vit / "1_Pooling").mkdir()
+    (vit / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    manifest = writer(vit).write()
+    assert manifest is not None
+    assert {"1_Pooling/config.json", "modules.json"} <= manifest.files.keys()
+    writer(vit, overwrite=True).write()
+    assert contents(Path("out"))["1_Pooling/config.json"] == b'{"pooling_mode_cls_token": true}'
+
+
 @pytest.mark.parametrize(
     "name", ["llama-gqa-tied", "uneven-llama", "turned-llama", "bert-mlm", "dinov2-model", "narrow-opt"]
 )

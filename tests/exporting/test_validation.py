@@ -844,7 +844,7 @@ def test_what_cannot_be_compared_is_refused(exported: Exported, tmp_path: Path) 
         validate(graph, other, TEXT)
     with pytest.raises(UserError, match="reads image: it cannot be compared on the other"):
         validate(vision, other, TEXT)
-    with pytest.raises(UserError, match="longer than the model's max_position_embeddings, 32"):
+    with pytest.raises(UserError, match="longer than the model's context of 32"):
         validate(graph, model, ProofSamples(random_windows(2, 33)))
     with pytest.raises(UserError, match=f"outside the model's vocabulary of {VOCAB}"):
         validate(graph, model, ProofSamples(torch.full((2, 8), VOCAB)))

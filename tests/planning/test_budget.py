@@ -1,5 +1,5 @@
 import math
-from itertools import accumulate
+from itertools import accumulate, product
 from unittest.mock import patch
 
 import numpy as np
@@ -386,7 +386,8 @@ def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, s
         inner, outer = len(block.inner) - 1, len(block.outer) - 1
         curves[index, "inner"] = Curve(block.inner, block.each * outer + block.own, block.multiple)
         curves[index, "outer"] = Curve(block.outer, block.each * inner + block.alone)
-        crossings.append(Crossing((index, "inner"), (index, "outer"), block.each))
+        pair = (index, "inner"), (index, "outer")
+        crossings.append(Crossing([pair], {pair: block.each}))
     curves |= {(index, "other"): Curve(site.errors, site.cost, site.multiple) for index, site in enumerate(others)}
     # Linear costs count what goes with both spaces twice over.
     twice = sum(block.each * (len(block.inner) - 1) * (len(block.outer) - 1) for block in blocks)
@@ -411,14 +412,47 @@ def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, s
 
 def test_sites_that_cross_stay_whole_where_everything_fits():
     curves = {"inner": Curve([0, 0, 0], 5), "outer": Curve([0, 0, 0], 5)}
-    crossings = [Crossing("inner", "outer", 1)]
+    crossings = [Crossing([("inner", "outer")], {("inner", "outer"): 1})]
     assert least_error(curves, 20, crossings) == {"inner": 2, "outer": 2}
     assert least_error(curves, 11, crossings) == {"inner": 1, "outer": 1}
     with pytest.raises(BudgetError):
         least_error(curves, 10, crossings)
 
 
-def test_a_site_crosses_one_other():
+@settings(max_examples=100, deadline=None)
+@given(st.tuples(RISES, RISES, RISES), st.tuples(*[st.integers(0, 3)] * 3), st.floats(0, 1))
+def test_three_sites_that_cross(rises, sides, share):
+    """Values (v) in query heads (q) in groups (g), of a projection of g·q·v lines, and others of g·v, g·q and g."""
+    names = ("v", "q", "g")
+    most = dict(zip(names, (len(each) - 1 for each in rises), strict=True))
+
+    def cost(v, q, g):
+        return g * q * v + sides[0] * g * v + sides[1] * g * q + sides[2] * g
+
+    def error(v, q, g):
+        lost = {name: rises[i][most[name] - kept] for i, (name, kept) in enumerate(zip(names, (v, q, g), strict=True))}
+        inside_g, inside_q = g / most["g"], q / most["q"]
+        return lost["v"] * inside_q * inside_g + lost["q"] * inside_g + lost["g"]
+
+    whole = cost(**most)
+    curves = {name: Curve(rises[i], whole - cost(**most | {name: most[name] - 1})) for i, name in enumerate(names)}
+    shared = {
+        ("v", "q"): most["g"],
+        ("v", "g"): most["q"] + sides[0],
+        ("q", "g"): most["v"] + sides[1],
+        ("v", "q", "g"): 1,
+    }
+    crossing = Crossing([("v", "q"), ("v", "g"), ("q", "g")], shared)
+    budget = cost(1, 1, 1) + int(share * (whole - cost(1, 1, 1)))
+    linear = sum(curve.units * curve.unit_cost for curve in curves.values())
+    kept = least_error(curves, budget + linear - whole, [crossing])
+    assert cost(**kept) <= budget
+    every = product(*(range(1, most[name] + 1) for name in names))
+    best = min(error(*each) for each in every if cost(*each) <= budget)
+    assert total_error(curves, kept, [crossing]) == pytest.approx(error(**kept)) == pytest.approx(best)
+
+
+def test_a_site_is_in_one_crossing():
     curves = {name: Curve([0, 1], 1) for name in "abc"}
-    with pytest.raises(ValueError, match=r"^a site crosses one other at the most$"):
-        least_error(curves, 9, [Crossing("a", "c", 1), Crossing("b", "c", 1)])
+    with pytest.raises(ValueError, match=r"^a site is in one crossing at the most$"):
+        least_error(curves, 9, [Crossing([("a", "c")], {}), Crossing([("b", "c")], {})])

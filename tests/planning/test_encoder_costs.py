@@ -7,10 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.transform.decisions import Decisions
 from tests.cli.running import ok
+from tests.contract.models import Case
 from tests.encoders import CONTEXT, FOR_CORP, VARIANTS, calibrate, job_on, make, recipe, samples, stock
 from tests.evaluation.tiny import random_windows
-from tests.families import prune
+from tests.families import model_of, prune
 from tests.pairs import dealt
 
 WHAT = {
@@ -83,6 +88,32 @@ def test_a_bias_that_is_added_counts(dense, variant, tmp_path):
         check(job.output.cost, ckpt_prune.load(tmp_path / method), variant)
         counts.append(job.output.cost.parameters)
     assert (counts[1] > counts[0]) == (variant == "opt-no-bias")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dinov2_with_registers", "Dinov2WithRegistersForImageClassification"),
+        Case("dinov3_vit", "DINOv3ViTModel", "use_gated_mlp"),
+        Case("siglip_vision_model", "SiglipVisionModel"),
+        Case("beit", "BeitForImageClassification", "use_relative_position_bias"),
+        Case("beit", "BeitModel", "use_shared_relative_position_bias"),
+    ],
+    ids=str,
+)
+def test_flops_with_registers_tables_and_a_probe(case, tmp_path):
+    cost = cost_of(Model.open(case.write(tmp_path / "model")))
+    model = case.model()
+    model.set_attn_implementation("eager")
+    data = case.samples(1)
+    assert (cost.parameters, cost.tokens) == (model.num_parameters(), data.tokens)
+    # torch runs its own attention in one kernel where it may, of which the counter knows no FLOPs.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**data.batch(slice(1)))
+    torch.backends.mha.set_fastpath_enabled(fused)
+    assert cost.flops == counter.get_total_flops()
 
 
 # ---- CORP's table, from configs alone ------------------------------------------------------------------------------
@@ -160,6 +191,39 @@ def test_corps_parameter_counts(tmp_path, size, recipe_name, model_type):
     )
     off = model_type == "deit" and (size, recipe_name) == ("H", "corp-mlp")
     assert f"{after['parameters'] / 1e6:.1f}" == ("422.3" if off else f"{PAPER[recipe_name][size]:.1f}")
+
+
+TABLE_10 = {
+    # millions at 10 % to 70 %
+    "L": ["279.5", "254.7", "229.0", "204.1", "178.5", "153.6", "128.8"],
+    "H": ["579.7", "527.2", "474.8", "422.3", "369.9", "317.4", "265.0"],
+}
+
+
+@pytest.mark.parametrize(("size", "dense"), [("L", "304.4"), ("H", "632.1")])
+def test_corps_large_models_are_deit_three(tmp_path, size, dense):
+    """Its DeiT-L and -H have layer scales, and no position for the class token; a plain ViT rounds otherwise."""
+    (tmp_path / "config.json").write_text(json.dumps(deit(size, "vit")))
+    ratios = ",".join(f"0.{tenths}" for tenths in range(1, 8))
+    found = json.loads(ok("inspect", str(tmp_path), "--recipe", "corp", "--ratio", ratios, "--json"))
+    hidden, blocks, _, _ = SIZES[size]
+    counts = [found["parameters"], *(each["parameters"] for each in found["pruned"])]
+    assert [f"{(count + 2 * hidden * blocks - hidden) / 1e6:.1f}" for count in counts] == [dense, *TABLE_10[size]]
+    assert f"{counts[0] / 1e6:.1f}" != dense
+
+
+@pytest.mark.parametrize(
+    ("hidden", "blocks", "heads", "swiglu", "millions"),
+    [(384, 12, 6, False, 14.6), (768, 12, 12, False, 56.9), (1024, 24, 16, False, 198.9), (1536, 40, 24, True, 741.1)],
+)
+def test_what_corps_table_8_calls_half_of_dinov2(hidden, blocks, heads, swiglu, millions):
+    """6 of the 64 dimensions of a head and half of the MLP; of the giant the paper says 0.74 B."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads, "image_size": 518}
+    raw = {"model_type": "dinov2", "architectures": ["Dinov2Model"], "patch_size": 14, "use_swiglu_ffn": swiglu}
+    model = model_of(raw | sizes)
+    widths = Decisions(load_recipe("corp-table8")).widths(model)
+    assert {width["qk"] for width in widths} == {58}
+    assert cost_of(model, model.shapes_at(widths)).parameters / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_flops_of_deit_tiny_are_those_of_the_papers(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS
+from ckpt_prune.compensation.rotary import ROTARY_METHODS
 from ckpt_prune.planning.kinds import KINDS, SCORE_NAMES, TRAITS, Wish, kind_of
 
 WISHES = {
@@ -32,7 +33,7 @@ def test_units_that_stand_side_by_side_are_not_ranked_over_blocks():
 
 
 def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_of_it():
-    assert set(TRAITS) == set(COLUMN_METHODS) | set(LOGIT_METHODS)
+    assert set(TRAITS) == set(COLUMN_METHODS) | set(LOGIT_METHODS) | set(ROTARY_METHODS)
     for kind in KINDS.values():
         for name, traits in kind.methods.items():
             own = (traits.needs_gram, traits.uses_strength, traits.adds_bias)
@@ -57,7 +58,7 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
             assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set()) | told
         else:
             assert kind.gram_for(wish) is None
-            assert kind.collects(wish) == ({"logits"} if kind.needs_moments(wish) or wish.by_error else set())
+            assert kind.collects(wish) == ({ends} if kind.needs_moments(wish) or wish.by_error else set())
 
 
 def test_what_needs_a_gram_is_named_compensation_first():

@@ -40,7 +40,13 @@ CORP = {"qk": ("logit-energy", "logit", None), "heads": ("corp", "affine", None)
 
 @pytest.mark.parametrize(
     ("name", "spaces"),
-    [("corp", {"qk", "mlp"}), ("corp-mlp", {"mlp"}), ("corp-qk", {"qk"}), ("corp-heads", {"heads", "mlp"})],
+    [
+        ("corp", {"qk", "mlp"}),
+        ("corp-table8", {"qk", "mlp"}),
+        ("corp-mlp", {"mlp"}),
+        ("corp-qk", {"qk"}),
+        ("corp-heads", {"heads", "mlp"}),
+    ],
 )
 def test_shipped_recipes_of_corp_round_down(name, spaces):
     loaded = load_recipe(name)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe_file import load_recipe
 
 from .recipes import GOOD, refusal, write
@@ -10,6 +11,7 @@ KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
     "layers, container, spaces, mask, rotation, recovery, export"
 )
+SPACES = "qk, rotary, queries, heads, mlp"
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys"
 
@@ -19,7 +21,12 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
     [
         ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
         ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
-        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp"),
+        (
+            "  mlp:",
+            "  mpl:",
+            7,
+            f"unknown key spaces.mpl: did you mean 'mlp'? allowed here: {SPACES}",
+        ),
         (
             "    compensation:",
             "    compensate:",
@@ -221,6 +228,32 @@ def test_numbers_on_the_command_line(text, value):
     assert loaded.spaces["heads"].compensation.strength == 0.01
 
 
+@pytest.mark.parametrize("recipe", ["ridge", "ridge-folds", "ridge-perplexity", "corp"])
+@pytest.mark.parametrize("method", ["none", "rotation"])
+def test_a_method_without_a_strength_leaves_that_of_the_recipe_out(recipe, method):
+    loaded = load_recipe(recipe, (f"spaces.mlp.compensation.method={method}",))
+    own = loaded.spaces["mlp"].compensation
+    assert (own.method, own.lam, own.lambda_grid, own.lambda_by) == (method, None, None, None)
+    (other,) = loaded.spaces.keys() - {"mlp"}
+    assert loaded.spaces[other].compensation == load_recipe(recipe).spaces[other].compensation
+
+
+@pytest.mark.parametrize("strength", ["spaces.mlp.compensation.lambda=0.1", "spaces.mlp.compensation={lambda: 0.1}"])
+def test_a_strength_that_is_set_for_a_method_without_one_is_refused(strength):
+    overrides = [strength, "spaces.mlp.compensation.method=none"]
+    assert refusal("ridge", overrides).endswith("spaces.mlp.compensation: method none has no lambda")
+
+
+def test_a_method_may_be_set_twice():
+    told = tuple(f"spaces.mlp.compensation.method={method}" for method in ("none", "rotation"))
+    assert load_recipe("ridge", told).spaces["mlp"].compensation.method == "rotation"
+
+
+def test_a_method_that_is_no_name_is_refused_where_the_recipe_has_a_strength():
+    assert "unknown method 'nonsense'" in refusal("ridge", ["spaces.mlp.compensation.method=nonsense"])
+    assert "spaces.mlp.compensation.method" in refusal("ridge", ["spaces.mlp.compensation.method={a: 1}"])
+
+
 def test_overrides_of_every_kind():
     loaded = load_recipe(
         "rcpu",
@@ -277,7 +310,7 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
 def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
     path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
     assert refusal(path) == (
-        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp; "
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: {SPACES}; "
         f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
     )
 
@@ -292,3 +325,40 @@ def test_the_ratio_option_replaces_every_ratio(tmp_path):
     loaded = load_recipe(str(path), (), 0.4)
     assert [loaded.ratio_of("heads"), loaded.ratio_of("mlp")] == [0.4, 0.4]
     assert "ratio: input should be less than 1" in refusal(path, (), 1.0)
+
+
+def bomb(link: str) -> str:
+    """A recipe of some hundred bytes that stands for 2**29 values."""
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    return "\n".join(lines + [f"a{i}: &a{i} {link.format(f'*a{i - 1}')}" for i in range(1, 30)])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (bomb("{{x: {0}, y: {0}}}"), "its aliases stand for more than 20000 values"),
+        (bomb("[{0}, {0}]"), "its aliases stand for more than 20000 values"),
+        (bomb("{{<<: [{0}, {0}]}}"), "its aliases stand for more than 20000 values"),
+        ("ratio: &a [*a]", "it refers to itself"),
+        ("ratio: " + "[" * 2000, "nested too deeply"),
+        ("ratio: " + "9" * 5001, "Exceeds the limit (4300 digits) for integer string conversion"),
+    ],
+)
+def test_what_no_recipe_holds(tmp_path, text, reason):
+    path = write(tmp_path, text)
+    assert refusal(path).startswith(f"{path} is not YAML: {reason}")
+
+
+@pytest.mark.parametrize("text", ["[" * 2000, "9" * 5001, "&a [*a]"])
+def test_overrides_that_no_recipe_holds(text):
+    with pytest.raises(UserError) as error:
+        load_recipe("rcpu", overrides=(f"ratio={text}",))
+    assert str(error.value).startswith(f"--set ratio={text[:100]}")
+    assert str(error.value).endswith(" is not a YAML value")
+    assert len(str(error.value)) < 500
+
+
+def test_a_long_value_is_not_repeated_whole():
+    with pytest.raises(UserError) as error:
+        load_recipe("rcpu", overrides=(f"ratio={[1] * 5000}",))
+    assert len(str(error.value)) < 500

@@ -34,6 +34,7 @@ from ckpt_prune.transform.solvers import solver_of
 from tests.encoders import job_on, request_on
 from tests.families import BLOCKS, calibrate, contents, prune
 from tests.oracles import whole_best
+from tests.pairs import dealt
 from tests.stored import Sources
 
 from .whole import data_of, make_wide
@@ -226,12 +227,20 @@ def test_effects_that_another_compensation_was_measured_by_do_not_count(dense, w
 
 
 @pytest.mark.parametrize(
-    ("variant", "inner", "kind"),
-    [("llama-gqa-tied", "queries", "params"), ("opt", "qk", "params"), ("opt", "qk", "flops"), ("vit", "qk", "bytes")],
+    ("crossing", "share"),
+    dealt(
+        [
+            ("llama-gqa-tied", "queries", "params"),
+            ("opt", "qk", "params"),
+            ("opt", "qk", "flops"),
+            ("vit", "qk", "bytes"),
+        ],
+        ["55%", "70%", "85%"],
+    ),
 )
-@pytest.mark.parametrize("share", ["55%", "70%", "85%"])
-def test_no_widths_of_spaces_that_cross_do_better(dense, variant, inner, kind, share):
+def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
     """Every combination of one width per space, at the cost of its own shapes. An error inside what goes is none."""
+    variant, inner, kind = crossing
     recipe = wanted(variant, spaces=(inner, "heads", "mlp"), weigh_by="energy", widths="uniform", size={kind: share})
     job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
     model, curves = job.model, {space: [] for space in recipe.spaces}

@@ -240,7 +240,7 @@ def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch
     tokens = data_of(variant).tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, states on disk.
     monkeypatch.setattr("ckpt_prune.calibration.streams.TOKENS_PER_BATCH", 2 * tokens)
-    monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
+    monkeypatch.setattr("ckpt_prune.calibration.readout.READOUT_TOKENS", tokens - 1)
     assert_close(measured(dense, variant, allocate=StateMemory(0, tmp_path)), whole, 1e-3)
 
 

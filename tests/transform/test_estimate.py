@@ -150,6 +150,18 @@ def test_a_sequential_recipe_runs_every_block_for_each_space_and_once_more(folde
     assert disk == settle(request).output.cost.bytes
 
 
+@pytest.mark.parametrize(("heads", "runs"), [(None, 3.0), (0.25, 3.6)])
+def test_a_block_is_run_for_a_site_before_the_last_only_where_there_is_one(folder, heads, runs):
+    """By a recipe that corrects drift: the dense block, the pruned one for its last site, and to go on."""
+    wanted = families.recipe("ridge", heads=heads, lam=0.1, target="drift")
+    request = request_on(folder, wanted, live=windows(8, 16))
+    blocks = of_prune(settle(request))[0][0]
+    shape = Shape.of(Model.open(folder))
+    sites = [shape.sites[space] for space in wanted.spaces]
+    moments = sum(2 * 8 * 16 * site.inputs * (site.inputs + site.outputs) for site in sites)
+    assert blocks.work.gemm == pytest.approx(BLOCKS * (runs * shape.run(8, 16).gemm + moments))
+
+
 def test_a_dense_recipe_measures_first_and_then_runs_nothing(folder, tmp_path):
     live = settle(request_on(folder, load_recipe("flap"), live=windows(8, 16)))
     found = {stage.name: stage.work for stage in of_prune(live)[0]}

@@ -29,6 +29,7 @@ from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
 from tests.measuring import measured
 from tests.oracles import masked_model
+from tests.pairs import dealt
 from tests.reports import recover
 
 from .recovering import (
@@ -241,8 +242,10 @@ def through(dense, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
     return files
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
-@pytest.mark.parametrize("name", FLY)
+# Every kind at another block, and what costs least at every one.
+@pytest.mark.parametrize(
+    ("name", "block"), dict.fromkeys([*dealt(FLY, range(BLOCKS)), *(("masked", b) for b in range(BLOCKS))])
+)
 def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, through, name, block, monkeypatch):
     variant, recipe = FLY[name]
     arguments = (dense.folder(variant), tmp_path / "out", recipe, variant)
@@ -292,8 +295,10 @@ def recovered_through(dense, prunings, tmp_path_factory) -> Callable[[str], dict
     return files
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
-@pytest.mark.parametrize("name", ["masked", "turned", "uneven", "vit"])
+@pytest.mark.parametrize(
+    ("name", "block"),
+    dict.fromkeys([*dealt(["masked", "turned", "uneven", "vit"], range(BLOCKS)), *(("vit", b) for b in range(BLOCKS))]),
+)
 def test_a_resumed_recovery_is_byte_identical(dense, prunings, recovered_through, tmp_path, name, block, monkeypatch):
     variant, pruned = prunings[name]
     job = recovery_job(pruned, dense.folder(variant), training_data(variant), **SEVERAL)

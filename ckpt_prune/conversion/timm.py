@@ -1,0 +1,301 @@
+"""A plain vision transformer of timm as transformers' ViT, or as DeiT where it has a distillation token."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.conversion.plain import Made, Plain, same
+from ckpt_prune.errors import UserError
+
+PLAIN = re.compile(r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch\d+_\d+")
+"""Models of timm that compute what transformers' ViT does: a norm before each part, GELU, the class token read out."""
+HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "huge": 16}
+_SHOWN = frozenset({"img_size", "embed_dim", "depth", "num_heads", "in_chans", "num_classes", "global_pool"})
+"""Arguments of an architecture that say sizes alone, which its tensors show, or what is checked by itself."""
+_WRAPPED = "timm_model."
+_RESAMPLE = {"bilinear": 2, "bicubic": 3}
+_EPS = 1e-6
+
+_PARTS = {
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "attn.proj": "attention.output.dense",
+}
+"""Module of a block in timm → its name in transformers' files."""
+_AXES = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4, "head.weight": 2}
+"""Axes of tensors whose shapes say what the model is."""
+_SCALES = {"attn.proj": "ls1.gamma", "mlp.fc2": "ls2.gamma"}
+"""Projections → the layer scale of what they give."""
+
+
+def plain_of_timm(checkpoint: Checkpoint) -> Plain:
+    """A timm folder as ViT or DeiT.
+
+    Layer scales are absorbed by the projections before them: in float64, rounded once.
+
+    Raises:
+        UserError: it is none of the architectures that compute the same, or its files say something else.
+    """
+    source = _Source.of(checkpoint)
+    found = _Writer(source)
+    found.outside()
+    for block in range(source.depth):
+        found.block(block)
+    if unknown := source.names() - found.used:
+        raise UserError(
+            f"{checkpoint.path} has tensor {min(unknown)} ({len(unknown)} such), which a plain vision transformer has "
+            "no place for"
+        )
+    notes = (f"{found.scales} layer scales are absorbed by the projections before them",) if found.scales else ()
+    return Plain(source.config(), found.tensors, source.processor(), notes)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A timm folder.
+
+    Attributes:
+        checkpoint: as opened.
+        prefix: of its tensors' names.
+        heads: of attention.
+        size: height and width of an image.
+        data: how images are prepared (timm's `pretrained_cfg`).
+    """
+
+    checkpoint: Checkpoint
+    prefix: str
+    heads: int
+    size: tuple[int, int]
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "_Source":
+        config, path = checkpoint.config, checkpoint.path
+        architecture = str(config["architecture"]).split(".")[0]
+        match = PLAIN.fullmatch(architecture)
+        if match is None:
+            raise UserError(
+                f"{path} holds timm's {architecture}: only plain vit, deit and deit3 (PATCH and image size after their "
+                "size, nothing else) compute what a stock class of transformers does"
+            )
+        changes = dict(config.get("model_args") or {})
+        if other := sorted(changes.keys() - _SHOWN):
+            raise UserError(f"{path} changes {architecture} by model_args.{other[0]}, which is not known to be a ViT")
+        for pool in (config.get("global_pool"), changes.get("global_pool")):
+            if pool not in (None, "token"):
+                raise UserError(f"{path} pools its tokens by global_pool {pool!r}, where ViT reads the class token")
+        data = config.get("pretrained_cfg")
+        known = isinstance(data, dict) and all(_is_three(data.get(key)) for key in ("input_size", "mean", "std"))
+        if not isinstance(data, dict) or not known:
+            raise UserError(
+                f"{path}: config.json has no pretrained_cfg with input_size, mean and std, three numbers each"
+            )
+        prefix = _WRAPPED if any(name.startswith(_WRAPPED) for name in checkpoint.tensors) else ""
+        given = changes.get("img_size") or data["input_size"][1:]
+        height, width = (given, given) if isinstance(given, int) else given
+        found = cls(checkpoint, prefix, int(changes.get("num_heads") or HEADS[match[2]]), (height, width), data)
+        if found.distilled != (match[3] is not None):
+            raise UserError(f"{path}: {architecture} and its tensors do not agree on a distillation token")
+        if found.hidden % found.heads:
+            raise UserError(f"{path}: {found.heads} heads do not divide its hidden size of {found.hidden}")
+        return found
+
+    def names(self) -> set[str]:
+        """Of all tensors, without the prefix."""
+        return {name.removeprefix(self.prefix) for name in self.checkpoint.tensors}
+
+    def has(self, name: str) -> bool:
+        return f"{self.prefix}{name}" in self.checkpoint.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that must be there."""
+        if not self.has(name):
+            raise UserError(f"{self.checkpoint.path} lacks tensor {self.prefix}{name}")
+        found = self.checkpoint.tensors[f"{self.prefix}{name}"].stored_shape
+        if len(found) != _AXES.get(name, len(found)):
+            raise UserError(f"{self.checkpoint.path}: {self.prefix}{name} has shape {list(found)}, which no ViT's has")
+        return found
+
+    @property
+    def distilled(self) -> bool:
+        return self.has("dist_token")
+
+    @property
+    def hidden(self) -> int:
+        return self.shape("cls_token")[2]
+
+    @property
+    def depth(self) -> int:
+        blocks = [re.match(r"blocks\.(\d+)\.", name) for name in self.names()]
+        return 1 + max((int(match[1]) for match in blocks if match), default=-1)
+
+    @property
+    def headed(self) -> bool:
+        return self.has("head.weight")
+
+    @property
+    def patch(self) -> int:
+        return self.shape("patch_embed.proj.weight")[2]
+
+    @property
+    def lacking(self) -> int:
+        """Tokens that have no position: the class token where `no_embed_class` is set (DeiT III)."""
+        patches = math.prod(side // self.patch for side in self.size)
+        extra = 1 + self.distilled
+        positions = self.shape("pos_embed")[1]
+        if positions not in (patches, patches + extra):
+            raise UserError(
+                f"{self.checkpoint.path} has {positions} positions for {patches} patches and {extra} tokens beside them"
+            )
+        return patches + extra - positions
+
+    def config(self) -> dict[str, Any]:
+        """config.json of the stock class."""
+        height, width = self.size
+        kind = "DeiT" if self.distilled else "ViT"
+        head = "ForImageClassificationWithTeacher" if self.distilled else "ForImageClassification"
+        found: dict[str, Any] = {
+            "model_type": kind.lower(),
+            "architectures": [f"{kind}{head if self.headed else 'Model'}"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.depth,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.shape("blocks.0.mlp.fc1.weight")[0],
+            "hidden_act": "gelu",
+            "layer_norm_eps": _EPS,
+            "image_size": height if height == width else [height, width],
+            "patch_size": self.patch,
+            "num_channels": self.shape("patch_embed.proj.weight")[1],
+            "qkv_bias": self.has("blocks.0.attn.qkv.bias"),
+            "dtype": str(self.checkpoint.dtype).removeprefix("torch."),
+        }
+        if self.headed:
+            names = self._classes()
+            found |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+        return found
+
+    def _classes(self) -> dict[str, str]:
+        count = self.shape("head.weight")[0]
+        names = self.checkpoint.config.get("label_names")
+        if not isinstance(names, list) or len(set(names)) != count or len(names) != count:
+            names = [f"LABEL_{index}" for index in range(count)]
+        return {str(index): str(name) for index, name in enumerate(names)}
+
+    def processor(self) -> dict[str, Any]:
+        """preprocessor_config.json that prepares images as timm does to evaluate."""
+        height, width = self.size
+        mode, interpolation = self.data.get("crop_mode", "center"), self.data.get("interpolation", "bicubic")
+        if mode not in ("center", "squash") or interpolation not in _RESAMPLE:
+            raise UserError(
+                f"{self.checkpoint.path} prepares images by crop_mode {mode} and interpolation {interpolation}, of "
+                "which no image processor is known"
+            )
+        found: dict[str, Any] = {
+            "do_resize": True,
+            "resample": _RESAMPLE[interpolation],
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.data["mean"]),
+            "image_std": list(self.data["std"]),
+        }
+        if mode == "squash" or height != width:
+            return found | {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}}
+        return found | {
+            "image_processor_type": "BitImageProcessor",
+            "size": {"shortest_edge": math.floor(height / float(self.data.get("crop_pct") or 1.0))},
+            "do_center_crop": True,
+            "crop_size": {"height": height, "width": width},
+            "do_convert_rgb": True,
+        }
+
+
+def _is_three(values: Any) -> bool:
+    return isinstance(values, list) and len(values) == 3 and all(isinstance(each, int | float) for each in values)
+
+
+class _Writer:
+    """Tensors of the new checkpoint, as they are found in the source.
+
+    Attributes:
+        tensors: by their new names.
+        used: names of the source that have a place.
+        scales: layer scales that were absorbed.
+    """
+
+    def __init__(self, source: _Source) -> None:
+        self.source = source
+        self.base = source.config()["model_type"] + "." if source.headed else ""
+        self.tensors: dict[str, Made] = {}
+        self.used: set[str] = set()
+        self.scales = 0
+
+    def _put(self, name: str, own: str, made: Made | None = None) -> None:
+        """The tensor `own` of the source under a new name, as it is unless it is made otherwise."""
+        self.source.shape(own)
+        self.used.add(own)
+        self.tensors[name] = made or same(self._stored(own), self.source.shape(own))
+
+    def _stored(self, name: str) -> str:
+        return f"{self.source.prefix}{name}"
+
+    def outside(self) -> None:
+        """Everything but the blocks."""
+        source, base = self.source, self.base
+        embeddings = f"{base}embeddings."
+        self._put(f"{embeddings}cls_token", "cls_token")
+        lacking, (_, positions, hidden) = source.lacking, source.shape("pos_embed")
+        places = Made(
+            (self._stored("pos_embed"),),
+            (1, positions + lacking, hidden),
+            lambda own: torch.cat([own.new_zeros(1, lacking, hidden), own], 1),
+        )
+        self._put(f"{embeddings}position_embeddings", "pos_embed", places)
+        if source.distilled:
+            self._put(f"{embeddings}distillation_token", "dist_token")
+        kinds = ("weight", "bias")
+        for kind in kinds:
+            self._put(f"{embeddings}patch_embeddings.projection.{kind}", f"patch_embed.proj.{kind}")
+            self._put(f"{base}layernorm.{kind}", f"norm.{kind}")
+            if source.distilled and source.headed:
+                self._put(f"cls_classifier.{kind}", f"head.{kind}")
+                self._put(f"distillation_classifier.{kind}", f"head_dist.{kind}")
+            elif source.headed:
+                self._put(f"classifier.{kind}", f"head.{kind}")
+
+    def block(self, index: int) -> None:
+        """One block."""
+        source, own, new = self.source, f"blocks.{index}.", f"{self.base}encoder.layer.{index}."
+        for kind in ("weight", "bias"):
+            for module, name in _PARTS.items():
+                self._put(f"{new}{name}.{kind}", f"{own}{module}.{kind}", self._scaled(own, module, kind))
+            if kind == "bias" and not source.has(f"{own}attn.qkv.bias"):
+                continue
+            fused = f"{own}attn.qkv.{kind}"
+            rows, *rest = source.shape(fused)
+            for place, name in enumerate(("query", "key", "value")):
+                part = slice(place * rows // 3, (place + 1) * rows // 3)
+                made = Made((self._stored(fused),), (rows // 3, *rest), lambda own, part=part: own[part])
+                self._put(f"{new}attention.attention.{name}.{kind}", fused, made)
+
+    def _scaled(self, block: str, module: str, kind: str) -> Made | None:
+        """A projection with its layer scale absorbed; None where it has none."""
+        if module not in _SCALES or not self.source.has(block + _SCALES[module]):
+            return None
+        scale, own = block + _SCALES[module], f"{block}{module}.{kind}"
+        self.used.add(scale)
+        self.scales += kind == "weight"
+        return Made((self._stored(own), self._stored(scale)), self.source.shape(own), _times)
+
+
+def _times(projection: Tensor, scale: Tensor) -> Tensor:
+    """A weight (out, in) or bias (out,) times the scale of each output."""
+    wide = projection.double() * scale.double().reshape(-1, *[1] * (projection.dim() - 1))
+    return wide.to(projection.dtype)

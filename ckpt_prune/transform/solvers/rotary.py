@@ -1,0 +1,181 @@
+"""Sites of rotary pairs: of queries and keys that are turned by position."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.architectures.family import KINDS
+from ckpt_prune.calibration.fisher import Fisher
+from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.rotary import RotaryMoments
+from ckpt_prune.compensation.rotary import (
+    absorb_factors,
+    choose_factors,
+    diagnose_factors,
+    factor_errors,
+    pair_rows,
+    rotary_system,
+    solve_factors,
+    strengths_of,
+)
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import HeadErrors
+from ckpt_prune.planning.selection import in_heads, select_in_heads
+from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
+from ckpt_prune.transform.decisions import Decision
+from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
+
+_TRIAL_STRENGTH = 0.001
+
+
+class RotarySolver(Solver):
+    """Solves sites whose units are rotary pairs, as many in every KV head."""
+
+    collects = "rotary"
+
+    @property
+    def tried_out(self) -> bool:
+        """With factors, as they are tried out."""
+        return self.own.compensation.method == "factors"
+
+    @property
+    def _groups(self) -> int:
+        return self.model.dimension("group")
+
+    def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
+        """Samples whose pairs of tokens settle two unknowns a pair."""
+        return -(-2 * kept // tokens**2), f"{2 * kept} unknowns of a head"
+
+    @classmethod
+    def trial(cls, *, biased: bool) -> dict[str, Any]:
+        """Optimal brain surgeon and factors."""
+        return {"score": "obs", "compensation": {"method": "factors", "lambda": _TRIAL_STRENGTH}}
+
+    def scores(
+        self, block: int, tensors: Mapping[str, Tensor], folds: SpaceMoments, score: str | None = None
+    ) -> Tensor:
+        """Scores of the pairs of every KV head, (KV heads, pairs) float64."""
+        query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
+        known = tuple(each.to(self.device) for each in _moments(folds))
+        every = self._every().to(self.device)
+        pairs, layout = every.shape[1], self.description.pairs
+        rows = pair_rows(every, pairs, self._groups, layout).view(len(every), -1, pairs, 2)
+        of_query = query[rows.transpose(1, 2)]
+        of_key = key[pair_rows(every, pairs, 1, layout)]
+        return ROTARY_SCORES[score or self.own.score].function(of_query, of_key, total(known) if known else None)
+
+    def _every(self) -> Tensor:
+        """All pairs of every KV head."""
+        return torch.arange(self.model.units(self.space)).expand(self.model.copies(self.space), -1)
+
+    def errors(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        scores: Tensor,
+        fisher: Fisher | None = None,
+    ) -> Tensor:
+        """The squared errors of the logits, with every pair that stays refitted where the recipe does so."""
+        moments = total(tuple(each.to(self.device) for each in _moments(folds)))
+        curve = bare_errors if self.own.compensation.method == "none" else refitted_errors
+        lost = curve(moments, scores.to(self.device)) / moments.samples
+        return lost.sum(0).cpu() if fisher is None else (fisher.mean.to(lost.device) @ lost).cpu() / 2
+
+    def divergence(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        solved: SolvedSite,
+        fisher: Fisher,
+    ) -> float | None:
+        """Known where every head's error is: a plan has them with diagnostics alone, and this none but of no loss."""
+        return 0.0 if solved[1] is None else None
+
+    def select(self, scores: Tensor, keep: int) -> Tensor:
+        """As many pairs of highest score in every KV head."""
+        return select_in_heads(scores.view(self.model.copies(self.space), -1), keep)
+
+    def solve(
+        self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
+    ) -> SolvedSite:
+        """Select pairs of every KV head, and solve factors for them (compensation/README.md, section 9)."""
+        folds = tuple(each.to(self.device) for each in _moments(moments))
+        scores = self.scores(block, tensors, folds) if decision.scores is None else decision.scores
+        kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
+        plan = self._plan(block, None, kept, scores.flatten())
+        if kept.numel() == scores.numel():
+            return plan, None
+        pairs = self.model.units(self.space)
+        own = in_heads(kept, self.model.copies(self.space), pairs).to(self.device)
+        plan.method = self.own.compensation.method
+        factors = self._fit(plan, own, folds, decision.plan) if folds else None
+        new: dict[str, Tensor] = {}
+        query, key = self.description.readers
+        for module, absorbed, copies in ((query, factors, self._groups), (key, None, 1)):
+            if module not in self.description.rewritten(plan.method):
+                continue
+            for kind in KINDS:
+                name = self.model.tensor(block, module, kind)
+                if name in tensors:
+                    rows = tensors[name].to(self.device)
+                    new[name] = absorb_factors(rows, absorbed, own, pairs, copies, self.description.pairs).cpu()
+        return plan, new
+
+    def _fit(
+        self, plan: SitePlan, kept: Tensor, folds: Sequence[RotaryMoments], settled: SitePlan | None
+    ) -> Tensor | None:
+        """Fit, and enter errors and diagnostics into the plan."""
+        own, whole = self.own.compensation, total(folds)
+        system = rotary_system(whole, kept)
+        energy, held_out = float(system.energy.sum()), None
+        factors: Tensor | None = None
+        errors = system.dropped_energy
+        if plan.method != "none":
+            plan.strength = None if settled is None else settled.strength
+            if plan.strength is None and own.lambda_by == "folds":
+                if len(folds) < 2:
+                    raise UserError(NO_FOLDS)
+                assert own.lambda_grid is not None
+                choice = choose_factors(folds, kept, own.lambda_grid, own.lambda_units)
+                plan.strength, held_out = choice.value, choice.errors[choice.value]
+            elif plan.strength is None:
+                plan.strength = own.strength
+            factors = solve_factors(system, strengths_of(plan.strength, own.lambda_units, system))
+            errors = factor_errors(system, factors)
+        if energy > 0:
+            plan.error_uncompensated = float(system.dropped_energy.sum()) / energy
+            plan.error_compensated = float(errors.sum()) / energy
+        if self.diagnostics and energy > 0:
+            found = diagnose_factors(system, errors)
+            plan.j0 = float(found.uncompensated.sum()) / whole.samples
+            plan.floor = float(found.floor.sum()) / whole.samples
+            plan.rho2 = 1 - plan.floor / plan.j0 if plan.j0 > 0 else 1.0
+            plan.heads = [
+                HeadErrors(
+                    head=head,
+                    error_uncompensated=float(found.uncompensated[head] / system.energy[head]),
+                    error_compensated=float(errors[head] / system.energy[head]),
+                    floor=float(found.floor[head] / system.energy[head]),
+                    rho2=float(found.rho2[head]),
+                )
+                for head in range(whole.heads)
+                if system.energy[head] > 0
+            ]
+            if len(folds) > 1 and plan.strength is None:
+                plan.error_held_out = plan.error_uncompensated
+            elif len(folds) > 1 and plan.strength is not None:
+                if held_out is None:
+                    chosen = choose_factors(folds, kept, [plan.strength], own.lambda_units)
+                    held_out = chosen.errors[plan.strength]
+                plan.error_held_out = held_out
+        return factors
+
+
+def _moments(folds: SpaceMoments | None) -> tuple[RotaryMoments, ...]:
+    return tuple(each for each in folds or () if isinstance(each, RotaryMoments))

@@ -1,0 +1,118 @@
+"""`evaluate` of heads without labels: classes of texts and tokens, ends of answers, and single numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests import encoders
+from tests.cli.running import edit_weights, ok, refused
+from tests.cli.test_evaluate_encoder import WORDS, bert_tokenizer, nudge
+
+DATA = ("--text", "some.txt", "--window", "12")
+HEADS = {
+    "texts": ("BertForSequenceClassification", 3),
+    "tokens": ("BertForTokenClassification", 3),
+    "answers": ("BertForQuestionAnswering", 2),
+    "ranks": ("BertForSequenceClassification", 1),
+    "replaced": ("ElectraForPreTraining", 2),
+}
+
+
+def make(folder: Path, head: str) -> None:
+    name, labels = HEADS[head]
+    model_type = "electra" if name.startswith("Electra") else "bert"
+    config = AutoConfig.for_model(model_type, **encoders.SIZES["bert"] | {"num_labels": labels, "embedding_size": 8})
+    model = getattr(transformers, name)(config).eval()
+    encoders.randomise(model, 3)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    bert_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(params=HEADS)
+def head(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A working folder with `dense`, `near` (the same, moved a little) and `some.txt`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("dense", "near"):
+        make(Path(name), request.param)
+    edit_weights("near", nudge(0.1))
+    rng = np.random.default_rng(0)
+    Path("some.txt").write_text(" ".join(rng.choice(WORDS, 40)))
+    return str(request.param)
+
+
+def windows() -> torch.Tensor:
+    ids = bert_tokenizer()(Path("some.txt").read_text(), add_special_tokens=False)["input_ids"]
+    return torch.tensor([[0, *ids[at : at + 10], 1] for at in range(0, len(ids) - 9, 10)])
+
+
+@torch.inference_mode()
+def predicted(folder: str, head: str) -> list[np.ndarray]:
+    """Logits over classes (predictions, classes) of every output, by the stock class."""
+    rows = windows()
+    tokenizer = bert_tokenizer()
+    rows[:, 0], rows[:, -1] = tokenizer.bos_token_id, tokenizer.eos_token_id
+    model = getattr(transformers, HEADS[head][0]).from_pretrained(folder).eval().double()
+    found = [value.numpy() for name, value in model(input_ids=rows).items() if name.endswith("logits")]
+    if head == "replaced":
+        return [np.stack([np.zeros_like(each), each], -1).reshape(-1, 2) for each in found]
+    return [each.reshape(-1, each.shape[-1]) for each in found]
+
+
+def test_figures(head: str) -> None:
+    found: dict[str, Any] = json.loads(ok("evaluate", "near", "--against", "dense", *DATA, "--json"))
+    ours, theirs = predicted("near", head), predicted("dense", head)
+    texts = len(windows())
+    assert (found["model"], found["against"], found["window"], found["windows"]) == ("near", "dense", 12, texts)
+    if head == "ranks":
+        ranks = [np.argsort(np.argsort(each[0][:, 0])) for each in (ours, theirs)]
+        assert found["rank_correlation"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-6)
+        assert (found["kl"], found["agreement"], found["predictions"]) == (None, None, texts)
+        return
+    kl, same = 0.0, []
+    for a, b in zip(ours, theirs, strict=True):
+        p, q = (each - np.log(np.exp(each).sum(1, keepdims=True)) for each in (b, a))
+        kl += (np.exp(p) * (p - q)).sum(1).mean()
+        same.append(a.argmax(1) == b.argmax(1))
+    assert found["kl"] == pytest.approx(kl, rel=1e-3)
+    assert kl > 1e-3
+    assert found["agreement"] == pytest.approx(np.concatenate(same).mean())
+    assert found["predictions"] == texts * {"texts": 1, "tokens": 12, "answers": 2, "replaced": 12}[head]
+    assert found["rank_correlation"] is None
+
+
+def test_what_is_printed(head: str) -> None:
+    said = ok("evaluate", "dense", "--against", "dense", *DATA)
+    texts = len(windows())
+    count = texts * {"texts": 1, "ranks": 1, "answers": 2}.get(head, 12)
+    names, figures = (
+        ("rank correlation", "1.0000") if head == "ranks" else ("KL divergence  agreement", "0.0000     100.0%")
+    )
+    first, second, *rest = said.splitlines()
+    assert first == f"predictions of  {names}  window  predictions"
+    assert second.split() == ["dense", *figures.split(), "12", f"{count:,}"]
+    assert rest == ["", "against those of dense; nothing here says which are right"]
+
+
+def test_other_classes_and_broken_weights_are_refused(head: str) -> None:
+    if head == "texts":
+        config = json.loads(Path("near/config.json").read_text())
+        ids = {"id2label": {str(i): str(i) for i in range(4)}, "label2id": {str(i): i for i in range(4)}}
+        Path("near/config.json").write_text(json.dumps(config | ids))
+        more = {"classifier.weight": torch.zeros(4, 16), "classifier.bias": torch.zeros(4)}
+        edit_weights("near", lambda tensors: tensors.update(more))
+        said = "the two heads differ in their classes: what they give cannot be compared"
+    else:
+        name = "electra" if head == "replaced" else "bert"
+        broken = torch.full((16,), math.nan)
+        edit_weights("near", lambda tensors: tensors.update({f"{name}.encoder.layer.0.output.dense.bias": broken}))
+        said = "the model's logits are not numbers (NaN): its weights are damaged or overflow here"
+    assert refused("evaluate", "near", "--against", "dense", *DATA) == said

@@ -1,0 +1,179 @@
+"""Rotary pairs from the command line: alone, beside other spaces, under a budget, and what becomes of the output."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_prune
+from tests import encoders
+from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
+
+RECIPE = """\
+version: 1
+name: mine
+target: sequential
+container: any
+spaces:
+  rotary: {score: obs, ratio: 0.5, compensation: {method: factors, lambda: 0.001}}
+"""
+BESIDE = RECIPE + "  heads: {score: obs, ratio: 0.5, compensation: {method: ridge}}\n"
+BUDGET = """\
+version: 1
+name: budget
+allocation: least-error
+widths: per_layer
+container: any
+spaces:
+  rotary: {score: obs, compensation: {method: factors, lambda_grid: [0.001, 0.1], lambda_by: folds}}
+  queries: {score: auto, compensation: {method: ridge}}
+  heads: {score: auto, compensation: {method: ridge}}
+  mlp: {score: auto, compensation: {method: ridge}}
+"""
+KINDS = "moments,gram,rotary,fisher,effects,queries"
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """With recipes; heads of the models have two rotary pairs."""
+    for name, text in (("mine", RECIPE), ("beside", BESIDE), ("budget", BUDGET)):
+        Path(f"{name}.yaml").write_text(text)
+    return place
+
+
+def sites(folder: str) -> list[dict]:
+    return [site for site in read_json(f"{folder}/ckpt_prune.json")["sites"] if site["space"] == "rotary"]
+
+
+def parameters(folder: str) -> int:
+    return sum(each.numel() for each in ckpt_prune.load(folder).parameters())
+
+
+def checks_of(folder: str) -> list[dict]:
+    """What verify says."""
+    found: list[dict] = json.loads(run("verify", folder, "--against", "dense", "--json").stdout)["checks"]
+    return found
+
+
+def test_pairs_go_by_a_plan_or_at_once(here):
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,rotary", "-o", "pairs")
+    given = ("--recipe", "mine.yaml", "--statistics", "pairs")
+    assert "rotary 1/2 (ratio 0.5)" in ok("plan", "dense", *given, "-o", "plan.json")
+    ok("prune", "dense", "--plan", "plan.json", "--statistics", "pairs", "-o", "planned")
+    said = ok("prune", "dense", *given, "-o", "out")
+    assert "rotary: mean error of the logits on the calibration samples" in said
+    assert "no stock class has queries and keys without some of their rotary pairs" in said
+    for name in ("model.safetensors", "config.json"):
+        assert (here / "planned" / name).read_bytes() == (here / "out" / name).read_bytes()
+    config, (first, *_) = read_json("out/config.json"), sites("out")
+    assert config["num_rotary_pairs"] == 1
+    assert (first["units"], len(first["kept"]), first["method"], first["strength"]) == (4, 2, "factors", 0.001)
+    assert first["error_compensated"] < first["error_uncompensated"]
+    assert read_json("out/ckpt_prune.json")["after"]["parameters"] == parameters("out")
+    found = {check["name"]: check for check in checks_of("out")}
+    assert found["kept units"]["detail"] == (
+        "producers of 0 pruned spaces hold the dense rows, bit for bit; q of 2 blocks are rewritten and not compared"
+    )
+    assert all(check["passed"] is not False for check in found.values())
+    # Which pairs stay is a tensor, and held against the report.
+    tensors = load_file("out/model.safetensors")
+    name = "model.layers.0.self_attn.rotary_pairs"
+    assert tensors[name].tolist() == [unit % 2 for unit in first["kept"]]
+    save_file(tensors | {name: 1 - tensors[name]}, "out/model.safetensors", metadata={"format": "pt"})
+    found = {check["name"]: check for check in checks_of("out")}
+    assert (found["kept units"]["passed"], found["kept units"]["detail"]) == (
+        False,
+        f"{name} does not name the rotary pairs that are kept",
+    )
+
+
+def test_a_budget_shares_out_pairs_heads_query_heads_and_columns(here):
+    ok("calibrate", "dense", *TEXT, "--folds", "2", "--collect", KINDS, "-o", "more")
+    index = read_json("more/statistics.json")
+    assert index["turned"] == {"model.layers.{block}.self_attn.q_proj.weight": [4, 2]}
+    dense = read_json("dense/config.json")["hidden_size"]
+    assert dense == 16
+    whole = sum(each.numel() for each in ckpt_prune.load("dense").parameters())
+    for share in ("85%", "45%"):
+        out = f"out{share[:2]}"
+        given = ("--recipe", "budget.yaml", "--target-params", share, "--statistics", "more")
+        ok("plan", "dense", *given, "-o", f"{out}.json")
+        ok("prune", "dense", "--plan", f"{out}.json", "--statistics", "more", "-o", out)
+        found = parameters(out)
+        assert found <= float(share[:2]) / 100 * whole
+        assert found == read_json(f"{out}/ckpt_prune.json")["after"]["parameters"]
+        assert all(check["passed"] is not False for check in checks_of(out))
+    kept = {len(site["kept"]) for site in sites("out45")}
+    assert kept - {4}, "no pair went"
+    ok("statistics", "show", "more")
+
+
+def test_interrupted_runs_go_on(here):
+    job = ["prune", "dense", "--recipe", "beside.yaml", *TEXT]
+    ok(*job, "-o", "whole")
+    interrupted(job, 3)
+    resumed(job)
+
+
+def test_an_output_is_measured_and_recovered(here):
+    ok("prune", "dense", "--recipe", "beside.yaml", *TEXT, "-o", "out")
+    assert json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"] > 1
+    ok("recover", "out", "--dense", "dense", *TEXT, "-o", "recovered")
+    pairs = [ckpt_prune.load(name).model.layers[1].self_attn.rotary_pairs for name in ("out", "recovered")]
+    assert torch.equal(*pairs)
+    # Zeros go into the dense model, or beside the pairs that go: what is stored with code of its own stays as it is.
+    assert "cannot be pruned or measured again" in refused("prune", "out", "--recipe", "wanda-50", *TEXT, "-o", "twice")
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_rotary_positions(here):
+    encoders.make(Path("opt"), "opt")
+    assert refused("prune", "opt", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
+        "recipe mine prunes rotary, pairs of rotary positions, and opt has none; spaces.qk prunes dimensions of its "
+        "queries and keys"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["--set", "spaces.rotary.ratio=0.9", "--set", "spaces.rotary.rounding=ceil"],
+            "ratio 0.9 would drop all 2 units of a space: at least one must stay",
+        ),
+        (
+            ["--container", "auto"],
+            "no stock container fits: no stock class has queries and keys without some of their rotary pairs. Say "
+            "container: remote to accept self-contained remote code, or container: padded to fill up with zeros, which "
+            "saves nothing there",
+        ),
+        (
+            ["--set", "spaces.rotary.compensation.method=low-rank"],
+            "mine.yaml: spaces.rotary: method low-rank is not for this space; allowed here: none, factors",
+        ),
+        (
+            ["--set", "spaces.rotary.score=rcpu"],
+            "mine.yaml: spaces.rotary: score rcpu does not rank its units; allowed here: obs, logit-energy, magnitude",
+        ),
+        (
+            ["--set", "spaces.rotary.compensation.centre_keys=true"],
+            "mine.yaml, line 6: spaces.rotary.compensation: centre_keys is for logit and low-rank, not factors",
+        ),
+    ],
+)
+def test_what_pairs_cannot_be_asked_for(here, changes, message):
+    assert refused("prune", "dense", "--recipe", "mine.yaml", *changes, *TEXT, "-o", "out") == message
+
+
+def test_statistics_without_their_moments(here):
+    assert refused("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out") == (
+        "recipe mine prunes rotary pairs, and stats has no moments of them: calibrate with --collect moments,rotary"
+    )
+    ok("calibrate", "dense", *TEXT, "--collect", "rotary", "-o", "one")
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "--collect", "rotary", "-o", "two")
+    ok("statistics", "add", "one", "two", "-o", "both")
+    ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "both", "-o", "out")

@@ -1,0 +1,88 @@
+"""sentence-transformers folders: their structure travels, and what is measured is the embedding."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import edit_weights, ok, refused
+from tests.cli.test_evaluate_encoder import nudge
+from tests.sentence_folders import make_sentences
+
+PRUNE = ("--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--set", "spaces.mlp.ratio=0.5")
+OWN = {
+    "modules.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+    "2_Dense/config.json",
+    "2_Dense/model.safetensors",
+}
+TEXT = "the cat sat\n\non a mat and then\nthe dog ran far away\n  \nthe cat\n"
+
+
+@pytest.fixture
+def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with `dense`, `near` (the same, moved a little), `plain` (without modules) and `lines.txt`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("dense", "near"):
+        make_sentences(Path(name), dense=True)
+    edit_weights("near", nudge(0.1))
+    make_sentences(Path("plain"))
+    Path("plain/modules.json").unlink()
+    Path("lines.txt").write_text(TEXT)
+    return Path("dense")
+
+
+def test_the_structure_travels(dense: Path) -> None:
+    ok("prune", "dense", *PRUNE, "-o", "out")
+    for name in OWN:
+        assert (Path("out") / name).read_bytes() == (dense / name).read_bytes()
+    assert set(json.loads(Path("out/ckpt_prune.json").read_text())["side_files"]) >= OWN
+    assert ok("verify", "out", "--against", "dense").count(" ok\n") == 5
+    card = Path("out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: sentence-transformers\n")
+    assert '\nmodel = SentenceTransformer("PATH")\n```\n' in card
+    ok("prune", "dense", *PRUNE, "--container", "remote", "-o", "remote")
+    assert 'SentenceTransformer("PATH", trust_remote_code=True)\n' in Path("remote/README.md").read_text()
+    # A second output takes the first one's place, and what somebody put among its files is not lost.
+    ok("prune", "dense", *PRUNE, "-o", "out", "--overwrite")
+    Path("out/1_Pooling/notes.txt").write_text("mine")
+    assert refused("prune", "dense", *PRUNE, "-o", "out", "--overwrite") == (
+        f"{Path('out').absolute() / '1_Pooling' / 'notes.txt'} was not written with the output that is there, and the "
+        "new one needs its name; move it away or choose another output name"
+    )
+
+
+def test_weights_of_a_module_that_are_a_pickle_are_refused(dense: Path) -> None:
+    Path("dense/2_Dense/model.safetensors").rename("dense/2_Dense/pytorch_model.bin")
+    assert refused("prune", "dense", *PRUNE, "-o", "out") == (
+        "dense/2_Dense has its weights in pytorch_model.bin only, a pickle: store them as model.safetensors"
+    )
+
+
+def test_embeddings_are_compared(dense: Path) -> None:
+    data = ("--against", "dense", "--text", "lines.txt", "--window", "20")
+    assert ok("evaluate", "dense", *data) == (
+        "embeddings of  cosine  rank correlation  same nearest  texts\n"
+        "dense          1.0000            1.0000        100.0%      4\n\n"
+        "against those of dense; ranks of the cosines of 6 pairs\n"
+    )
+    found = json.loads(ok("evaluate", "near", *data, "--json", "--samples", "3"))
+    figures = {key: found.pop(key) for key in ("cosine", "rank_correlation", "nearest", "tokens")}
+    assert found == {"model": "near", "against": "dense", "texts": 3, "pairs": 3}
+    assert 0 < figures["cosine"] < 0.9999
+    assert figures["tokens"] == 13 + 19 + 20  # characters and two of the tokenizer's own, cut to the window
+
+
+def test_what_cannot_be_compared_is_refused(dense: Path) -> None:
+    data = ("--text", "lines.txt", "--window", "20")
+    assert refused("evaluate", "dense", *data) == (
+        "dense has no head, so there is nothing to score: compare it with --against MODEL2"
+    )
+    assert refused("evaluate", "dense", "--against", "plain", *data) == (
+        "dense is a sentence-transformers folder and plain is not (it has no modules.json): what they give for a text "
+        "cannot be compared"
+    )
+    assert refused("evaluate", "dense", "--against", "near", *data, "--samples", "2") == (
+        "the text has 2 lines that are not empty, each a text; 3 are needed"
+    )

@@ -1,0 +1,118 @@
+"""Rotary pairs of every family that turns queries and keys by position: against whole models in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from tests.families import contents
+from tests.interrupting import interrupt_at
+
+from .dense import Dense, spaces_recipe
+from .models import Case, first_cases
+from .test_pruning import COMPUTED, KEPT
+from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs, wide
+
+PAIRED = [case for case in first_cases() if case.family.turned]
+WHOLE_ROPE = {case.model_type: case for case in first_cases() if case.family.rope and not case.family.turned}
+
+
+def runs() -> list[tuple[Case, dict[str, str], Target]]:
+    """Every family with factors; among them targets and the spaces beside take turns, and bare pairs for three."""
+    found: list[tuple[Case, dict[str, str], Target]] = []
+    for turn, case in enumerate(PAIRED):
+        beside = [dict.fromkeys(case.ratios, "ridge"), {"heads": "affine"}, {}][turn % 3]
+        found.append((case, {"rotary": "factors", **beside}, list(TARGETS)[(turn + 1) % 3]))
+        if turn < 3:
+            found.append((case, {"rotary": "none", "heads": "none"}, list(TARGETS)[turn]))
+    return found
+
+
+def name(value: object) -> str:
+    return "-".join(f"{s}={m}" for s, m in value.items()) if isinstance(value, dict) else str(value).replace(" ", "-")
+
+
+@torch.inference_mode()
+def generated(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """Logits read token by token through the cache, and the shape of the keys in it."""
+    cache, found = None, []
+    for token in ids.T:
+        result = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        found.append(result.logits)
+    return torch.cat(found, 1), [tuple(layer.keys.shape) for layer in cache.layers]
+
+
+@pytest.mark.parametrize(("case", "methods", "target"), runs(), ids=name)
+def test_equals_a_whole_model_pruned_by_hand(
+    dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
+) -> None:
+    wanted, data = spaces_recipe(case, methods, **TARGETS[target]), case.samples()
+    report = dense.prune(case, wanted, tmp_path / "out", None if target == "dense" else data)
+    whole = Whole(case).prune(data, methods, target)
+    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
+    other = case.samples(6, seed=9)
+    model = ckpt_prune.load(tmp_path / "out")
+    found = outputs(model, other)
+    assert_same_outputs(found, outputs(whole.model, other), COMPUTED if "factors" in methods.values() else KEPT)
+    # Keys in the cache are as narrow as the projections, which eager attention reads as any other does.
+    model.set_attn_implementation("eager")
+    assert_same_outputs(outputs(model, other), found, 2e-6)
+    ids = wide(other)["input_ids"]
+    logits, shapes = generated(model, ids)
+    assert_same_outputs({"logits": logits}, found, 2e-6)
+    heads = case.kv_heads - ("heads" in methods)
+    assert {(*shape[:2], shape[3]) for shape in shapes} == {(len(ids), heads, 2 * (case.units("rotary") // 2))}
+    assert report["after"]["parameters"] == sum(p.numel() for p in model.parameters())
+    for check in verify(tmp_path / "out", dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check
+
+
+@pytest.mark.parametrize("model_type", sorted(WHOLE_ROPE))
+def test_a_family_of_which_none_can_go_is_refused_by_name(dense: Dense, model_type: str) -> None:
+    case = WHOLE_ROPE[model_type]
+    with pytest.raises(UserError) as caught:
+        settle(dense.request(case, spaces_recipe(PAIRED[0], {"rotary": "none"})))
+    assert case.family.unpaired
+    assert str(caught.value) == (
+        f"recipe test prunes rotary, pairs of rotary positions, and in {model_type} none can go: {case.family.unpaired}"
+    )
+
+
+@pytest.mark.parametrize("case", PAIRED[:2], ids=str)
+def test_every_pair_kept_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
+    wanted = spaces_recipe(case, {"rotary": "factors"})
+    own = {"rotary": wanted.spaces["rotary"].model_copy(update={"ratio": 0.0})}
+    dense.prune(case, wanted.model_copy(update={"spaces": own}), tmp_path / "out")
+    assert contents(dense.folder(case))["model.safetensors"] == contents(tmp_path / "out")["model.safetensors"]
+
+
+def test_padded_pairs_load_with_the_stock_class(dense: Dense, tmp_path) -> None:
+    case = next(each for each in PAIRED if each.model_type == "ernie4_5")
+    recipe = spaces_recipe(case, {"rotary": "factors", "heads": "affine"}, "padded")
+    dense.prune(case, recipe, tmp_path / "out")
+    whole = Whole(case).prune(case.samples(), {"rotary": "factors", "heads": "affine"})
+    other = case.samples(6, seed=9)
+    model = ckpt_prune.load(tmp_path / "out")
+    assert type(model).__name__ == case.architecture
+    assert_same_outputs(outputs(model, other), outputs(whole.model, other), COMPUTED)
+
+
+def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, tmp_path) -> None:
+    case = PAIRED[0]
+    recipe = spaces_recipe(case, {"rotary": "factors", "heads": "affine"}, target="sequential")
+    settled = settle(dense.request(case, recipe, case.samples()))
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        with pytest.raises(KeyboardInterrupt):
+            run(settled, tmp_path / "out")
+    run(settled, tmp_path / "out", resume=True)
+    run(settled, tmp_path / "once")
+    assert contents(tmp_path / "out") == contents(tmp_path / "once")

@@ -1,0 +1,177 @@
+"""Embeddings as sentence-transformers folders say, text by text from definitions, and how they are compared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from ckpt_prune.checkpoint.modules import Module, modules_of
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation import sentences
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, rank_correlation
+from tests.cli.running import edit_weights
+from tests.sentence_folders import MODES, make_sentences
+
+TEXTS = ["the cat sat", "on a mat and then the dog ran", "far away", "a", "the cat sat on a mat", "then"]
+
+
+def opened(folder: Path) -> SentenceModel:
+    return SentenceModel(load_model(folder, device="cpu"), folder, AutoTokenizer.from_pretrained(folder))
+
+
+def pooled(states: np.ndarray, mode: str) -> np.ndarray:
+    """Of one text's states (T, d), without padding."""
+    places = np.arange(1, len(states) + 1)
+    return {
+        "cls_token": lambda: states[0],
+        "lasttoken": lambda: states[-1],
+        "max_tokens": lambda: states.max(0),
+        "mean_tokens": lambda: states.mean(0),
+        "mean_sqrt_len_tokens": lambda: states.sum(0) / np.sqrt(len(states)),
+        "weightedmean_tokens": lambda: (states * places[:, None]).sum(0) / places.sum(),
+    }[mode]()
+
+
+@torch.inference_mode()
+def by_hand(folder: Path, modes: tuple[str, ...], most: int) -> np.ndarray:
+    """Embeddings of `TEXTS`, one text at a time."""
+    model, tokenizer, found = load_model(folder, device="cpu"), AutoTokenizer.from_pretrained(folder), []
+    for text in TEXTS:
+        batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=most)
+        states = model(**batch).last_hidden_state[0].double().numpy()
+        order = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+        value = np.concatenate([pooled(states, mode) for mode in order if mode in modes])
+        if (folder / "2_Dense").is_dir():
+            own = {
+                name: tensor.double().numpy()
+                for name, tensor in load_file(folder / "2_Dense/model.safetensors").items()
+            }
+            value = np.tanh(own["linear.weight"] @ value + own["linear.bias"])
+        if "Normalize" in (folder / "modules.json").read_text():
+            value = value / np.linalg.norm(value)
+        found.append(value)
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(
+    "modes", [*((mode,) for mode in MODES), MODES], ids=lambda modes: modes[0] if modes[1:] == () else "all"
+)
+def test_padding_and_batches_do_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: tuple[str, ...]
+) -> None:
+    every = modes == MODES
+    folder = make_sentences(tmp_path / "m", modes=modes, dense=every, normal=every)
+    monkeypatch.setattr(sentences, "BATCH_TOKENS", 60)
+    found, tokens = opened(folder).embed(TEXTS, 24)
+    np.testing.assert_allclose(found.numpy(), by_hand(folder, modes, 24), rtol=1e-4, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokens == sum(min(24, len(tokenizer(text).input_ids)) for text in TEXTS)
+
+
+def test_a_text_is_cut_to_what_the_folder_says(tmp_path: Path) -> None:
+    folder = make_sentences(tmp_path / "m", max_seq_length=9, do_lower_case=True)
+    model = opened(folder)
+    assert model.longest == 9
+    np.testing.assert_allclose(
+        model.embed(TEXTS, 24)[0].numpy(), by_hand(folder, ("mean_tokens",), 9), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(model.embed([text.upper() for text in TEXTS], 24)[0], model.embed(TEXTS, 24)[0])
+
+
+def test_a_named_mode_of_newer_versions(tmp_path: Path) -> None:
+    folder = make_sentences(tmp_path / "m", modes=("weightedmean_tokens",))
+    expected = opened(folder).embed(TEXTS, 24)[0]
+    (folder / "1_Pooling/config.json").write_text('{"embedding_dimension": 16, "pooling_mode": "weightedmean"}')
+    torch.testing.assert_close(opened(folder).embed(TEXTS, 24)[0], expected)
+
+
+def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
+    a, b = (make_sentences(tmp_path / name, normal=False) for name in ("a", "b"))
+    edit_weights(
+        str(b),
+        lambda tensors: [
+            t.add_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 0.3) for t in tensors.values()
+        ],
+    )
+    found = compare_sentences(opened(b), opened(a), TEXTS, 24)
+    x, y = by_hand(a, ("mean_tokens",), 24), by_hand(b, ("mean_tokens",), 24)
+    x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (x, y))
+    upper = np.triu_indices(len(TEXTS), 1)
+    ranks = [np.argsort(np.argsort((each @ each.T)[upper])) for each in (x, y)]
+    near = [(each @ each.T - 2 * np.eye(len(TEXTS))).argmax(1) for each in (x, y)]
+    assert found.cosine == pytest.approx((x * y).sum(1).mean(), abs=1e-5)
+    assert found.rank_correlation == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
+    assert found.nearest == (near[0] == near[1]).mean()
+    assert (found.texts, found.pairs) == (6, 15)
+    assert -1 < found.rank_correlation < 0.999
+    same = compare_sentences(opened(a), opened(a), TEXTS, 24)
+    assert (same.cosine, same.rank_correlation, same.nearest) == (pytest.approx(1), pytest.approx(1), 1)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=12), st.randoms())
+def test_rank_correlation_with_ties(values: list[int], random: Any) -> None:
+    others = random.sample(range(-9, 9), len(values))
+    mean_ranks = [sum(v < x for v in values) + (values.count(x) + 1) / 2 for x in values]
+    other_ranks = [sum(v <= x for v in others) for x in others]
+    found = rank_correlation(torch.tensor(values), torch.tensor(others))
+    if len(set(values)) == 1:
+        assert found == 0
+    else:
+        assert found == pytest.approx(np.corrcoef(mean_ranks, other_ranks)[0, 1], abs=1e-9)
+
+
+def test_modules_of_other_folders(tmp_path: Path) -> None:
+    assert modules_of(tmp_path) == []
+    assert modules_of(make_sentences(tmp_path / "m")) == [
+        Module("Transformer", None),
+        Module("Pooling", "1_Pooling"),
+        Module("Normalize", "2_Normalize"),
+    ]
+
+
+TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
+POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        ("no", "is not the list of modules that sentence-transformers writes"),
+        ([{"path": ""}], "is not the list of modules that sentence-transformers writes"),
+        ([TRANSFORMER | {"path": "0_Transformer"}, POOLING], "does not begin with a Transformer in the folder itself"),
+        ([], "does not begin with a Transformer in the folder itself"),
+        ([TRANSFORMER, POOLING | {"path": "../x"}], "names ../x, which is no folder inside"),
+        ([TRANSFORMER, {"type": "a.LSTM", "path": "1_LSTM"}], "has a module LSTM; known are Pooling, Normalize, Dense"),
+        ([TRANSFORMER], "has no Pooling behind its Transformer, so a text has no one embedding"),
+    ],
+)
+def test_modules_that_are_not_known_are_refused(tmp_path: Path, modules: Any, said: str) -> None:
+    folder = make_sentences(tmp_path / "m")
+    (folder / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
+    with pytest.raises(UserError) as caught:
+        opened(folder)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("1_Pooling", {"pooling_mode_odd": True}, "asks for odd; known are cls_token, max_tokens"),
+        ("1_Pooling", {}, "says no pooling mode; known are cls_token"),
+        ("2_Dense", {"activation_function": "a.Swish"}, "asks for Swish; known are Identity, Tanh"),
+    ],
+)
+def test_settings_that_are_not_known_are_refused(tmp_path: Path, file: str, content: Any, said: str) -> None:
+    folder = make_sentences(tmp_path / "m", dense=True)
+    (folder / file / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        opened(folder)
+    assert said in str(caught.value)

@@ -1,0 +1,149 @@
+"""One block of a large model's shape through every stage, and what follows for all of its blocks.
+
+    PYTHONPATH=. python tools/bench_parts.py --out F.jsonl --text T.txt [--shapes …] [--jobs …] [--work DIR]
+
+A checkpoint of random weights with a single block of the shape is written (`make_synthetic_llama.py`). Each job runs
+on it in a process of its own, which is measured: seconds on the clock, of processors, and the peak of memory. Beside it
+stands what the tool estimates of the job. What all blocks take is extrapolated: the estimate of as many blocks (the
+one of a single block and so many times what a second one adds), times measured over estimated. For a GPU there is the
+estimate alone, at the rates of `GPU`. Moments, metric and streams grow with `--samples`, what is solved does not.
+
+The jobs are `fisher` (moments with Grams on four folds, the metric, sites tried out), `ridge` (sequential) and `best`
+(order by three scores, curves of every width, drift, choice on folds; weighed by energy, since of a single block every
+site's own effect would be measured, which deep models are spared).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.containers.opening import open_model
+from ckpt_prune.machine import Rates, measured_rates
+from ckpt_prune.options import PruneOptions, checked
+from ckpt_prune.transform.asked import prune_request, read_asked
+from ckpt_prune.transform.estimate import Stage, of_calibration, of_prune
+from ckpt_prune.transform.settle import foresee
+
+GPU = Rates(3e14, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
+"""Of an accelerator with 990 TFLOP/s in bfloat16, 67 in float64 and 3.3 TB/s: about half of that, and less where
+factors and decompositions are made."""
+FOLDS, RATIO = 4, 0.2
+
+
+@dataclass(frozen=True)
+class Large:
+    """A model's blocks, and the options of `make_synthetic_llama.py` for their shape."""
+
+    blocks: int
+    options: tuple[str, ...]
+
+
+SHAPES = {
+    "llama-7b": Large(32, ("--hidden", "4096", "--intermediate", "11008", "--heads", "32")),
+    "llama-3-70b": Large(80, ("--hidden", "8192", "--intermediate", "28672", "--heads", "64", "--kv-heads", "8")),
+}
+COLLECT: list[Collect] = ["moments", "gram", "fisher"]
+JOBS: dict[str, list[str]] = {
+    "fisher": ["calibrate", "--collect", ",".join(COLLECT), "--folds", str(FOLDS)],
+    "ridge": ["prune", "--ratio", str(RATIO), "--recipe", "ridge"],
+    "best": ["prune", "--ratio", str(RATIO), "--recipe", "best", "--set", "weigh_by=energy"],
+}
+
+
+def checkpoint(place: Path, shape: str, blocks: int) -> Path:
+    """A checkpoint of so many blocks of a shape, made where it is not there."""
+    folder = place / f"{shape}-{blocks}"
+    if not folder.is_dir():
+        script = Path(__file__).with_name("make_synthetic_llama.py")
+        how = [*SHAPES[shape].options, "--layers", str(blocks)]
+        subprocess.run([sys.executable, str(script), str(folder), *how], check=True)
+    return folder
+
+
+def stages(model: Path, job: str, samples: Mapping[str, Any]) -> list[Stage]:
+    """What the tool takes a job to be made of."""
+    if job == "fisher":
+        return of_calibration(open_model(str(model)), samples["samples"], samples["window"], COLLECT, FOLDS)
+    changes = {"set": ("weigh_by=energy",)} if job == "best" else {}
+    given = {"model": str(model), "output": model.with_name("never"), "recipe": job, "ratio": RATIO, "dry_run": True}
+    options = checked(PruneOptions, {**given, **changes, **samples})
+    found = of_prune(foresee(prune_request(read_asked(options), lambda line: None)))
+    assert found is not None
+    return found[0]
+
+
+def run(model: Path, job: str, samples: Mapping[str, Any]) -> dict[str, float]:
+    """Run a job in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        command, *rest = JOBS[job]
+        data = [part for name, value in samples.items() for part in (f"--{name}", str(value))]
+        line = [sys.executable, "-m", "ckpt_prune", command, str(model), *rest, *data, "-o", f"{folder}/out"]
+        start = monotonic()
+        process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        if status:
+            sys.exit(f"{' '.join(line)}: exit code {os.waitstatus_to_exitcode(status)}")
+        cpu = used.ru_utime + used.ru_stime
+        return {"seconds": monotonic() - start, "cpu_seconds": cpu, "peak_bytes": 1024 * used.ru_maxrss}
+
+
+def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of results."""
+    one, two = checkpoint(place, shape, 1), checkpoint(place, shape, 2)
+    rates = measured_rates(torch.device("cpu"), torch.bfloat16)
+
+    def told(machine: Rates) -> tuple[float, float]:
+        first, second = (sum(s.work.seconds(machine) for s in stages(each, job, samples)) for each in (one, two))
+        return first, first + (SHAPES[shape].blocks - 1) * (second - first)
+
+    (estimated, whole), (_, gpu) = told(rates), told(GPU)
+    found = run(one, job, samples)
+    scale = found["seconds"] / estimated
+    return {
+        "shape": shape, "job": job, **{k: v for k, v in samples.items() if k != "text"}, **found,
+        "estimated": estimated, "blocks": SHAPES[shape].blocks, "all_blocks": whole * scale, "gpu": gpu,
+        "rates": asdict(rates),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, and print a line for each job."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--window", type=int, default=512)
+    args = parser.parse_args()
+    samples = {"text": args.text, "samples": args.samples, "window": args.window}
+    known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    for shape in args.shapes:
+        for job in args.jobs:
+            if any((line["shape"], line["job"]) == (shape, job) for line in known):
+                continue
+            found = measure(args.work, shape, job, samples)
+            with args.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            print(
+                f"{shape} {job}: {found['seconds']:.0f} s ({found['cpu_seconds']:.0f} of processors, estimated "
+                f"{found['estimated']:.0f}), {found['peak_bytes'] / 2**30:.1f} GiB; {found['blocks']} blocks "
+                f"{found['all_blocks'] / 3600:.1f} h, on a GPU {found['gpu'] / 60:.0f} min",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
