@@ -172,9 +172,8 @@ def test_rotations_do_not_reach_what_feeds_a_part(llava):
 
 def test_heads_that_another_class_cannot_narrow(place):
     save("qwen2_5_vl")
-    assert refused("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out") == (
-        f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: mlp can be "
-        "pruned, by itself in recipe corp-mlp"
+    assert refused("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out").startswith(
+        f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: "
     )
 
 
