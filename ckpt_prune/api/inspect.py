@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.family import check_supported, is_known
+from ckpt_prune.architectures.family import check_kind, check_supported, is_known
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
 from ckpt_prune.planning.shipped import find_recipe
@@ -65,11 +65,13 @@ def inspect(
                 raise UserError(f"{folder} has no weights: --part is for checkpoints that have")
             config = described_as(config_of_folder(folder), options.family)
             if not is_known(config):
+                check_kind(config)
                 return describe_unknown(folder, config)
             checkpoint = checkpoint_of_config(folder, config)
         else:
             checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
             if not is_known(checkpoint.config):
+                check_kind(checkpoint.config)
                 return describe_unknown(checkpoint.path, checkpoint.config)
         return describe(
             checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity

