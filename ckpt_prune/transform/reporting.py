@@ -144,7 +144,7 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
 
 def source_of(checkpoint: Checkpoint) -> Source:
     """Which model a checkpoint is."""
-    return Source(name=checkpoint.path.resolve().name, fingerprint=checkpoint.fingerprint)
+    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint)
 
 
 def stored_as(container: Container, family: Family) -> StoredAs:
