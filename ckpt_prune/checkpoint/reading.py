@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.hub import model_name, resolve
 from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
@@ -190,6 +190,11 @@ class Checkpoint:
     def transposed(self) -> frozenset[str]:
         """Matrices that are read as the transposes of what the files hold."""
         return frozenset(name for name, info in self.tensors.items() if info.transposed)
+
+    @property
+    def name(self) -> str:
+        """What the model is called: its folder, or its Hub id where the folder is a snapshot of one."""
+        return model_name(self.path)
 
     @property
     def dtype(self) -> torch.dtype:

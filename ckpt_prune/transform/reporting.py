@@ -159,7 +159,7 @@ def _within(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
 
 def source_of(checkpoint: Checkpoint) -> Source:
     """Which model a checkpoint is."""
-    return Source(name=checkpoint.path.resolve().name, fingerprint=checkpoint.fingerprint)
+    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint)
 
 
 def stored_as(container: Container, family: Family) -> StoredAs:
