@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe",
     callback=checked_recipe,
-    default="rcpu",
-    show_default=True,
     metavar="R",
     help="Recipe whose spaces and rounding --ratio applies to: rcpu drops heads and mlp columns, corp dimensions of q "
-    "and k and mlp columns.",
+    "and k and mlp columns. Without --ratio the size by the recipe's own ratios is printed. [default: rcpu]",
 )
 @click.option(
     "--sparsity",
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     help="Also count the zeros of the linear weights, and say which of 1:4, 2:4 and 4:8 they hold. Reads all weights.",
 )
 @json_option
-def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json: bool) -> None:
+def command(model: str, ratios: str | None, recipe: str | None, sparsity: bool, as_json: bool) -> None:
     """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
 
     Reads the config and the headers of the weights only, unless asked for --sparsity. A folder with nothing but a
@@ -43,6 +41,7 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, as_json
     \b
       ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
+      ckpt-prune inspect VIT --recipe corp-table8
       ckpt-prune inspect OUT --sparsity
     """
     found = inspect(model, ratios=ratios, recipe=recipe, sparsity=sparsity)
@@ -129,7 +128,7 @@ def _print(found: "ModelDescription") -> None:
         spaces = list(found.pruned[0].units)
         rows = [
             [
-                f"{size.ratio:g}",
+                "own" if size.ratio is None else f"{size.ratio:g}",
                 *(str(size.units[space]) for space in spaces),
                 f"{size.parameters:,}",
                 human_bytes(size.bytes),
