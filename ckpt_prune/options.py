@@ -309,7 +309,9 @@ class InspectOptions(OpeningOptions):
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
     ratios: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Shares of units to drop.")
-    recipe: Annotated[str, BeforeValidator(path_of)] = Field("rcpu", description="Whose spaces ratios apply to.")
+    recipe: Annotated[str | None, BeforeValidator(path_of)] = Field(
+        None, description="Whose spaces ratios apply to, rcpu by default; without ratios its own are told of."
+    )
     sparsity: bool = Field(False, description="Count the zeros of the linear weights.")
 
 

@@ -21,7 +21,7 @@ def inspect(
     model: AnyModel,
     *,
     ratios: str | Sequence[float] | None = None,
-    recipe: str = "rcpu",
+    recipe: str | None = None,
     sparsity: bool = False,
     family: AnyPath | None = None,
     part: PartName | None = None,
@@ -35,7 +35,7 @@ def inspect(
         model: a folder, perhaps with nothing but a config.json, a Hub id, or what a function of this package has
             written.
         ratios: shares of the units of the recipe's spaces; the size is told after dropping each.
-        recipe: whose spaces and rounding ratios apply to.
+        recipe: whose spaces and rounding ratios apply to, by default rcpu; without ratios, whose own ratios apply.
         sparsity: also count the zeros of the linear weights. Reads all weights.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text or vision.
@@ -46,7 +46,8 @@ def inspect(
     """
     options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
-    find_recipe(options.recipe)
+    if options.recipe is not None:
+        find_recipe(options.recipe)
     check_supported(options.model, options.family, options.part, unknown=True)
 
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only

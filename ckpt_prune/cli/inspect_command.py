@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe",
     callback=checked_recipe,
-    default="rcpu",
-    show_default=True,
     metavar="R",
     help="Recipe whose spaces and rounding --ratio applies to: rcpu drops heads and mlp columns, corp dimensions of q "
-    "and k and mlp columns.",
+    "and k and mlp columns. Without --ratio the size by the recipe's own ratios is printed. [default: rcpu]",
 )
 @click.option(
     "--sparsity",
@@ -60,6 +58,7 @@ def command(as_json: bool, **given: Any) -> None:
     \b
       ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
+      ckpt-prune inspect VIT --recipe corp-table8
       ckpt-prune inspect OUT --sparsity
     """
     found = inspect(**given)
@@ -171,7 +170,7 @@ def _print(found: "ModelDescription") -> None:
         spaces = list(found.pruned[0].units)
         rows = [
             [
-                f"{size.ratio:g}",
+                "own" if size.ratio is None else f"{size.ratio:g}",
                 *(str(size.units[space]) for space in spaces),
                 f"{size.parameters:,}",
                 human_bytes(size.bytes),

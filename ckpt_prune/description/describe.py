@@ -40,15 +40,15 @@ from ckpt_prune.transform.request import Request
 
 
 def describe(
-    checkpoint: Checkpoint, *, weights: bool, recipe: str, ratios: Sequence[float], sparsity: bool
+    checkpoint: Checkpoint, *, weights: bool, recipe: str | None, ratios: Sequence[float], sparsity: bool
 ) -> Description:
     """Describe a checkpoint.
 
     Args:
         checkpoint: what to describe.
         weights: whether it has any, beside its config.
-        recipe: whose spaces ratios apply to.
-        ratios: shares of units to drop, each giving a size.
+        recipe: whose spaces ratios apply to; None for rcpu.
+        ratios: shares of units to drop, each giving a size; without any, those of a recipe that is named.
         sparsity: count zeros; reads all weights.
 
     Raises:
@@ -89,7 +89,7 @@ def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription
 def _model(
     checkpoint: Checkpoint,
     weights: bool,
-    recipe: str,
+    recipe: str | None,
     ratios: Sequence[float],
     zeros: SparsityDescription | None,
 ) -> ModelDescription:
@@ -97,9 +97,9 @@ def _model(
     family = model.family
     check_source(model)
     made = report_of(checkpoint.path)
-    _recipe(recipe, 0.0)
-    recipes = {ratio: _recipe(recipe, ratio) for ratio in ratios}
-    pruned = [_size_at(model, recipes[ratio], ratio) for ratio in ratios]
+    wanted: list[float | None] = [*ratios] or ([] if recipe is None else [None])
+    recipes = [_recipe(recipe or "rcpu", ratio) for ratio in wanted]
+    pruned = [_size_at(model, own, ratio) for own, ratio in zip(recipes, wanted, strict=True)]
     return ModelDescription(
         model=str(checkpoint.path),
         family=family.model_type,
@@ -113,8 +113,8 @@ def _model(
         weights=weights,
         made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
         pruned=pruned,
-        messages=[line for ratio in ratios for line in coarse_lines(model, recipes[ratio])],
-        recipe=recipe if pruned else None,
+        messages=[line for own in recipes for line in coarse_lines(model, own)],
+        recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
     )
 
@@ -152,14 +152,17 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     )
 
 
-def _recipe(name: str, ratio: float) -> Recipe:
-    if load_recipe(name).mask is not None:
+def _recipe(name: str, ratio: float | None) -> Recipe:
+    found = load_recipe(name)
+    if found.mask is not None:
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
+    if found.size is not None and ratio is None:
+        raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
     # Whatever holds the shape: sizes are asked for, not a refusal.
     return load_recipe(name, ("container=any",), ratio)
 
 
-def _size_at(model: Model, recipe: Recipe, ratio: float) -> SizeAtRatio:
+def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
     request = Request(model, recipe)
     check_spaces(model.family, request.recipe)
     widths = Decisions(request.recipe).widths(model)

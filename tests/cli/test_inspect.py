@@ -54,6 +54,22 @@ def test_text_with_ratios(place):
     assert ok("inspect", "dense", "--ratio", "50%,0%") == DENSE + DENSE_PRUNED
 
 
+def test_a_recipe_that_is_named_has_a_row_by_its_own_ratios(place):
+    said = ok("inspect", "dense", "--recipe", "rcpu", "--ratio", "0.2")
+    assert said.startswith(DENSE + "\nby recipe rcpu:\nratio  ")
+    own = ok("inspect", "dense", "--recipe", "rcpu")
+    assert " ".join(own.split()) == " ".join(said.replace("\n0.2 ", "\nown ").split())
+    Path("r.yaml").write_text(
+        "version: 1\nname: r\nspaces: {heads: {score: magnitude, ratio: 0.5}, mlp: {score: magnitude, ratio: 0.25}}\n"
+    )
+    (size,) = json.loads(ok("inspect", "dense", "--recipe", "r.yaml", "--json"))["pruned"]
+    assert (size["ratio"], size["units"]) == (None, {"heads": 1, "mlp": 18})
+    Path("r.yaml").write_text("version: 1\nname: r\nspaces: {mlp: {score: magnitude}}\nsize: {params: 70%}\n")
+    assert refused("inspect", "dense", "--recipe", "r.yaml") == (
+        "recipe r.yaml has a size, which `plan` finds the widths of: say --ratio"
+    )
+
+
 def test_shards_are_counted(place):
     assert "20.3 KiB in 3 file(s)" in ok("inspect", "sharded")
 
