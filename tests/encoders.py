@@ -334,6 +334,7 @@ DEFAULTS = {
     "qk": {"score": "logit-energy", "compensation": {"method": "logit", "lambda": STRENGTH}},
     "queries": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "heads": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
+    "values": {"score": "principal", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "mlp": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
 }
 

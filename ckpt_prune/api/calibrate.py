@@ -57,8 +57,8 @@ def calibrate(
         compute_dtype: in which blocks run.
         folds: runs of samples whose moments are kept apart.
         collect: kinds of statistics; None for all that the model's family can use but `centred` and `taylor`, `effects`
-            only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query heads by
-            effect, are collected on request only.
+            only of up to `measured_effects.SHALLOW` blocks. `queries` and `values`, what recipes need that weigh these
+            by effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
@@ -101,9 +101,10 @@ def calibrate(
         inside = [space for space in family.columns if space not in family.consumers]
         usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
         asked = _kinds(options.collect, (*known, EFFECTS, *inside), usual, family.model_type)
-        if "fisher" not in asked and set(inside) & set(asked):
+        tried = [space for space in inside if space in asked]
+        if "fisher" not in asked and tried:
             raise UserError(
-                f"--collect {options.collect}: {' and '.join(inside)} are tried out with the metric, add fisher"
+                f"--collect {options.collect}: {' and '.join(tried)} are tried out with the metric, add fisher"
             )
         if CENTRED in asked and "logits" not in asked:
             raise UserError(f"--collect {options.collect}: {CENTRED} keys are those of logits, add logits")

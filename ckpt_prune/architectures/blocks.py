@@ -7,8 +7,8 @@ from transformers import AutoConfig
 
 from ckpt_prune.architectures.family import Family, load_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
-from ckpt_prune.architectures.spaces import ColumnSpace, Dimension, product
-from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, WidthPaths
+from ckpt_prune.architectures.spaces import ConsumerSpace, Dimension, product
+from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, ValuePaths, WidthPaths
 
 
 def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
@@ -69,10 +69,14 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
             found["lines"] = _lines(space, paths, dimension)
             found["attributes"] = {path: product(each, dimension) for path, each in space.attributes.items()}
         widths[next(iter(space.config))] = found
-    return Blocks(layers=family.layers, attention=attention, widths=widths)
+    facts = Blocks(layers=family.layers, attention=attention, widths=widths)
+    if any(space.ends == "values" for space in family.spaces.values()) and attention is None:
+        own = family.attention
+        facts["values"] = ValuePaths(value=paths[own.value][0], output=paths[own.output][0])
+    return facts
 
 
-def _lines(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:
+def _lines(space: ConsumerSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:
     """Linears that a space lies on → rows, or of its consumer columns, of one unit."""
     found: dict[str, int] = {}
     for _, incidence in space.incidences:

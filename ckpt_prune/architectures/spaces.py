@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from torch import Tensor
 
-SpaceName = Literal["qk", "queries", "heads", "mlp"]
+SpaceName = Literal["qk", "queries", "heads", "values", "mlp"]
 """Spaces that recipes, plans and statistics speak of."""
-Ends = Literal["columns", "logits"]
-"""What a space ends in: the columns of a linear module, or the attention logits."""
+Ends = Literal["columns", "logits", "values"]
+"""What a space ends in: the columns of a linear module as they are, the attention logits, or the columns under the
+values of KV heads, in a basis of their own."""
 Rounding = Literal["floor", "ceil", "nearest"]
 """From units times a ratio to a whole number of units."""
 Axis = Literal["rows", "columns"]
@@ -25,13 +26,24 @@ Axis = Literal["rows", "columns"]
 Dimension = Callable[[str], int]
 """The value of a dimension of a model, by name."""
 
-ENDS: dict[SpaceName, Ends] = {"qk": "logits", "queries": "columns", "heads": "columns", "mlp": "columns"}
+ENDS: dict[SpaceName, Ends] = {
+    "qk": "logits",
+    "queries": "columns",
+    "heads": "columns",
+    "values": "values",
+    "mlp": "columns",
+}
 """What each space ends in, in every family that has it: recipes are checked without a model."""
-BESIDE: frozenset[SpaceName] = frozenset({"qk", "queries"})
+BESIDE: frozenset[SpaceName] = frozenset({"qk", "queries", "values"})
 """Spaces whose units stand side by side (`Space.per`), as many kept in each, in every family that has them."""
-COUPLED: tuple[tuple[SpaceName, SpaceName], ...] = (("qk", "heads"), ("queries", "heads"))
+COUPLED: tuple[tuple[SpaceName, SpaceName], ...] = (
+    ("qk", "heads"),
+    ("queries", "heads"),
+    ("values", "queries"),
+    ("values", "heads"),
+)
 """Spaces that cross on one tensor: a unit of one saves less where units of the other are gone. Those of the first stand
-inside units of the second, and come first where blocks are pruned."""
+inside units of the second. Values turn what they lie on, and go when the others have gone."""
 
 
 def dim_of(axis: Axis) -> int:
@@ -50,7 +62,7 @@ class Incidence(Description):
 
     The axis is `after` lines of something else, then `copies` runs of units, then whatever follows. In a run, units
     follow each other with `each` neighbouring lines, and with lines of something else between them where `stride` is
-    more.
+    more. Units may stand several times: each run of `run` units is repeated `times` times before the next one comes.
 
     Attributes:
         module: path of the linear module in a block, as it stands on disk.
@@ -60,6 +72,9 @@ class Incidence(Description):
         after: products of dimensions whose sum is the lines before the first run (keys behind queries in a fused
             projection).
         stride: products of dimensions whose sum is the lines from one unit of a run to the next; `each` by default.
+        times: dimensions whose product is how often units stand there (the values of a KV head: once under every query
+            head of its group).
+        run: dimensions whose product is the units that are repeated together; all by default.
     """
 
     module: str
@@ -67,6 +82,8 @@ class Incidence(Description):
     copies: int = Field(1, ge=1)
     after: list[list[str | int]] = []
     stride: list[list[str | int]] = []
+    times: list[str | int] = []
+    run: list[str | int] = []
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Rows or columns of some units, int64, one run after the other.
@@ -80,13 +97,17 @@ class Incidence(Description):
 
         each = product(self.each, dimension)
         start, stride = (sum(product(each, dimension) for each in sums) for sums in (self.after, self.stride))
-        stride = stride or each
-        run = (units[:, None] * stride + torch.arange(each, device=units.device)).flatten()
-        return torch.cat([run + start + copy * stride * count for copy in range(self.copies)])
+        stride, times = stride or each, product(self.times, dimension)
+        run = product(self.run, dimension) if self.run else count
+        again = torch.arange(times, device=units.device) * run
+        places = (units // run * run * times + units % run)[:, None] + again
+        places = places.flatten().sort().values if times > 1 else units
+        lines = (places[:, None] * stride + torch.arange(each, device=units.device)).flatten()
+        return torch.cat([lines + start + copy * stride * times * count for copy in range(self.copies)])
 
     def per_unit(self, dimension: Dimension) -> int:
         """Rows or columns of one unit, all runs together."""
-        return self.copies * product(self.each, dimension)
+        return self.copies * product(self.times, dimension) * product(self.each, dimension)
 
 
 class Space(Description):
@@ -169,13 +190,13 @@ class Space(Description):
         return (starts[:, None] + torch.arange(count)).flatten()
 
 
-class ColumnSpace(Space):
+class ConsumerSpace(Space):
     """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
 
     Attributes:
         columns: where it lies on the consumer.
-        within: the space on the same consumer inside whose units these stand (query heads in a KV group), or None.
-            Moments and the metric are of the consumer's input and output, and so the same for both.
+        within: the space on the same consumer inside whose units these stand (query heads and values in a KV group), or
+            None. Moments and the metric are of the consumer's input and output, and so the same for both.
         scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
             the residual stream (layer scale), or None.
         multiplier: the config key of a number that multiplies it before, or None.
@@ -183,7 +204,6 @@ class ColumnSpace(Space):
             None.
     """
 
-    ends: Literal["columns"]
     columns: Incidence
     within: SpaceName | None = None
     scale: str | None = None
@@ -215,6 +235,22 @@ class ColumnSpace(Space):
         return [self.consumer]
 
 
+class ColumnSpace(ConsumerSpace):
+    """A space whose units are columns of the consumer as they are."""
+
+    ends: Literal["columns"]
+
+
+class ValueSpace(ConsumerSpace):
+    """The axis inside a KV head that v and the columns under each of its query heads share, in a basis to be found."""
+
+    ends: Literal["values"]
+
+    def rewritten(self, method: str) -> list[str]:
+        """The consumer and v, whatever the method: both turn."""
+        return [*self.readers, self.consumer]
+
+
 class LogitSpace(Space):
     """The axis inside a head that q and k share and that ends in the attention logits; `rows` are q, then k."""
 
@@ -240,7 +276,7 @@ class LogitSpace(Space):
         return [] if method == "none" else self.readers
 
 
-AnySpace = Annotated[ColumnSpace | LogitSpace, Field(discriminator="ends")]
+AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace, Field(discriminator="ends")]
 
 
 def product(dimensions: list[str | int], dimension: Dimension) -> int:

@@ -98,6 +98,10 @@ def _of_logits(
     return Logits(query, key, begin)
 
 
-OBSERVERS: dict[Ends, Callable[..., Inputs | Logits]] = {"columns": _of_columns, "logits": _of_logits}
+OBSERVERS: dict[Ends, Callable[..., Inputs | Logits]] = {
+    "columns": _of_columns,
+    "logits": _of_logits,
+    "values": _of_columns,
+}
 """What watches a space: called with factory, block, its index, the space, whether with a Gram
 (of logits: with one of centred keys), samples of each fold."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune.architectures.family import Family, known_families, load_family, variants_of
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
@@ -125,9 +126,17 @@ class Case:
         )
 
     @property
-    def ratios(self) -> dict[str, float]:
-        """By space: a head or KV group goes, half of its queries, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5}
+    def ratios(self) -> dict[SpaceName, float]:
+        """By space: a head or KV group goes, half of its queries, and of other units a quarter or a half.
+
+        Without values, which no stock class has narrower: `values` has these, too.
+        """
+        return {name: share for name, share in self.values.items() if self.family.spaces[name].ends != "values"}
+
+    @property
+    def values(self) -> dict[SpaceName, float]:
+        """All of them, where values can go."""
+        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "values": 0.5, "mlp": 0.25, "qk": 0.5}
         spaces = self.family.with_config(self.config).spaces
         return {name: wanted[name] for name, space in spaces.items() if space.whole is None}
 

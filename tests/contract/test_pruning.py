@@ -41,7 +41,9 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
         # Few families have query heads of their own: among them the methods take turns.
         others["queries"] = columns[sum("queries" in methods for _, methods, _ in found) % len(columns)]
         others["qk"] = logits[(turn // len(logits) + 1) % len(logits)]
-        methods = {space: others[space] for space in case.ratios}
+        others["values"] = columns[(turn // 2) % len(columns)]
+        # Every family has runs of stock blocks, too.
+        methods = {space: others[space] for space in (case.values if turn % 2 else case.ratios)}
         found.append((case, methods, targets[(turn + turn // len(columns)) % len(targets)]))
     return found
 
@@ -49,9 +51,10 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
 def test_every_method_meets_every_target_in_every_space() -> None:
     met = {(space, method, target) for _, methods, target in runs() for space, method in methods.items()}
     columns = {(space, method, target) for space in ("heads", "mlp") for method in METHODS for target in TARGETS}
-    assert {method for space, method, _ in met if space == "queries"} == set(METHODS)
+    for own in ("queries", "values"):
+        assert {method for space, method, _ in met if space == own} == set(METHODS)
     logits = {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
-    assert {each for each in met if each[0] != "queries"} == columns | logits
+    assert {each for each in met if each[0] not in ("queries", "values")} == columns | logits
 
 
 def name(value: object) -> str:

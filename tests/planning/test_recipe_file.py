@@ -10,6 +10,7 @@ KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
     "layers, container, spaces, mask, rotation, recovery, export"
 )
+SPACES = "qk, queries, heads, values, mlp"
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys"
 
@@ -19,7 +20,12 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
     [
         ("ratio:", "raito:", 3, f"unknown key raito: did you mean 'ratio'? allowed here: {KEYS}"),
         ("ratio:", "zzz:", 3, f"unknown key zzz: allowed here: {KEYS}"),
-        ("  mlp:", "  mpl:", 7, "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp"),
+        (
+            "  mlp:",
+            "  mpl:",
+            7,
+            "unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, values, mlp",
+        ),
         (
             "    compensation:",
             "    compensate:",
@@ -47,7 +53,7 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
             "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, taylor1, "
-            "taylor2, auto, logit-energy",
+            "taylor2, auto, logit-energy, principal",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (
@@ -277,7 +283,7 @@ def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
 def test_a_space_that_is_not_there_and_is_no_mapping_is_named_twice(tmp_path):
     path = write(tmp_path, GOOD.replace("spaces:", "spaces:\n  mpl: 3"))
     assert refusal(path) == (
-        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, mlp; "
+        f"{path}, line 5: unknown key spaces.mpl: did you mean 'mlp'? allowed here: qk, queries, heads, values, mlp; "
         f"{path}, line 5: spaces.mpl: keys are expected ({SPACE_KEYS}), got 3"
     )
 

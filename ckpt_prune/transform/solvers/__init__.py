@@ -11,8 +11,9 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.solvers.base import Solver
 from ckpt_prune.transform.solvers.columns import ColumnSolver
 from ckpt_prune.transform.solvers.logits import LogitSolver
+from ckpt_prune.transform.solvers.values import ValueSolver
 
-SOLVERS: dict[Ends, type[Solver]] = {"columns": ColumnSolver, "logits": LogitSolver}
+SOLVERS: dict[Ends, type[Solver]] = {"columns": ColumnSolver, "logits": LogitSolver, "values": ValueSolver}
 """What solves the sites of a space, by what it ends in."""
 
 
