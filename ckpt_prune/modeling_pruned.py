@@ -417,18 +417,19 @@ class NarrowCache:
     Args:
         cache: what keeps keys and values; None keeps nothing.
         width: of values.
+        padded: whether attention is given the zeros back.
     """
 
-    def __init__(self, cache: Any, width: int) -> None:
-        self.narrow_cache, self.narrow_width = cache, width
+    def __init__(self, cache: Any, width: int, padded: bool) -> None:
+        self.narrow_cache, self.narrow_width, self.narrow_padded = cache, width, padded
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens so far, these among them."""
+        missing = value.shape[-1] - self.narrow_width
         value = value[..., : self.narrow_width]
-        if self.narrow_cache is None:
-            return key, value
-        found: tuple[Tensor, Tensor] = self.narrow_cache.update(key, value, *args, **kwargs)
-        return found
+        if self.narrow_cache is not None:
+            key, value = self.narrow_cache.update(key, value, *args, **kwargs)
+        return key, nn.functional.pad(value, (0, missing)) if self.narrow_padded else value
 
     def __getattr__(self, name: str) -> Any:
         """Of the cache."""
@@ -448,16 +449,30 @@ class PaddedValues(nn.Linear):
         return nn.functional.pad(heads, (0, self.narrow_missing)).flatten(-2)
 
 
+def _without_zeros(linear: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """What the output projection reads of heads that attention has mixed with their zeros."""
+    columns, _ = _sizes(linear)
+    (mixed,) = inputs
+    if mixed.shape[-1] == columns:
+        return None
+    heads = mixed.view(*mixed.shape[:-1], columns // linear.narrow_width, -1)
+    return (heads[..., : linear.narrow_width].flatten(-2),)
+
+
 def _narrow_values(layer: nn.Module, paths: ValuePaths, head_dim: int, width: int) -> None:
     """Give a block's attention, whatever it does with queries and keys, values of `width` dimensions.
 
-    The stock forward sees zeros between the projection and the cache alone: what it attends to is narrow, and so is
-    what it hands to the output projection.
+    The stock forward sees zeros between the projection and the cache: what it attends to is narrow, and so is what it
+    hands to the output projection. On a CPU the fused kernel is given them once more.
     """
     columns, _ = _sizes(layer.get_submodule(paths["output"]))
     _, rows = _sizes(layer.get_submodule(paths["value"]))
     _replace(layer, paths["output"], columns=columns // head_dim * width)
     _replace(layer, paths["value"], rows=rows // head_dim * width)
+    output: Any = layer.get_submodule(paths["output"])
+    output.narrow_width = width
+    # A hook, and the first one: others are to see the narrow input.
+    output.register_forward_pre_hook(_without_zeros)
     value: Any = layer.get_submodule(paths["value"])
     value.__class__ = PaddedValues
     value.narrow_width, value.narrow_missing = width, head_dim - width
@@ -474,7 +489,9 @@ def _valued(attention: type) -> type:
     if attention not in _VALUED:
 
         def forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-            cache = NarrowCache(past_key_values, self.narrow_width)
+            # As in `narrow_forward`.
+            on_cpu = self.config._attn_implementation == "sdpa" and next(self.parameters()).device.type == "cpu"
+            cache = NarrowCache(past_key_values, self.narrow_width, on_cpu and not is_torchdynamo_exporting())
             return attention.forward(self, *args, past_key_values=cache, **kwargs)  # type: ignore[attr-defined]
 
         _VALUED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": forward})
