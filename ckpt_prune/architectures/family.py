@@ -16,7 +16,7 @@ from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Re
 from ckpt_prune.architectures.spaces import (
     ENDS,
     AnySpace,
-    ColumnSpace,
+    ConsumerSpace,
     Description,
     Kind,
     LogitSpace,
@@ -169,12 +169,12 @@ class Family(Description):
     # ---- blocks -----------------------------------------------------------------------------------------------
 
     @property
-    def columns(self) -> dict[SpaceName, ColumnSpace]:
+    def columns(self) -> dict[SpaceName, ConsumerSpace]:
         """The spaces that end in the columns of a consumer."""
-        return {name: space for name, space in self.spaces.items() if isinstance(space, ColumnSpace)}
+        return {name: space for name, space in self.spaces.items() if isinstance(space, ConsumerSpace)}
 
     @property
-    def consumers(self) -> dict[SpaceName, ColumnSpace]:
+    def consumers(self) -> dict[SpaceName, ConsumerSpace]:
         """Those of them that stand in no other: one for every consumer."""
         return {name: space for name, space in self.columns.items() if space.within is None}
 
@@ -266,7 +266,7 @@ class Family(Description):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family without a space inside another (`ColumnSpace.within`) that has one unit under a config.
+        """The same family without a space inside another (`ConsumerSpace.within`) that has one unit under a config.
 
         Nor with one where blocks differ in width: there is no one number of its units, and nothing more goes of such a
         model.

@@ -181,6 +181,11 @@ def _of_pairs(factory: BlockFactory, block: nn.Module, index: int, space: Any, m
 
 Observer = Inputs | Logits | Pairs
 """Watches a space or a linear module."""
-OBSERVERS: dict[Ends, Callable[..., Observer]] = {"columns": _of_columns, "logits": _of_logits, "rotary": _of_pairs}
+OBSERVERS: dict[Ends, Callable[..., Observer]] = {
+    "columns": _of_columns,
+    "logits": _of_logits,
+    "rotary": _of_pairs,
+    "values": _of_columns,
+}
 """What watches a space: called with factory, block, its index, the space, whether with a Gram
 (of logits: with one of centred keys), samples of each fold."""

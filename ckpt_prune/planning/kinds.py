@@ -17,6 +17,7 @@ from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, RotaryScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
+from ckpt_prune.scoring.value_scores import VALUE_SCORES
 
 AnyScore = Score | UnitScore | LogitScore | RotaryScore
 
@@ -57,12 +58,14 @@ class Kind(ABC):
         methods: compensations, by name.
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
         stock: whether any class of transformers can have fewer units.
+        candidates: scores that sites are tried out with.
     """
 
     scores: Mapping[str, AnyScore]
     methods: Mapping[str, Traits]
     unrankable: str | None = None
     stock: bool = True
+    candidates: tuple[str, ...] = CANDIDATES
 
     def needs_moments(self, wish: Wish) -> bool:
         """Whether the score or the compensation needs statistics."""
@@ -176,7 +179,21 @@ class BesideKind(ColumnKind):
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
-KINDS: dict[Ends, Kind] = {"columns": ColumnKind(), "logits": LogitKind(), "rotary": RotaryKind()}
+class ValueKind(ColumnKind):
+    """Directions of values, as many in every KV head."""
+
+    scores: Mapping[str, AnyScore] = VALUE_SCORES
+    unrankable = "every KV head keeps as many value directions as the next: allocation: uniform or least-error"
+    stock = False
+    candidates = tuple(VALUE_SCORES)
+
+
+KINDS: dict[Ends, Kind] = {
+    "columns": ColumnKind(),
+    "logits": LogitKind(),
+    "rotary": RotaryKind(),
+    "values": ValueKind(),
+}
 """What a space ends in → what a recipe may say about it."""
 _BESIDE = BesideKind()
 SCORE_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.scores))

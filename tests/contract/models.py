@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune.architectures.family import Family, known_families, load_family, variants_of
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
@@ -141,8 +142,17 @@ class Case:
         )
 
     @property
-    def ratios(self) -> dict[str, float]:
-        """By space that all promises are held for; rotary pairs have tests of their own (`test_rotary`)."""
+    def ratios(self) -> dict[SpaceName, float]:
+        """By space that all promises are held for.
+
+        Without values, which no stock class has narrower: `values` has these, too. Rotary pairs have tests of their own
+        (`test_rotary`).
+        """
+        return {name: share for name, share in self.values.items() if self.family.spaces[name].ends != "values"}
+
+    @property
+    def values(self) -> dict[SpaceName, float]:
+        """The same with values, where these can go."""
         spaces = self.family.with_config(self.config).spaces
         return {
             name: self.ratio(name) for name, space in spaces.items() if space.whole is None and space.ends != "rotary"
@@ -150,8 +160,7 @@ class Case:
 
     def ratio(self, space: str) -> float:
         """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
-        wanted = {"heads": 1 / self.units("heads"), "queries": 0.5, "mlp": 0.25, "qk": 0.5, "rotary": 0.5}
-        return wanted[space]
+        return {"heads": 1 / self.units("heads"), "mlp": 0.25}.get(space, 0.5)
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""
