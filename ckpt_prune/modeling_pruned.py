@@ -1,7 +1,7 @@
 """Pruned models that no stock config can describe.
 
 Their blocks differ in width, or have biases where the stock class has no slot for one, or have queries and keys
-narrower than values or without some of their rotary pairs, or fewer heads than the stock class allows.
+narrower than values or wider, or without some of their rotary pairs, or fewer heads than the stock class allows.
 
 This one file is both what `ckpt_prune.load` uses and what travels with such a checkpoint as its remote code. It needs
 transformers alone. `PrunedX` is the stock class `X` of transformers, whichever it is, with every block rebuilt from the
@@ -9,8 +9,9 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 
 - `num_attention_heads`, `num_key_value_heads`, the key of the MLP's width: how many there are;
 - `num_kept_heads`: heads, where the stock class also takes their dense number elsewhere, or refuses other numbers;
-- `head_dim`: width of a value head, as in the dense model; attention is scaled by its inverse square root;
+- `head_dim`: width of a head, as in the dense model; attention is scaled by its inverse square root;
 - `qk_head_dim`: width of a query and key head, where it is narrower;
+- `v_head_dim`: width of a value head, where it is narrower than in the dense model;
 - `num_rotary_pairs`: rotary pairs of a query and key head, where some are gone; which ones stay, of every KV head, is a
   tensor of the block (`rotary_pairs`);
 - `ckpt_prune_blocks`: where in the model the blocks are, and where in a block what is rebuilt (`Blocks`);
@@ -56,6 +57,13 @@ class AttentionPaths(TypedDict):
     heads: NotRequired[str]
 
 
+class ValuePaths(TypedDict):
+    """The linears whose values may be narrower: paths in a block."""
+
+    value: str
+    output: str
+
+
 class WidthPaths(TypedDict):
     """The linears that share an inner width: paths in a block.
 
@@ -98,12 +106,14 @@ class Blocks(TypedDict):
             same in number; None where attention is the stock class's.
         widths: config key of an inner width that the stock class does not read, or not as it stands → where it lies.
         rotary: of blocks that may lack rotary pairs, where their attention is and what it does.
+        values: of blocks whose values may be narrower under the stock class's attention, or one without some pairs.
     """
 
     layers: str
     attention: AttentionPaths | None
     widths: dict[str, WidthPaths]
     rotary: NotRequired[tuple[AttentionPaths, RotaryFacts]]
+    values: NotRequired[ValuePaths]
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
@@ -203,13 +213,14 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
     heads = _heads(config, attention)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow = getattr(config, "qk_head_dim", None) or head_dim
-    stock = attention is None or (narrow == head_dim and heads * head_dim == config.hidden_size)
+    values = getattr(config, "v_head_dim", None) or head_dim
+    stock = attention is None or (narrow == values == head_dim and heads * head_dim == config.hidden_size)
     arguments = [config if stock else _one_head(config)]
     # Some blocks are not told their index; BEiT's are told how often training leaves them out.
     told = [name for name in inspect.signature(layer_class).parameters if "idx" in name]
     layer = layer_class(*arguments, **dict.fromkeys(told, index))
     if attention is not None and not stock:
-        _narrow(layer, config, attention, heads, head_dim, narrow)
+        _narrow(layer, config, attention, heads, head_dim, narrow, values)
     for key, paths in blocks["widths"].items():
         width = getattr(config, key, None)
         if width is not None and "units" in paths:
@@ -218,6 +229,10 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
             for path in paths["inner"]:
                 _replace(layer, path, rows=width)
             _replace(layer, paths["outer"], columns=width)
+    if attention is None and values < head_dim:
+        _narrow_values(layer, blocks["values"], head_dim, values)
+        if not _lacks_pairs(config, blocks):
+            _pad_values(layer, blocks["values"], head_dim, values)
     return layer
 
 
@@ -359,18 +374,19 @@ def narrow_forward(
         if isinstance(past_key_values, EncoderDecoderCache):
             past_key_values = past_key_values.self_attention_cache
         key, value = past_key_values.update(key, value, self.layer_idx)
-    implementation = self.config._attn_implementation
+    implementation, width = self.config._attn_implementation, value.shape[-1]
     if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # The fused CPU kernel wants one width for all three, and without it attention takes longer than in the dense
-        # model. Zeros change no logit; the cache above holds the narrow keys. An exported graph has no such kernel.
-        missing = value.shape[-1] - key.shape[-1]
-        query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
+        # model. Zeros change no logit; the cache above holds the narrow ones. An exported graph has no such kernel.
+        missing = width - key.shape[-1]
+        query, key = (nn.functional.pad(states, (0, max(0, missing))) for states in (query, key))
+        value = nn.functional.pad(value, (0, max(0, -missing)))
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, plain_attention)
     dropout = self.narrow_dropout if self.training else 0.0
     output, weights = attend(
         self, query, key, value, attention_mask, dropout=dropout, scaling=self.narrow_scaling, **kwargs
     )
-    output = output.reshape(*shape, -1).contiguous()
+    output = output[..., :width].reshape(*shape, -1).contiguous()
     return (getattr(self, names[3])(output) if names[3] else output), weights
 
 
@@ -395,13 +411,19 @@ def _replace(layer: nn.Module, path: str, *, columns: int | None = None, rows: i
 
 
 def _narrow(
-    layer: nn.Module, config: PreTrainedConfig, paths: AttentionPaths, heads: int, head_dim: int, narrow: int
+    layer: nn.Module,
+    config: PreTrainedConfig,
+    paths: AttentionPaths,
+    heads: int,
+    head_dim: int,
+    narrow: int,
+    values: int,
 ) -> None:
-    """Give a block's attention `heads` heads, values of `head_dim`, queries and keys of `narrow` dimensions."""
+    """Give a block's attention `heads` heads, queries and keys of `narrow` dimensions, and values of `values`."""
     owner = paths["query"].rpartition(".")[0]
-    for path, width in ((paths["query"], narrow), (paths["key"], narrow), (paths["value"], head_dim)):
+    for path, width in ((paths["query"], narrow), (paths["key"], narrow), (paths["value"], values)):
         _replace(layer, path, columns=config.hidden_size, rows=heads * width)
-    _replace(layer, paths["output"], columns=heads * head_dim)
+    _replace(layer, paths["output"], columns=heads * values)
     attention: Any = layer.get_submodule(owner)
     # Where the output projection stands elsewhere in the block, attention does not call it.
     own = [paths["query"], paths["key"], paths["value"], paths["output"]]
@@ -478,11 +500,12 @@ def paired_forward(
     query = turn(query, cosines, sines, neighbours=facts["neighbours"])
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, self.layer_idx)
-    implementation = self.config._attn_implementation
+    implementation, width = self.config._attn_implementation, value.shape[-1]
     if implementation == "sdpa" and query.device.type == "cpu" and not is_torchdynamo_exporting():
         # As in `narrow_forward`.
-        missing = max(0, value.shape[-1] - key.shape[-1])
-        query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
+        missing = width - key.shape[-1]
+        query, key = (nn.functional.pad(states, (0, max(0, missing))) for states in (query, key))
+        value = nn.functional.pad(value, (0, max(0, -missing)))
     stock = sys.modules[type(self).__bases__[0].__module__]
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, stock.eager_attention_forward)
     softcap = getattr(self, "attn_logit_softcapping", None)
@@ -498,16 +521,21 @@ def paired_forward(
         **({} if softcap is None else {"softcap": softcap}),
         **kwargs,
     )
-    output = getattr(self, names[3])(output.reshape(*shape, -1).contiguous())
+    output = getattr(self, names[3])(output[..., :width].reshape(*shape, -1).contiguous())
     return nn.functional.dropout(output, getattr(self, "residual_dropout", 0.0), self.training), weights
+
+
+def _lacks_pairs(config: PreTrainedConfig, blocks: Blocks) -> bool:
+    """Whether a block's queries and keys are without some of their rotary pairs."""
+    kept = getattr(config, "num_rotary_pairs", None)
+    return "rotary" in blocks and kept is not None and kept != blocks["rotary"][1]["pairs"]
 
 
 def _drop_pairs(layer: nn.Module, config: PreTrainedConfig, blocks: Blocks) -> None:
     """Narrow a block's queries and keys to the rotary pairs that are left, if some are gone."""
-    kept = getattr(config, "num_rotary_pairs", None)
-    if "rotary" not in blocks or kept is None or kept == blocks["rotary"][1]["pairs"]:
+    if not _lacks_pairs(config, blocks):
         return
-    paths, facts = blocks["rotary"]
+    (paths, facts), kept = blocks["rotary"], config.num_rotary_pairs
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     _replace(layer, paths["query"], rows=heads * 2 * kept)
     _replace(layer, paths["key"], rows=kv_heads * 2 * kept)
@@ -528,6 +556,100 @@ def _paired(attention: type) -> type:
     if attention not in _PAIRED:
         _PAIRED[attention] = type(f"Paired{attention.__name__}", (attention,), {"forward": paired_forward})
     return _PAIRED[attention]
+
+
+# ---- values with a width of their own, under a stock attention --------------------------------------------------
+
+
+class NarrowCache:
+    """Stands before a cache, or none: takes the zeros off the values that a stock attention keeps.
+
+    Args:
+        cache: what keeps keys and values; None keeps nothing.
+        width: of values.
+        padded: whether attention is given the zeros back.
+    """
+
+    def __init__(self, cache: Any, width: int, padded: bool) -> None:
+        self.narrow_cache, self.narrow_width, self.narrow_padded = cache, width, padded
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens so far, these among them."""
+        missing = value.shape[-1] - self.narrow_width
+        value = value[..., : self.narrow_width]
+        if self.narrow_cache is not None:
+            key, value = self.narrow_cache.update(key, value, *args, **kwargs)
+        return key, nn.functional.pad(value, (0, missing)) if self.narrow_padded else value
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the cache."""
+        return getattr(self.__dict__.get("narrow_cache"), name)
+
+
+class PaddedValues(nn.Linear):
+    """Makes narrow values, and zeros up to the width that a stock attention takes them in."""
+
+    narrow_width: int
+    narrow_missing: int
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Heads of values, each as wide as a head of keys."""
+        values = super().forward(hidden_states)
+        heads = values.view(*values.shape[:-1], -1, self.narrow_width)
+        return nn.functional.pad(heads, (0, self.narrow_missing)).flatten(-2)
+
+
+def _without_zeros(linear: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """What the output projection reads of heads that attention has mixed with their zeros."""
+    columns, _ = _sizes(linear)
+    (mixed,) = inputs
+    if mixed.shape[-1] == columns:
+        return None
+    heads = mixed.view(*mixed.shape[:-1], columns // linear.narrow_width, -1)
+    return (heads[..., : linear.narrow_width].flatten(-2),)
+
+
+def _narrow_values(layer: nn.Module, paths: ValuePaths, head_dim: int, width: int) -> None:
+    """Give a block's attention values of `width` dimensions."""
+    columns, _ = _sizes(layer.get_submodule(paths["output"]))
+    _, rows = _sizes(layer.get_submodule(paths["value"]))
+    _replace(layer, paths["output"], columns=columns // head_dim * width)
+    _replace(layer, paths["value"], rows=rows // head_dim * width)
+
+
+def _pad_values(layer: nn.Module, paths: ValuePaths, head_dim: int, width: int) -> None:
+    """Let a stock attention, whatever it does with queries and keys, have narrow values.
+
+    Its forward sees zeros between the projection and the cache: what it attends to is narrow, and so is what it hands
+    to the output projection. On a CPU the fused kernel is given them once more.
+    """
+    output: Any = layer.get_submodule(paths["output"])
+    output.narrow_width = width
+    # A hook, and the first one: others are to see the narrow input.
+    output.register_forward_pre_hook(_without_zeros)
+    value: Any = layer.get_submodule(paths["value"])
+    value.__class__ = PaddedValues
+    value.narrow_width, value.narrow_missing = width, head_dim - width
+    attention: Any = layer.get_submodule(paths["value"].rpartition(".")[0])
+    attention.narrow_width = width
+    attention.__class__ = _valued(type(attention))
+
+
+_VALUED: dict[type, type] = {}
+
+
+def _valued(attention: type) -> type:
+    """The stock attention class behind a `NarrowCache`; one class for each stock one."""
+    if attention not in _VALUED:
+
+        def forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+            # As in `narrow_forward`.
+            on_cpu = self.config._attn_implementation == "sdpa" and next(self.parameters()).device.type == "cpu"
+            cache = NarrowCache(past_key_values, self.narrow_width, on_cpu and not is_torchdynamo_exporting())
+            return attention.forward(self, *args, past_key_values=cache, **kwargs)  # type: ignore[attr-defined]
+
+        _VALUED[attention] = type(f"Narrow{attention.__name__}", (attention,), {"forward": forward})
+    return _VALUED[attention]
 
 
 # ---- the classes ------------------------------------------------------------------------------------------------

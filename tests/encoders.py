@@ -335,6 +335,7 @@ DEFAULTS = {
     "rotary": {"score": "logit-energy", "compensation": {"method": "factors", "lambda": STRENGTH}},
     "queries": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "heads": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
+    "values": {"score": "principal", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "mlp": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "experts": {"score": "routed-energy"},
     "shared": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},

@@ -63,8 +63,8 @@ def calibrate(
             in it, else float32.
         folds: runs of samples whose moments are kept apart.
         collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
-            `effects` only of up to `measured_effects.SHALLOW` blocks. `queries`, what recipes need that weigh query
-            heads by effect, are collected on request only.
+            `effects` only of up to `measured_effects.SHALLOW` blocks. `queries` and `values`, what recipes need that
+            weigh these by effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text or vision.

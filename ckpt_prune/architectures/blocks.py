@@ -7,8 +7,8 @@ from transformers import AutoConfig
 
 from ckpt_prune.architectures.family import Family, family_from, load_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
-from ckpt_prune.architectures.spaces import ColumnSpace, Dimension, product
-from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, RotaryFacts, WidthPaths
+from ckpt_prune.architectures.spaces import ConsumerSpace, Dimension, product
+from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, RotaryFacts, ValuePaths, WidthPaths
 
 
 def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
@@ -79,10 +79,12 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
     for turned in family.turned.values():
         near, tables = (lie == "neighbours" for lie in (turned.pairs, turned.angles))
         found["rotary"] = where, RotaryFacts(pairs=turned.count(dimension), neighbours=near, tables=tables)
+    if any(space.ends == "values" for space in family.spaces.values()) and not family.logits:
+        found["values"] = ValuePaths(value=where["value"], output=where["output"])
     return found
 
 
-def _lines(space: ColumnSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:
+def _lines(space: ConsumerSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:
     """Linears that a space lies on → rows, or of its consumer columns, of one unit."""
     found: dict[str, int] = {}
     for _, incidence in space.incidences:

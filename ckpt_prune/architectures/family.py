@@ -18,7 +18,7 @@ from ckpt_prune.architectures.settings import check_settings
 from ckpt_prune.architectures.spaces import (
     ENDS,
     AnySpace,
-    ColumnSpace,
+    ConsumerSpace,
     Description,
     ExpertSpace,
     Kind,
@@ -179,12 +179,12 @@ class Family(Description):
     # ---- blocks -----------------------------------------------------------------------------------------------
 
     @property
-    def columns(self) -> dict[SpaceName, ColumnSpace]:
+    def columns(self) -> dict[SpaceName, ConsumerSpace]:
         """The spaces that end in the columns of a consumer."""
-        return {name: space for name, space in self.spaces.items() if isinstance(space, ColumnSpace)}
+        return {name: space for name, space in self.spaces.items() if isinstance(space, ConsumerSpace)}
 
     @property
-    def consumers(self) -> dict[SpaceName, ColumnSpace]:
+    def consumers(self) -> dict[SpaceName, ConsumerSpace]:
         """Those of them that stand in no other: one for every consumer."""
         return {name: space for name, space in self.columns.items() if space.within is None}
 
@@ -307,7 +307,7 @@ class Family(Description):
     def with_config(self, config: Any) -> "Family":
         """The same family with the spaces that blocks have under a config.
 
-        A space inside another (`ColumnSpace.within`) is left out where it has one unit, or where blocks differ in
+        A space inside another (`ConsumerSpace.within`) is left out where it has one unit, or where blocks differ in
         width: there is no one number of its units, and nothing more goes of such a model. One of experts is there once
         for each.
         """

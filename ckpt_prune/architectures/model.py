@@ -17,7 +17,7 @@ from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import Kind, SpaceName, dim_of, expert_of
+from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of, expert_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 
@@ -126,26 +126,52 @@ class Model:
             tensors: by on-disk name.
         """
         spaces = self.family.spaces
-        crossed = [(i.module, axis) for space in spaces.values() for axis, i in space.incidences]
-        found: dict[SpaceName, int] = {}
+        noted = tensors.get(self._widths_name(block))
+        if noted is not None:
+            return dict(zip(spaces, noted.tolist(), strict=True))
+        values = {name: space for name, space in spaces.items() if space.ends == "values"}
+        # Values may be narrower than the config's heads are wide: it says so, and all else is counted without.
+        known = {name: getattr(self.config, next(iter(space.config)), None) for name, space in values.items()}
+        found: dict[SpaceName, int] = {name: known[name] or self.units(name) for name in values}
+        others = {name: space for name, space in spaces.items() if name not in values}
+        inside = {(axis, i.module): name for name, space in values.items() for axis, i in space.incidences}
+
+        def lines(axis: Axis, module: str) -> int:
+            size = int(tensors[self.tensor(block, module)].shape[dim_of(axis)])
+            name = inside.get((axis, module))
+            return size if name is None else size // found[name] * self.units(name)
+
+        crossed = [(i.module, axis) for space in others.values() for axis, i in space.incidences]
         # Spaces that stand side by side are counted last: how often depends on the others.
-        for name, space in sorted(spaces.items(), key=lambda item: item[1].per is not None):
+        for name, space in sorted(others.items(), key=lambda item: item[1].per is not None):
             # Lines that no other space takes from, where there are any.
             own = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (own or space.incidences)[-1]
             if expert_of(name) is not None and self.tensor(block, incidence.module) not in tensors:
                 continue  # an expert that is gone
-            lines = tensors[self.tensor(block, incidence.module)].shape[dim_of(axis)]
-            found[name] = lines // incidence.per_unit(self.dimension)
+            found[name] = lines(axis, incidence.module) // incidence.per_unit(self.dimension)
             if space.per is not None:
-                outer = next((found[other] for other, each in spaces.items() if each.units == space.per), None)
-                found[name] //= self._heads(block, tensors) if outer is None else outer
+                outer = next((found[other] for other, each in others.items() if each.units == space.per), None)
+                heads = lines("columns", self.family.attention.output) // self.dimension("head_dim")
+                found[name] //= heads if outer is None else outer
         return {name: found[name] for name in spaces if name in found}
 
-    def _heads(self, block: int, tensors: Mapping[str, Tensor]) -> int:
-        """Query heads of a block."""
-        columns = tensors[self.tensor(block, self.family.attention.output)].shape[1]
-        return int(columns) // self.dimension("head_dim")
+    def _widths_name(self, block: int) -> str:
+        """Under which a block's tensors may tell their widths."""
+        return f"{self.family.block.format(block=block)}widths"
+
+    def noting(self, block: int, tensors: Mapping[str, Tensor], widths: BlockWidths) -> dict[str, Tensor]:
+        """A block's tensors with what they do not tell by their shapes: half of the heads, or heads half as wide.
+
+        Args:
+            block: its index.
+            tensors: by on-disk name.
+            widths: units of the spaces that are pruned.
+        """
+        if not any(space.ends == "values" for space in self.family.spaces.values()):
+            return dict(tensors)
+        told = torch.tensor([widths.get(space, self.units(space)) for space in self.family.spaces])
+        return {**tensors, self._widths_name(block): told}
 
     @property
     def tokens(self) -> int:

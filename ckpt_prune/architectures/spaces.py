@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 if TYPE_CHECKING:
     from torch import Tensor
 
-KnownSpace = Literal["qk", "rotary", "queries", "heads", "mlp", "shared", "experts"]
+KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "mlp", "shared", "experts"]
 """Spaces that recipes speak of."""
 SPACES: tuple[str, ...] = get_args(KnownSpace)
 
@@ -58,9 +58,10 @@ class _Known:
 
 SpaceName = Annotated[str, _Known()]
 """A space of a block. Where a block has experts, each has spaces of its own, `mlp.0`, `mlp.1`; recipes say `mlp`."""
-Ends = Literal["columns", "logits", "rotary", "experts"]
-"""What a space ends in: the columns of a linear module, the attention logits, those of queries and keys that are turned
-by position (RoPE), or whole experts."""
+Ends = Literal["columns", "logits", "rotary", "values", "experts"]
+"""What a space ends in: the columns of a linear module as they are, the attention logits, those of queries and keys
+that are turned by position (RoPE), the columns under the values of KV heads, in a basis of their own, or whole
+experts."""
 Pairing = Literal["halves", "neighbours"]
 """How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -77,21 +78,24 @@ ENDS: dict[str, Ends] = {
     "rotary": "rotary",
     "queries": "columns",
     "heads": "columns",
+    "values": "values",
     "mlp": "columns",
     "shared": "columns",
     "experts": "experts",
 }
 """What each space ends in, in every family that has it: recipes are checked without a model."""
-BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries"})
+BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
 """Spaces whose units stand side by side (`Space.per`), as many kept in each, in every family that has them."""
 COUPLED: tuple[tuple[str, str], ...] = (
     ("qk", "heads"),
     ("rotary", "queries"),
     ("rotary", "heads"),
     ("queries", "heads"),
+    ("values", "queries"),
+    ("values", "heads"),
 )
 """Spaces that cross on one tensor: a unit of one saves less where units of the other are gone. Those of the first stand
-inside units of the second, and come first where blocks are pruned."""
+inside units of the second. Values turn what they lie on, and go when the others have gone."""
 
 
 def dim_of(axis: Axis) -> int:
@@ -249,13 +253,13 @@ class Space(Description):
         return (starts[:, None] + torch.arange(count)).flatten()
 
 
-class ColumnSpace(Space):
+class ConsumerSpace(Space):
     """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
 
     Attributes:
         columns: where it lies on the consumer.
-        within: the space on the same consumer inside whose units these stand (query heads in a KV group), or None.
-            Moments and the metric are of the consumer's input and output, and so the same for both.
+        within: the space on the same consumer inside whose units these stand (query heads and values in a KV group), or
+            None. Moments and the metric are of the consumer's input and output, and so the same for both.
         scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
             the residual stream (layer scale), or None.
         multiplier: the config key of a number that multiplies it before, or None.
@@ -265,7 +269,6 @@ class ColumnSpace(Space):
             None.
     """
 
-    ends: Literal["columns"]
     columns: Incidence
     within: SpaceName | None = None
     scale: str | None = None
@@ -296,6 +299,22 @@ class ColumnSpace(Space):
     def rewritten(self, method: str) -> list[str]:
         """The consumer, whatever the method: none drops its columns."""
         return [self.consumer]
+
+
+class ColumnSpace(ConsumerSpace):
+    """A space whose units are columns of the consumer as they are."""
+
+    ends: Literal["columns"]
+
+
+class ValueSpace(ConsumerSpace):
+    """The axis inside a KV head that v and the columns under each of its query heads share, in a basis to be found."""
+
+    ends: Literal["values"]
+
+    def rewritten(self, method: str) -> list[str]:
+        """The consumer and v, whatever the method: both turn."""
+        return [*self.readers, self.consumer]
 
 
 class ReaderSpace(Space):
@@ -396,7 +415,7 @@ class ExpertSpace(Space):
         return []
 
 
-AnySpace = Annotated[ColumnSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="ends")]
+AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="ends")]
 
 
 def product(dimensions: list[str | int], dimension: Dimension) -> int:

@@ -1,6 +1,6 @@
 """Additive moments of the tokens that reach one consumer (calibration/README.md, section 1)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -187,6 +187,29 @@ class Moments:
             None if drift is None else Drift(drift.cross[:, inputs], drift.sum, drift.energy),
             self.taylor,
             self.routed,
+        )
+
+    def under(self, change: Callable[[Tensor], Tensor]) -> "Moments":
+        """The moments of the inputs in another basis.
+
+        Sums of absolute values and numbers of active inputs are not told by these: they are not a number.
+
+        Args:
+            change: of inputs (..., d) into the other basis, linear.
+        """
+        drift, gram = self.drift, self.gram
+        if gram is None:
+            raise ValueError("inputs in another basis need second moments: collect statistics with a Gram")
+        turned = change(change(gram.double()).T)
+        unknown = torch.full_like(self.sum, torch.nan)
+        return Moments(
+            self.count,
+            change(self.sum),
+            turned.diagonal().clone(),
+            unknown,
+            unknown,
+            turned,
+            None if drift is None else Drift(change(drift.cross.double()), drift.sum, drift.energy),
         )
 
     @property

@@ -195,6 +195,7 @@ OBSERVERS: dict[Ends, Callable[..., Observer]] = {
     "logits": _of_logits,
     "rotary": _of_pairs,
     "experts": _of_experts,
+    "values": _of_columns,
 }
 """What watches a space: called with factory, block, its index, the space, whether with a Gram
 (of logits: with one of centred keys), samples of each fold."""

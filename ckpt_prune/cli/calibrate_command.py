@@ -34,10 +34,11 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
     "Grams, of the inputs of all other linears, for masks; "
     "fisher: what errors of every layer do to the model's own output, by its gradients on 8 windows or 32 images, "
     "which recipes with allocation least-error (best-uniform, best) weigh errors by; effects: the same measured by "
-    "pruning each layer alone, about blocks^2 x 3 more block runs, of small models; queries: with fisher and effects, "
-    "the same of query heads inside KV groups, for recipes that weigh them; taylor: importances of units by gradients "
-    "of the loss on all windows, about 5 more runs of each block, for the llm-pruner recipes. [default: all but "
-    "centred, rotary, queries and taylor that the model's family can use; effects up to 12 blocks]",
+    "pruning each layer alone, about blocks^2 x 3 more block runs, of small models; queries, values: with fisher and "
+    "effects, the same of query heads inside KV groups and of value directions, for recipes that weigh them; taylor: "
+    "importances of units by gradients of the loss on all windows, about 5 more runs of each block, for the "
+    "llm-pruner recipes. [default: all but centred, rotary, queries, values and taylor that the model's family can "
+    "use; effects up to 12 blocks]",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @overwrite_option

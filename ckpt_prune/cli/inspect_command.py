@@ -103,6 +103,7 @@ def _print_remote(found: "RemoteDescription") -> None:
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters),
         "FLOPs": found.flops and f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
+        "KV cache": found.cache and f"{human_bytes(found.cache)} a token",
         "made from": found.source and f"{found.source} by recipe {found.recipe}",
         "container": found.note,
     }
@@ -148,6 +149,8 @@ def _print(found: "ModelDescription") -> None:
         "blocks": str(found.blocks),
         "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
     }
+    if found.cache:
+        facts["KV cache"] = f"{human_bytes(found.cache)} a token"
     if found.made_from is not None:
         facts["made from"] = f"{found.made_from.source} by recipe {found.made_from.recipe}"
     for key, value in facts.items():
@@ -168,6 +171,7 @@ def _print(found: "ModelDescription") -> None:
         _print_sparsity(found.sparsity)
     if found.pruned:
         spaces = list(found.pruned[0].units)
+        shrinks = any(size.cache != found.cache for size in found.pruned)
         rows = [
             [
                 "own" if size.ratio is None else f"{size.ratio:g}",
@@ -175,12 +179,14 @@ def _print(found: "ModelDescription") -> None:
                 f"{size.parameters:,}",
                 human_bytes(size.bytes),
                 human_count(size.flops),
+                *([human_bytes(size.cache or 0)] if shrinks else []),
                 size.container,
             ]
             for size in found.pruned
         ]
         click.echo()
         click.echo(f"by recipe {found.recipe}:")
-        click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", "container"], rows))
+        cache = ["KV cache / token"] if shrinks else []
+        click.echo(table(["ratio", *spaces, "parameters", "bytes", "FLOPs", *cache, "container"], rows))
         for line in found.messages:
             click.echo(line)

@@ -89,12 +89,12 @@ def report_lines(report: Report) -> Iterable[str]:
 
 
 def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
-    """Parameters, bytes and FLOPs before and after, for a table."""
+    """Parameters, bytes, FLOPs and a cache that shrinks, before and after, for a table."""
     rows = []
     for cost in cost_changes(before, after):
-        show = human_bytes if cost.key == "bytes" else human_count
-        name = f"FLOPs / {before.tokens} tokens" if cost.key == "flops" else cost.key
-        rows.append([name, show(cost.before), show(cost.after), f"{cost.share:.1%}"])
+        show = human_bytes if cost.key in ("bytes", "cache") else human_count
+        names = {"flops": f"FLOPs / {before.tokens} tokens", "cache": "KV cache / token"}
+        rows.append([names.get(cost.key, cost.key), show(cost.before), show(cost.after), f"{cost.share:.1%}"])
     return rows
 
 

@@ -34,13 +34,14 @@ def stock_multiple(model: Model, dimension: str, width: int) -> int | None:
     return None
 
 
-def stockless(model: Model, widths: Widths) -> dict[SpaceName, str]:
-    """Spaces whose new width the family's stock class cannot have, and why."""
+def stockless(model: Model, widths: Widths, candidate: Family | None = None) -> dict[SpaceName, str]:
+    """Spaces whose new width the stock class of a family, by default the model's own, cannot have, and why."""
     found: dict[SpaceName, str] = {}
-    family = model.family
+    family = candidate or model.family
     for units in widths:
-        for name, space in family.spaces.items():
-            if units.get(name, model.units(name)) == model.units(name):
+        for name in model.family.spaces:
+            space = family.spaces.get(name)
+            if space is None or units.get(name, model.units(name)) == model.units(name):
                 continue
             if space.fixed is not None:
                 found[name] = space.fixed.format(model_type=family.model_type)
@@ -78,11 +79,7 @@ def _obstacle(
     """Why a family cannot hold the output, or None."""
     source = model.family
     if not remote_code:
-        reasons = stockless(model, widths)
-        if candidate is not source:
-            # Of what stops the source's own class, that which stops the other's too.
-            fixed = {name for name, space in candidate.spaces.items() if space.fixed is not None}
-            reasons = {name: why for name, why in reasons.items() if name in fixed}
+        reasons = stockless(model, widths, candidate)
         if reasons:
             return "; ".join(reasons.values())
     hidden = model.dimension("hidden")

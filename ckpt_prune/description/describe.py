@@ -188,6 +188,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
         bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         flops=made.after.flops if made else None,
         tokens=made.after.tokens if made else None,
+        cache=made.after.cache if made else None,
         source=made.source.name if made else None,
         recipe=made.recipe.name if made else None,
         note=made.container.note if made else None,

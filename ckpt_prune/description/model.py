@@ -36,7 +36,7 @@ class SizeAtRatio(_Fixed):
         ratio: share of units to drop; None for the recipe's own.
         units: space → units kept in each block.
         container: of the output.
-        parameters, bytes, flops, tokens: as in `planning.records.Cost`.
+        parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
     """
 
     ratio: float | None
@@ -46,6 +46,7 @@ class SizeAtRatio(_Fixed):
     bytes: int
     flops: int
     tokens: int | None
+    cache: int | None = None
 
 
 class Zeros(_Fixed):
@@ -118,7 +119,7 @@ class ModelDescription(_Any):
         blocks: of the model.
         tied_head: whether the head is the embedding.
         spaces: by name.
-        parameters, bytes, flops, tokens: as in `planning.records.Cost`.
+        parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
         weights: False where there is a config alone.
         made_from: where it is an output of this tool.
         pruned: its size at the ratios that were asked for.
@@ -134,6 +135,7 @@ class ModelDescription(_Any):
     bytes: int
     flops: int
     tokens: int | None
+    cache: int | None = None
     weights: bool
     made_from: Origin | None
     pruned: list[SizeAtRatio]
@@ -151,7 +153,7 @@ class RemoteDescription(_Any):
         dtype: of its weights.
         files: safetensors files.
         parameters, bytes: of its tensors.
-        flops, tokens: as in `planning.records.Cost`; None where it has no report.
+        flops, tokens, cache: as in `planning.records.Cost`; None where it has no report.
         source, recipe: what it was made from, and how.
         note: why no stock container holds it.
         sparsity: where it was asked for.
@@ -161,6 +163,7 @@ class RemoteDescription(_Any):
     bytes: int
     flops: int | None
     tokens: int | None
+    cache: int | None = None
     source: str | None
     recipe: str | None
     note: str | None

@@ -315,8 +315,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
-    compared = rewritten_blocks = 0
-    written: set[str] = set()
+    compared, absorbing = 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
@@ -350,11 +349,13 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }
-        rewritten_blocks += sum(bool(own) for own in makers.values())
-        written |= {model.family.labels[module] for own in makers.values() for module in own}
+        for own in filter(None, makers.values()):
+            names = " and ".join(sorted((model.family.labels[module] for module in own), key="qkv".index))
+            absorbing[names] = absorbing.get(names, 0) + 1
         compared += sum(len(site.kept) < site.units and not makers[space] for space, site in sites.items())
-    what = " and ".join(label for label in ("q", "k") if label in written)
-    more = f"; {what} of {rewritten_blocks} blocks are rewritten and not compared" if rewritten_blocks else ""
+    more = "".join(
+        f"; {names} of {blocks} blocks are rewritten and not compared" for names, blocks in absorbing.items()
+    )
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

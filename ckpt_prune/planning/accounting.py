@@ -1,4 +1,4 @@
-"""What a model costs: parameters, bytes on disk and FLOPs, from shapes alone."""
+"""What a model costs: parameters, bytes on disk, FLOPs and its cache of keys and values, from shapes alone."""
 
 from math import prod
 
@@ -32,16 +32,17 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
             flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
+    cache = 0
     for block in range(model.blocks):
+        own = family.attention
+        queries, keys, values = (shapes[model.tensor(block, each)] for each in (own.query, own.key, own.value))
+        mixed = shapes[model.tensor(block, own.output)][1][1]
+        fused = own.query == own.value
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
-        values = shapes[model.tensor(block, family.attention.output)][1][1]
-        # Queries are as wide as values unless a space narrows them.
-        own = [
-            shapes[model.tensor(block, space.measured)][1][0]
-            for space in (*family.logits.values(), *family.turned.values())
-        ]
-        flops += 2 * tokens**2 * (own[0] if own else values) + 2 * tokens**2 * values
-    return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens)
+        flops += 2 * tokens**2 * (mixed if fused else queries[1][0]) + 2 * tokens**2 * mixed
+        kept = queries[1][0] - mixed if fused else keys[1][0] + values[1][0]
+        cache += kept * values[0].itemsize
+    return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens, cache=cache if family.causal else None)
 
 
 def _applications(model: Model, name: str, dimensions: int) -> int:

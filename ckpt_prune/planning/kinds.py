@@ -18,6 +18,7 @@ from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, RotaryScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
+from ckpt_prune.scoring.value_scores import VALUE_SCORES
 
 AnyScore = Score | UnitScore | LogitScore | RotaryScore | ExpertScore
 
@@ -59,6 +60,7 @@ class Kind(ABC):
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
         stock: whether any class of transformers can have fewer units.
         by_errors: whether the errors of every width can be told.
+        candidates: scores that sites are tried out with.
     """
 
     scores: Mapping[str, AnyScore]
@@ -66,6 +68,7 @@ class Kind(ABC):
     unrankable: str | None = None
     stock: bool = True
     by_errors: bool = True
+    candidates: tuple[str, ...] = CANDIDATES
 
     def needs_moments(self, wish: Wish) -> bool:
         """Whether the score or the compensation needs statistics."""
@@ -204,11 +207,21 @@ class ExpertKind(Kind):
         return False
 
 
+class ValueKind(ColumnKind):
+    """Directions of values, as many in every KV head."""
+
+    scores: Mapping[str, AnyScore] = VALUE_SCORES
+    unrankable = "every KV head keeps as many value directions as the next: allocation: uniform or least-error"
+    stock = False
+    candidates = tuple(VALUE_SCORES)
+
+
 KINDS: dict[Ends, Kind] = {
     "columns": ColumnKind(),
     "logits": LogitKind(),
     "rotary": RotaryKind(),
     "experts": ExpertKind(),
+    "values": ValueKind(),
 }
 """What a space ends in → what a recipe may say about it."""
 _BESIDE = BesideKind()

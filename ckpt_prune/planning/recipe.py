@@ -169,7 +169,7 @@ class Recipe(Strict):
             raise ValueError(f"allocation {self.allocation} compares all blocks before any is pruned: target: dense")
         if self.target == "drift" and not self.true_sequential:
             for pair in COUPLED:
-                if all(space in self.spaces and ENDS[space] == "columns" for space in pair):
+                if all(space in self.spaces and ENDS[space] != "logits" for space in pair):
                     raise ValueError(
                         f"{' and '.join(pair)} end in one projection, and with true_sequential: false both would make "
                         "up for the same drift: leave true_sequential out"

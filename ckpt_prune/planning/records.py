@@ -23,6 +23,8 @@ class Cost(Fixed):
             matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
         tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens. None in a
             file that does not say.
+        cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type. None, and left out
+            of JSON, for what generates no text and in a file that does not say.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -31,6 +33,12 @@ class Cost(Fixed):
     bytes: Annotated[int, Field(ge=1, le=2**63)]
     flops: Annotated[int, Field(ge=1, le=2**100)]
     tokens: Count | None = None
+    cache: Count | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "cache" or value is not None}
 
 
 class HeadErrors(Fixed):

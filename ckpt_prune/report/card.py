@@ -21,6 +21,15 @@ _PACKED = (
 
 _LACO = "LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342"
 
+_UNITS = {
+    "qk": "dimensions of queries and keys",
+    "queries": "query heads inside KV groups",
+    "heads": "heads, or KV groups",
+    "values": "directions of values",
+    "mlp": "columns of the MLP",
+}
+"""What units of a space are, for readers of a card."""
+
 _LIKENESS: dict[Likeness, str] = {"mse": "mean squared error of the hidden states", "cka": "their linear CKA"}
 _CHANGED = "; it was changed here, and `ckpt_prune.json` has it as it was used."
 
@@ -45,10 +54,20 @@ def model_card(report: Report) -> str:
         "|---|---|---|---|",
     ]
     for cost in cost_changes(report.before, report.after):
-        show = human_bytes if cost.key == "bytes" else human_count
-        name = f"FLOPs of a sample of {report.before.tokens} tokens" if cost.key == "flops" else cost.key
-        lines.append(f"| {name} | {show(cost.before)} | {show(cost.after)} | {cost.share:.1%} |")
-    lines += ["", *_calibration(report), *_coarse(report), *_mask(report), *_rotation(report), *_recovery(report)]
+        show = human_bytes if cost.key in ("bytes", "cache") else human_count
+        names = {"flops": f"FLOPs of a sample of {report.before.tokens} tokens", "cache": "KV cache of a token"}
+        lines.append(
+            f"| {names.get(cost.key, cost.key)} | {show(cost.before)} | {show(cost.after)} | {cost.share:.1%} |"
+        )
+    lines += [
+        "",
+        *_calibration(report),
+        *_kept(report),
+        *_coarse(report),
+        *_mask(report),
+        *_rotation(report),
+        *_recovery(report),
+    ]
     if container.note:
         lines.append(f"Container: {container.note}.")
     if _turns(report):
@@ -96,6 +115,18 @@ def _calibration(report: Report) -> list[str]:
     return [
         f"Calibrated on {calibration.amount('samples')} {what} of {window} tokens, target {calibration.text('target')}."
     ]
+
+
+def _kept(report: Report) -> list[str]:
+    """How many units of each space blocks have left."""
+    told = []
+    for space in dict.fromkeys(site.space for site in report.sites):
+        own = [site for site in report.sites if site.space == space]
+        counts = sorted({len(site.kept) for site in own})
+        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        what = f" ({_UNITS[space]})" if space in _UNITS else ""
+        told.append(f"`{space}` {span} of {own[0].units}{what}")
+    return [f"Units kept in each block: {', '.join(told)}."] if told else []
 
 
 def _mask(report: Report) -> list[str]:

@@ -12,7 +12,7 @@ from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.model import Learned, Perplexity, Recovery
 
-CostKey = Literal["parameters", "bytes", "flops"]
+CostKey = Literal["parameters", "bytes", "flops", "cache"]
 _COSTS: tuple[CostKey, ...] = ("parameters", "bytes", "flops")
 SOLVED = 1e-6
 """Relative residual below which a logit solve is as good as the float32 moments it was made from."""
@@ -23,7 +23,7 @@ SOLVED = 1e-6
 
 @dataclass(frozen=True)
 class CostChange:
-    """One of the three costs, before and after."""
+    """One of the costs, before and after."""
 
     key: CostKey
     before: int
@@ -36,8 +36,11 @@ class CostChange:
 
 
 def cost_changes(before: Cost, after: Cost) -> list[CostChange]:
-    """Parameters, bytes and FLOPs."""
-    return [CostChange(key, getattr(before, key), getattr(after, key)) for key in _COSTS]
+    """Parameters, bytes and FLOPs; and what a token takes in the cache, where that changes."""
+    found = [CostChange(key, getattr(before, key), getattr(after, key)) for key in _COSTS]
+    if before.cache and after.cache is not None and after.cache != before.cache:
+        found.append(CostChange("cache", before.cache, after.cache))
+    return found
 
 
 # ---- sites -------------------------------------------------------------------------------------------------------

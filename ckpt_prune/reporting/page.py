@@ -89,10 +89,11 @@ def _costs(document: Document) -> str:
         "parameters": "Parameters",
         "bytes": "Bytes",
         "flops": "FLOPs" if tokens is None else f"FLOPs of {tokens:,} tokens",
+        "cache": "KV cache of a token",
     }
     rows = []
     for cost in cost_changes(document.before, document.after):
-        show = human_bytes if cost.key == "bytes" else human_count
+        show = human_bytes if cost.key in ("bytes", "cache") else human_count
         rows.append((names[cost.key], show(cost.before), show(cost.after), f"{cost.share:.1%}"))
     return _table(("", "before", "after", "share"), rows, left=1)
 

@@ -99,6 +99,7 @@ SPACES = {
     "mlp": Space("MLP", "output", Style("mlp", "circle")),
     "heads": Space("Attention heads", "output", Style("heads", "square")),
     "queries": Space("Query heads in groups", "output", Style("queries", "wedge")),
+    "values": Space("Values", "output", Style("values", "plus")),
     "qk": Space("Q/K", "logit", Style("qk", "diamond")),
     "rotary": Space("Rotary pairs", "logit", Style("rotary", "plus")),
 }

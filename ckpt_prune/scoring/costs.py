@@ -30,6 +30,7 @@ class DropOrder:
         weight: W in that order, (d_out, d) float64.
         factor: L, lower, of the damped Gram in units of `scale`, (d, d) float64.
         scale: mean of the Gram's diagonal.
+        basis: where the inputs are these products of others, (d, d) float64: what is lost is told of those; else None.
     """
 
     columns: Tensor
@@ -37,6 +38,7 @@ class DropOrder:
     weight: Tensor
     factor: Tensor
     scale: float
+    basis: Tensor | None = None
 
     @classmethod
     def of(cls, weight: Tensor, gram: Tensor, order: Tensor, per_unit: int = 1, *, damp: float = DAMP) -> "DropOrder":
@@ -95,4 +97,4 @@ class DropOrder:
         )
         found = torch.empty_like(self.weight)
         found[:, self.columns] = torch.cat([-moved, gone], 1)
-        return found
+        return found if self.basis is None else found @ self.basis

@@ -14,7 +14,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
-from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
+from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.planning.sizes import SizeKind, cost_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_units
@@ -93,7 +93,7 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                 if recipe.allocation == "least-error":
                     errors = solver.errors(block, tensors, own, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
-                    errors = scaled(errors, effects_on(statistics, name, score))
+                    errors = scaled(errors, effects_on(statistics, model.site_name(block, space), score))
                 ranked.append(Ranked(score, scores.cpu(), errors))
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
 
@@ -103,7 +103,7 @@ def _scores(statistics: Statistics, space: SpaceName, score: str) -> tuple[str, 
     if score != CHOSEN:
         return (score,)
     single = statistics.index.scores.get(space)
-    return CANDIDATES if single is None else (single,)
+    return kind_of(space).candidates if single is None else (single,)
 
 
 def _together(

@@ -289,6 +289,13 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "
             f"this {family.model_type}: spaces.heads drops them with their keys and values"
         )
+    if missing and ENDS[missing[0]] == "values":
+        fused = family.attention.query == family.attention.value
+        why = "one projection makes queries, keys and values" if fused else "its class knows heads of one width"
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, and values of {family.model_type} stay as wide as they are: "
+            f"{why}. Leave out spaces.{missing[0]}"
+        )
     if missing:
         why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
@@ -303,9 +310,8 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         )
     for name in recipe.spaces:
         if family.spaces[name].whole is not None:
-            # Recipes are named that there are.
-            spaces = first_of_experts(each for each in family.spaces if each not in family.routers)
-            others = [known for known, own in spaces.items() if family.spaces[own].whole is None]
+            others = [other for other, space in family.columns.items() if space.whole is None and space.fixed is None]
+            others = others or [other for other, space in family.spaces.items() if space.whole is None]
             alone = " and ".join(f"recipe corp-{other}" for other in others)
             reason = family.spaces[name].whole
             raise UserError(

@@ -94,29 +94,53 @@ class Pruner:
             model, moments = self._left(space, kept, found.get(space))
             solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
             solved = solver.solve(block, tensors, moments, decided[space])
+            if solved[0].units != self.model.site_units(space):
+                solved = self._in_dense(solved[0], kept), solved[1]
             yield AtSite(solver, tensors, moments, solved)
             plan, new = solved
             if new is not None:
                 before = dict(kept)
                 kept[space] = torch.tensor(plan.kept)
                 self._cut(block, before, kept, tensors, new)
+                self._note(block, kept, tensors)
 
     def _left(
         self, space: SpaceName, kept: Mapping[SpaceName, Tensor], moments: SpaceMoments | None
     ) -> tuple[Model, SpaceMoments | None]:
-        """The model and the moments of a space as the spaces inside its units have left them on the same consumer."""
+        """The model and the moments of a space as earlier spaces have left them on the same consumer."""
         columns = self.model.family.columns
-        inner = [each for each in kept if each in columns and columns[each].within == space]
-        if not inner:
+        consumer = columns[space].consumer if space in columns else None
+        earlier = [each for each in kept if each in columns and columns[each].consumer == consumer]
+        if not earlier:
             return self.model, moments
-        model = self.model.narrowed({each: len(kept[each]) // self.model.copies(each) for each in inner})
-        if moments is None:
-            return model, None
-        place = columns[space].consumer, dim_of("columns")
-        _, lines = self.model.stays({each: kept[each] for each in inner})[place]
+        model = self.model.narrowed({each: len(kept[each]) // self.model.copies(each) for each in earlier})
+        if moments is None or consumer is None:
+            return model, moments
+        _, lines = self.model.stays({each: kept[each] for each in earlier})[consumer, dim_of("columns")]
         # Moments that were taken before are of all inputs.
         own = (m for m in moments if isinstance(m, Moments))
         return model, tuple(m.at(lines) if m.width > len(lines) else m for m in own)
+
+    def _in_dense(self, plan: SitePlan, kept: Mapping[SpaceName, Tensor]) -> SitePlan:
+        """A plan in units of the dense model, where some of those that stand side by side had gone with others before.
+
+        They are listed like the first ones that are there, with scores of zero: as many stay in each.
+        """
+        space = self.model.family.spaces[plan.space]
+        count, copies = space.count(self.model.dimension), space.copies(self.model.dimension)
+        within = next(own for name, own in kept.items() if self.model.family.spaces[name].units == space.per)
+        scores, first = torch.zeros(copies, count, dtype=torch.float64), plan.kept[: len(plan.kept) // len(within)]
+        scores[within] = torch.tensor(plan.scores, dtype=torch.float64).view(len(within), count)
+        stays = torch.tensor(first).repeat(copies, 1)
+        stays[within] = torch.tensor(plan.kept).view(len(within), -1) - torch.arange(len(within))[:, None] * count
+        stays += torch.arange(copies)[:, None] * count
+        new = {"units": count * copies, "kept": stays.flatten().tolist(), "scores": scores.flatten().tolist()}
+        return plan.model_copy(update=new)
+
+    def _note(self, block: int, kept: Mapping[SpaceName, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Tell with a block's tensors how wide they are."""
+        widths = {space: len(units) // self.model.copies(space) for space, units in kept.items()}
+        tensors |= self.model.noting(block, tensors, widths)
 
     def _cut(
         self,
@@ -160,6 +184,7 @@ class Pruner:
                 shape = list(tensors[name].shape)
                 shape[dim] = len(held)
                 tensors[name] = tensors[name].new_zeros(shape).index_copy_(dim, found_among(lines, held), tensors[name])
+        self._note(block, {space: units for space, units in kept.items() if space not in self.padded}, tensors)
 
 
 class AtSite(NamedTuple):

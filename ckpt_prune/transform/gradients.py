@@ -2,8 +2,8 @@
 
 The metric takes gradients and errors as independent, which fails where a few tokens have most of both, as in the last
 block of SmolLM2 (calibration/README.md, section 5). So while a block's gradients pass, the sites of a consumer are
-also tried out: for every score of `CANDIDATES` and every share of `POINTS`, units are dropped, the others refitted by
-ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
+also tried out: for every score of `Kind.candidates` and every share of `POINTS`, units are dropped, the others refitted
+by ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ from ckpt_prune.calibration.samples import Part, Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fisher, write_fisher
 from ckpt_prune.calibration.streams import fold_slices
-from ckpt_prune.planning.kinds import CANDIDATES
+from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.transform.measured_effects import SHALLOW
 from ckpt_prune.transform.refits import BlockRefits, Refits, tried_out
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
@@ -98,8 +98,9 @@ class _Trials:
 
     def _site(self, own: BlockRefits, space: SpaceName) -> "_Site":
         counts = dropped_counts(self.refits.model.units(space), POINTS)
-        lost = {score: [own.lost(space, score, count).float() for count in counts] for score in CANDIDATES}
-        mean = own.mean(space, CANDIDATES[0])
+        scores = kind_of(space).candidates
+        lost = {score: [own.lost(space, score, count).float() for count in counts] for score in scores}
+        mean = own.mean(space, scores[0])
         return _Site(counts, lost, None if mean is None else mean.float())
 
     def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: Drawn, samples: int) -> None:

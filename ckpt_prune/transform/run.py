@@ -149,7 +149,9 @@ def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce)
             learner = learner_of(ready)
             learned = learner.run(writer)
         ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
-    sink = Sink(writer, output.layout)
+    padded = output.container.padded
+    widths = [{space: count for space, count in own.items() if space not in padded} for own in ready.widths]
+    sink = Sink(writer, output.layout, widths)
     with stages.stage("blocks"):
         written = _write_blocks(ready, sink)
     with stages.stage("rest"):

@@ -10,7 +10,7 @@ from ckpt_prune.calibration.readout import Readout, divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
-from ckpt_prune.planning.kinds import CANDIDATES
+from ckpt_prune.planning.kinds import CANDIDATES, kind_of
 from ckpt_prune.progress import track
 from ckpt_prune.transform.refits import Refits
 from ckpt_prune.transform.site_variants import check_finite, dropped_counts, run_through
@@ -64,7 +64,7 @@ def measure_spaces(
         (space, count, single)
         for space in refits.spaces
         for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS))
-        for single in (None, *(CANDIDATES if index == 0 and model.units(space) >= MANY else ()))
+        for single in (None, *(_singles(space, model.units(space)) if index == 0 else ()))
     ]
     factory = BlockFactory(model, device=refits.device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
@@ -94,6 +94,12 @@ def measure_spaces(
         if best is not None:
             found[space][first], chosen[space] = by_score[best], best
     return {space: list(own.items()) for space, own in found.items()}, chosen
+
+
+def _singles(space: SpaceName, units: int) -> tuple[str, ...]:
+    """Scores that are tried as wholes, where there is a choice."""
+    scores = kind_of(space).candidates
+    return scores if units >= MANY and len(scores) > 1 else ()
 
 
 def _robust(by_score: Mapping[str, float], mixed: float) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ckpt_prune.architectures.model import BlockWidths, Model
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.progress import track
@@ -23,18 +24,23 @@ class Sink:
     Args:
         writer: of the output.
         layout: of the output.
+        widths: units that its blocks have of the spaces that were pruned; None where nothing is.
     """
 
     writer: CheckpointWriter
     layout: Layout
+    widths: Sequence[BlockWidths] | None = None
 
     def done(self, block: int) -> bool:
         """Whether an interrupted run has written a block."""
         return _unit(block) in self.writer.done
 
-    def read(self, block: int, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A finished block's tensors and the steps' notes."""
-        return self.writer.read(self._names(prefix)), self.writer.notes[_unit(block)]
+    def read(self, model: Model, block: int, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A finished block's tensors, as they were when it was written, and the steps' notes."""
+        tensors = self.writer.read(self._names(prefix))
+        if self.widths is not None:
+            tensors = model.noting(block, tensors, self.widths[block])
+        return tensors, self.writer.notes[_unit(block)]
 
     def write(self, block: int, prefix: str, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Write a block and note that it is done."""
@@ -90,7 +96,7 @@ def walk(
     for block in blocks if say is None else track(blocks, say, total=len(blocks)):
         prefix = dense.model.family.block.format(block=block)
         if sink is not None and sink.done(block):
-            written, notes = sink.read(block, prefix)
+            written, notes = sink.read(dense.model, block, prefix)
             _pass(dense, steps, block, written, notes, start)
             tensors: Tensors = written
         else:

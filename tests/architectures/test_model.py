@@ -28,15 +28,15 @@ RAW = {
     "bert": {"model_type": "bert", **encoders.SIZES["bert"]},
 }
 WIDTHS = {
-    "llama": {"rotary": 2, "queries": 2, "heads": 2, "mlp": 22},
-    "mistral": {"rotary": 3, "queries": 2, "heads": 2, "mlp": 22},
-    "qwen2-tied": {"rotary": 2, "queries": 2, "heads": 2, "mlp": 22},
-    "llama-biases": {"rotary": 3, "queries": 2, "heads": 2, "mlp": 22},
-    "vit": {"qk": 4, "heads": 4, "mlp": 22},
-    "dinov2": {"qk": 4, "heads": 4, "mlp": 64},
-    "dinov2-swiglu": {"qk": 4, "heads": 4, "mlp": 48},
-    "opt": {"qk": 4, "heads": 4, "mlp": 22},
-    "bert": {"qk": 4, "heads": 4, "mlp": 22},
+    "llama": {"rotary": 2, "queries": 2, "heads": 2, "values": 4, "mlp": 22},
+    "mistral": {"rotary": 3, "queries": 2, "heads": 2, "values": 6, "mlp": 22},
+    "qwen2-tied": {"rotary": 2, "queries": 2, "heads": 2, "values": 4, "mlp": 22},
+    "llama-biases": {"rotary": 3, "queries": 2, "heads": 2, "values": 6, "mlp": 22},
+    "vit": {"qk": 4, "heads": 4, "values": 4, "mlp": 22},
+    "dinov2": {"qk": 4, "heads": 4, "values": 4, "mlp": 64},
+    "dinov2-swiglu": {"qk": 4, "heads": 4, "values": 4, "mlp": 48},
+    "opt": {"qk": 4, "heads": 4, "values": 4, "mlp": 22},
+    "bert": {"qk": 4, "heads": 4, "values": 4, "mlp": 22},
 }
 COLUMNS = {
     "llama": {"queries": 4, "heads": 8},
@@ -60,10 +60,11 @@ def test_dimensions(name):
     found = model(name)
     assert found.blocks == found.dimension("layers") == BLOCKS
     assert {s: found.units(s) for s in found.family.spaces} == WIDTHS[name]
-    copies = {s: {"qk": 4, "rotary": 2, "queries": 2}.get(s, 1) for s in WIDTHS[name]}
+    values = 2 if "queries" in WIDTHS[name] else 4
+    copies = {s: {"qk": 4, "rotary": 2, "queries": 2, "values": values}.get(s, 1) for s in WIDTHS[name]}
     assert {s: found.copies(s) for s in WIDTHS[name]} == copies
     assert {s: found.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
-    columns = {"qk": 1, "rotary": 1, "heads": 4, "mlp": 1} | COLUMNS.get(name, {})
+    columns = {"qk": 1, "rotary": 1, "heads": 4, "values": 4 // values, "mlp": 1} | COLUMNS.get(name, {})
     assert {s: found.unit_columns(s) for s in WIDTHS[name]} == {s: columns[s] for s in WIDTHS[name]}
 
 
@@ -219,7 +220,20 @@ def test_widths_are_read_off_tensors(name, data):
     found, kept = model(name), data.draw(choices(name))
     block = data.draw(st.integers(0, BLOCKS - 1))
     tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, block, kept).items()}
-    assert found.widths_of(block, tensors) == WIDTHS[name] | counts(found, kept)
+    widths = counts(found, kept)
+    if "values" in widths:  # half of the heads have as many lines as heads half as wide: the tensors come with a note
+        tensors = found.noting(block, tensors, widths)
+    assert found.widths_of(block, tensors) == WIDTHS[name] | widths
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_config_says_how_wide_values_are(name):
+    """That of an output: its tensors come without a note."""
+    found = model(name)
+    kept = {"heads": found.family.spaces["heads"].first(1, found.dimension)}
+    kept["values"] = found.family.spaces["values"].first(2, found.dimension)
+    tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, 0, kept).items()}
+    assert found.narrowed({"values": 2}).widths_of(0, tensors) == WIDTHS[name] | {"heads": 1, "values": 2}
 
 
 @pytest.mark.parametrize("name", RAW)

@@ -214,9 +214,9 @@ def test_measured_first_or_while_pruning_the_same_effects_count(here):
 
 def test_a_plan_of_best(here):
     lines = ok("plan", "llama", *BEST, "--target-params", "70%", "-o", "plan.json").splitlines()
-    assert lines[5].split("  ")[-1].strip() == "margin"
+    assert lines[6].split("  ")[-1].strip() == "margin"
     plan = read_json("plan.json")
-    rows = [line.split() for line in lines[6:10]]
+    rows = [line.split() for line in lines[7:11]]
     for row, site in zip(rows, plan["sites"], strict=True):
         assert row[-1] == ("-" if site["margin"] is None else f"{site['margin']:.1%}")
     assert any(row[-1].endswith("%") for row in rows)
@@ -229,7 +229,7 @@ def test_a_plan_of_best(here):
 
 def test_nothing_is_chosen_no_margin(here):
     lines = ok("plan", "llama", "--recipe", "ridge", "--statistics", "weighed").splitlines()
-    assert lines[5].split("  ")[-1].strip() == "held out"
+    assert lines[6].split("  ")[-1].strip() == "held out"
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_the_curve_of_weights_alone(here):
 
 
 def test_the_curve_as_json(here):
-    dense = {"parameters": 5200, "bytes": 20800, "flops": 417792, "tokens": 32}
+    dense = {"parameters": 5200, "bytes": 20800, "flops": 417792, "tokens": 32, "cache": 128}
     # Less six columns of gate, up and down in two blocks; less a group of two heads as well, and six more columns.
     flops = [417792 - 2 * 2 * 32 * 3 * 16 * 6, 417792 - 2 * 2 * 32 * (3 * 16 * 12 + 6 * 4 * 16) - 2 * 2 * 32**2 * 16]
     assert json.loads(ok(*SWEEP, "0.25:0.5:0.25", "--json")) == {
@@ -361,13 +361,13 @@ def test_the_curve_as_json(here):
         "points": [
             {
                 "ratio": 0.25,
-                **{"parameters": 4624, "bytes": 18496, "flops": flops[0], "tokens": 32},
+                **{"parameters": 4624, "bytes": 18496, "flops": flops[0], "tokens": 32, "cache": 128},
                 "widths": {"heads": [2, 2], "mlp": [18, 18]},
                 "errors": {"heads": 0.0, "mlp": None},
             },
             {
                 "ratio": 0.5,
-                **{"parameters": 3280, "bytes": 13120, "flops": flops[1], "tokens": 32},
+                **{"parameters": 3280, "bytes": 13120, "flops": flops[1], "tokens": 32, "cache": 64},
                 "widths": {"heads": [1, 1], "mlp": [12, 12]},
                 "errors": {"heads": None, "mlp": None},
             },

@@ -109,6 +109,7 @@ widths per block (--recipe best) would lose less, and need remote code
 parameters            5.20K     3.28K  63.1%
 bytes              20.3 KiB  12.8 KiB  63.1%
 FLOPs / 32 tokens      418K      229K  54.9%
+KV cache / token      128 B      64 B  50.0%
 kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds \
 widths of that size that lose less
 to be stored as llama
@@ -134,7 +135,7 @@ def test_a_dry_run_tells_what_it_can_without_measuring(place):
     assert said["container"] == {"model_type": "llama", "remote_code": False}
     assert f"to be measured{on_text}" in said["messages"]
     sized = ok(*dry, *SIZE).splitlines()
-    assert sized[5].startswith("kept per block at one ratio everywhere: heads 1/2, mlp 15/24 (70% of the parameters); ")
+    assert sized[6].startswith("kept per block at one ratio everywhere: heads 1/2, mlp 15/24 (70% of the parameters); ")
     assert listing() == before
 
 

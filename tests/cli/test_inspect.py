@@ -30,18 +30,21 @@ weights     float32, 20.3 KiB in 1 file(s)
 parameters  5.20K
 blocks      2
 FLOPs       418K for one sample of 32 tokens
+KV cache    128 B a token
 
-space           units per block  parameters  container  with a bias
-queries  2 x grouped query head       1.02K      llama        llama
-heads              2 x KV group       1.54K      llama        llama
-mlp                 24 x column       2.30K      llama        llama
+space           units per block  parameters    container  with a bias
+rotary          2 x rotary pair         768  remote code  remote code
+queries  2 x grouped query head       1.02K        llama        llama
+heads              2 x KV group       1.54K        llama        llama
+values      4 x value direction         768  remote code  remote code
+mlp                 24 x column       2.30K        llama        llama
 """
 
 DENSE_PRUNED = """
 by recipe rcpu:
-ratio  heads  mlp  parameters     bytes  FLOPs  container
-0.5        1   12       3,280  12.8 KiB   229K      llama
-0          2   24       5,200  20.3 KiB   418K      llama
+ratio  heads  mlp  parameters     bytes  FLOPs  KV cache / token  container
+0.5        1   12       3,280  12.8 KiB   229K              64 B      llama
+0          2   24       5,200  20.3 KiB   418K             128 B      llama
 """
 
 
@@ -95,6 +98,7 @@ def test_json(place):
             "bytes": 13120,
             "flops": report["pruned"][0]["flops"],
             "tokens": 32,
+            "cache": 2 * 2 * 4 * 4,
         }
     ]
 

@@ -19,19 +19,20 @@ def test_text(place):
         "pruning by it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on this "
         "machine",
     )
-    assert lines[:5] == [
+    assert lines[:6] == [
         "                     before     after  share",
         "parameters            5.20K     3.28K  63.1%",
         "bytes              20.3 KiB  12.8 KiB  63.1%",
         "FLOPs / 32 tokens      418K      229K  54.9%",
+        "KV cache / token      128 B      64 B  50.0%",
         "",
     ]
-    assert re.split("  +", lines[5]) == [
+    assert re.split("  +", lines[6]) == [
         *["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
     ]
-    rows = [line.split() for line in lines[6:10]]
-    assert lines[10] == lines[-3] == ""
-    assert [line.partition(":")[0] for line in lines[11:15]] == ["kept", "error", "floor", "rho2"]
+    rows = [line.split() for line in lines[7:11]]
+    assert lines[11] == lines[-3] == ""
+    assert [line.partition(":")[0] for line in lines[12:16]] == ["kept", "error", "floor", "rho2"]
     assert lines[-2] == "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"
     sites = json.loads(ok("plan", "dense", *RCPU, "--json"))["sites"]
     found = sum(site["divergence"] for site in sites)
@@ -56,7 +57,7 @@ def test_with_folds_the_error_on_unseen_windows_is_told(place):
     ok("calibrate", "dense", *TEXT, "--folds", "4", "-o", "folded")
     lines = ok("plan", "dense", "--recipe", "ridge", "--statistics", "folded", "--ratio", "0.5").splitlines()
     held_out = []
-    for line in lines[6:10]:
+    for line in lines[7:11]:
         after, unseen = float(line.split()[6]), float(line.split()[9])
         assert unseen > after
         held_out.append((line.split()[1], unseen))
@@ -90,7 +91,7 @@ def test_json_is_the_plan(place):
 
 def test_a_weights_only_recipe_needs_no_statistics(place):
     lines = ok("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5").splitlines()
-    assert lines[6].split() == ["0", "heads", "1/2", "none", "-", "-", "-", "-", "-"]
+    assert lines[7].split() == ["0", "heads", "1/2", "none", "-", "-", "-", "-", "-"]
 
 
 def test_applying_the_plan_is_applying_the_recipe(place):

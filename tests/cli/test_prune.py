@@ -34,6 +34,7 @@ COSTS = """\
 parameters            5.20K     3.28K  63.1%
 bytes              20.3 KiB  12.8 KiB  63.1%
 FLOPs / 32 tokens      418K      229K  54.9%
+KV cache / token      128 B      64 B  50.0%
 """
 COSTS += "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)\n"
 HALF = ("--ratio", "0.5")
@@ -164,7 +165,7 @@ def test_dry_run_json(place):
 def test_dry_run_of_a_ranking(place):
     args = ["prune", "dense", "--recipe", "flap-global", *HALF, "-o", "out", "--dry-run"]
     said = untimed(ok(*args, *TEXT)).splitlines()
-    assert said[4:] == [
+    assert said[5:] == [
         "kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds widths of that size "
         "that lose less",
         "to be stored as llama, or with code of its own where blocks differ in width",

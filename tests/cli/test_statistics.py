@@ -130,8 +130,8 @@ def test_bad_options(place):
         "calibrate needs --text FILE, or --images DIR for a vision model"
     )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
-        "--collect grams: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries can be "
-        "collected"
+        "--collect grams: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries,values "
+        "can be collected"
     )
     assert misused("calibrate", "dense", *TEXT) == "Missing option '-o' / '--output'."
     assert misused("calibrate", "dense", "-o", "s", "--folds", "0") == (

@@ -1,11 +1,13 @@
 """Dense checkpoints of cases with their statistics, each made once, and what is pruned from them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.statistics import Statistics
@@ -64,7 +66,7 @@ class Dense:
             return run(ready, out, **options).report.data()
 
 
-def spaces_recipe(case: Case, methods: dict[str, str], container: str = "any", **top: Any) -> Recipe:
+def spaces_recipe(case: Case, methods: Mapping[SpaceName, str], container: str = "any", **top: Any) -> Recipe:
     """Prune these spaces by the case's ratios."""
     spaces = {}
     for space, method in methods.items():

@@ -153,8 +153,14 @@ class Case:
     def ratios(self) -> dict[str, float]:
         """By space that all promises are held for.
 
-        Rotary pairs and whole experts have tests of their own (`test_rotary`, `tests/transform/test_experts.py`).
+        Without values, which no stock class has narrower: `values` has these, too. Rotary pairs and whole experts have
+        tests of their own (`test_rotary`, `tests/transform/test_experts.py`).
         """
+        return {name: share for name, share in self.values.items() if name != "values"}
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The same with values, where these can go."""
         spaces = self.described.with_config(self.config).spaces
         held = [
             name for name, space in spaces.items() if space.whole is None and space.ends not in ("rotary", "experts")
@@ -170,6 +176,7 @@ class Case:
             "shared": 0.25,
             "qk": 0.5,
             "rotary": 0.5,
+            "values": 0.5,
         }
         return wanted[space]
 

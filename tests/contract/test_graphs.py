@@ -44,7 +44,7 @@ SHALLOW = [
 def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) -> None:
     """Of an output that no stock class has the shape of, where there are such."""
     settings = GraphSettings(**WAYS.get(case.model_type, {}))
-    methods = {space: "logit" if space in case.family.logits else "none" for space in case.ratios}
+    methods = {space: "logit" if space in case.family.logits else "none" for space in case.values}
     if case.model_type == PAIRED:
         methods["rotary"] = "factors"
     dense.prune(case, spaces_recipe(case, methods), tmp_path / "model")

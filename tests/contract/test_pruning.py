@@ -51,6 +51,7 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
         others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
         # Few families have query heads of their own: among them the methods take turns.
         others["queries"] = columns[sum("queries" in methods for _, methods, _ in found) % len(columns)]
+        others["values"] = columns[(turn // 2) % len(columns)]
         target = targets[(turn + turn // len(columns)) % len(targets)]
         before = [methods.get("qk") for _, methods, own in found if own == target]
         # The fewest times with this target. In heads of 8 dimensions low rank has more than one minimum; its oracle
@@ -59,7 +60,8 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
         once = single and not like_bert(case) and "low-rank" not in before
         few = [m for m in reversed(LOGIT_METHODS) if m != "low-rank" or once]
         others["qk"] = min(few, key=before.count)
-        methods = {space: others[space] for space in case.ratios}
+        # Every family that runs twice has a run of stock blocks, too.
+        methods = {space: others[space] for space in (case.values if turn % 2 else case.ratios)}
         found.append((case, methods, target))
     # Experts have no biases: their families take turns with the methods that add none.
     bare = [method for method, traits in METHODS.items() if not traits.adds_bias]
@@ -72,9 +74,10 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
 def test_every_method_meets_every_target_in_every_space() -> None:
     met = {(space, method, target) for _, methods, target in runs() for space, method in methods.items()}
     columns = {(space, method, target) for space in ("heads", "mlp") for method in METHODS for target in TARGETS}
-    assert {method for space, method, _ in met if space == "queries"} == set(METHODS)
+    for own in ("queries", "values"):
+        assert {method for space, method, _ in met if space == own} == set(METHODS)
     logits = {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
-    assert {each for each in met if each[0] != "queries"} == columns | logits
+    assert {each for each in met if each[0] not in ("queries", "values")} == columns | logits
 
 
 def name(value: object) -> str:

@@ -25,10 +25,10 @@ WHOLE_ROPE = {case.model_type: case for case in first_cases() if case.family.rop
 
 
 def runs() -> list[tuple[Case, dict[str, str], Target]]:
-    """Every family with factors; among them targets and the spaces beside take turns, and bare pairs for three."""
+    """Every family with factors; targets and spaces beside, narrow values too, take turns. Bare pairs for three."""
     found: list[tuple[Case, dict[str, str], Target]] = []
     for turn, case in enumerate(PAIRED):
-        beside = [dict.fromkeys(case.ratios, "ridge"), {"heads": "affine"}, {}][turn % 3]
+        beside = [dict.fromkeys(case.values, "ridge"), {"heads": "affine"}, {}][turn % 3]
         found.append((case, {"rotary": "factors", **beside}, list(TARGETS)[(turn + 1) % 3]))
         if turn < 3:
             found.append((case, {"rotary": "none", "heads": "none"}, list(TARGETS)[turn]))
@@ -40,14 +40,14 @@ def name(value: object) -> str:
 
 
 @torch.inference_mode()
-def generated(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """Logits read token by token through the cache, and the shape of the keys in it."""
+def generated(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], ...]]]:
+    """Logits read token by token through the cache, and the shapes of the keys and values in it."""
     cache, found = None, []
     for token in ids.T:
         result = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
         cache = result.past_key_values
         found.append(result.logits)
-    return torch.cat(found, 1), [tuple(layer.keys.shape) for layer in cache.layers]
+    return torch.cat(found, 1), [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
 
 
 @pytest.mark.parametrize(("case", "methods", "target"), runs(), ids=name)
@@ -62,14 +62,19 @@ def test_equals_a_whole_model_pruned_by_hand(
     model = ckpt_prune.load(tmp_path / "out")
     found = outputs(model, other)
     assert_same_outputs(found, outputs(whole.model, other), COMPUTED if "factors" in methods.values() else KEPT)
-    # Keys in the cache are as narrow as the projections, which eager attention reads as any other does.
+    # Keys and values in the cache are as narrow as the projections, which eager attention reads as any other does.
     model.set_attn_implementation("eager")
     assert_same_outputs(outputs(model, other), found, 2e-6)
     ids = wide(other)["input_ids"]
     logits, shapes = generated(model, ids)
     assert_same_outputs({"logits": logits}, found, 2e-6)
     heads = case.kv_heads - ("heads" in methods)
-    assert {(*shape[:2], shape[3]) for shape in shapes} == {(len(ids), heads, 2 * (case.units("rotary") // 2))}
+    width = case.family.dimension(case.config, "head_dim")
+    widths = 2 * (case.units("rotary") // 2), width - ("values" in methods) * (width // 2)
+    assert {(*shape[:2], shape[3]) for layer in shapes for shape in layer} == {
+        (len(ids), heads, each) for each in widths
+    }
+    assert all((keys[3], values[3]) == widths for keys, values in shapes)
     assert report["after"]["parameters"] == sum(p.numel() for p in model.parameters())
     for check in verify(tmp_path / "out", dense.folder(case)):
         assert check.passed or check.name == "sparsity", check

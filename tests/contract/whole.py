@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ckpt_prune.architectures.spaces import ColumnSpace, expert_of, known_space
+from ckpt_prune.architectures.spaces import ConsumerSpace, expert_of, known_space
 from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.compensation.methods import METHODS
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
-from tests.oracles import logits, rotary, scores
+from tests.oracles import logits, rotary, scores, values
 
 from .models import BLOCKS, Case
 from .open_experts import open_up, paths_of
@@ -111,12 +112,17 @@ class Whole:
             for block, space in stage:
                 described = self.family.spaces[space]
                 paths = [self.path(block, module) for module in described.solved_from]
-                (inputs if described.ends == "columns" else results).extend(paths)
+                (inputs if described.ends in ("columns", "values") else results).extend(paths)
             found = seen(self.model, data, inputs=inputs, results=results)
             with torch.no_grad():
                 for block, space in stage:
                     ends = self.family.spaces[space].ends
-                    prune = {"logits": self._logits, "rotary": self._rotary, "columns": self._columns}[ends]
+                    prune = {
+                        "columns": self._columns,
+                        "logits": self._logits,
+                        "rotary": self._rotary,
+                        "values": self._values,
+                    }[ends]
                     prune(block, space, found, methods[known_space(space)])
         return self
 
@@ -144,20 +150,39 @@ class Whole:
             stay += [group * units + unit for unit in best]
         self.kept[block, space] = stay
         K = [unit * whole + i for unit in stay for i in range(whole) if unit * whole + i in held]
-        Y = X @ W.T
-        if method in WITH_STRENGTH:
-            strength = STRENGTH * float(np.mean(np.sum(X[:, K] ** 2, axis=0)))
-            weight, bias = WITH_STRENGTH[method](W[:, K], X[:, K], Y, strength)
-        else:
-            weight, bias = STRENGTHLESS[method](W[:, K], X[:, K], Y)
+        weight, bias = _fitted(method, W[:, K], X[:, K], X @ W.T)
         consumer.weight.zero_()
         consumer.weight[:, K] = torch.from_numpy(weight)
-        if expert_of(space) is not None:
+        if expert_of(space) is None:
+            _add_bias(consumer, bias)
+        else:
             assert not bias.any()
-        elif consumer.bias is None:
-            consumer.bias = nn.Parameter(torch.zeros(len(W), dtype=torch.float64))
-        if consumer.bias is not None:
-            consumer.bias += torch.from_numpy(bias)
+
+    def _values(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+        """Values stay as they are: what reads them goes through the directions that are kept."""
+        (module,) = self.family.spaces[space].solved_from
+        path = self.path(block, module)
+        consumer: Any = self.model.get_submodule(path)
+        X, W = found[path].reshape(-1, found[path].shape[2]), consumer.weight.double().numpy()
+        size, groups, heads = (self.dimension(name) for name in ("head_dim", "kv_heads", "query_heads"))
+        keep, emptied = size - self._gone(space, size), set(self._emptied(block, module))
+        columns = [[*range(head * size, (head + 1) * size)] for head in range(heads)]
+        centred = X - X.mean(0) if METHODS[method].adds_bias else X
+        Z, V, back = [], [], []
+        for group in range(groups):
+            each = heads // groups
+            own = [own for own in columns[group * each : (group + 1) * each] if not emptied & set(own)]
+            if own:
+                Q, P, _ = values.directions([W[:, at] for at in own], [centred[:, at] for at in own])
+                Z += [X[:, at] @ Q[:, :keep] for at in own]
+                V += [W[:, at] @ P[:, :keep] for at in own]
+                back += [(at, Q[:, :keep]) for at in own]
+        weight, bias = _fitted(method, np.hstack(V), np.hstack(Z), X @ W.T)
+        consumer.weight.zero_()
+        for index, (at, Q) in enumerate(back):
+            consumer.weight[:, at] = torch.from_numpy(weight[:, index * keep : (index + 1) * keep] @ Q.T)
+        _add_bias(consumer, bias)
+        self.kept[block, space] = [group * size + direction for group in range(groups) for direction in range(keep)]
 
     def _emptied(self, block: int, module: str) -> list[int]:
         """Columns of a consumer that went with units of the spaces that were pruned before."""
@@ -171,7 +196,7 @@ class Whole:
                 ]
         return gone
 
-    def _each(self, space: ColumnSpace) -> int:
+    def _each(self, space: ConsumerSpace) -> int:
         """Columns of a unit."""
         return prod(each if isinstance(each, int) else self.dimension(each) for each in space.columns.each)
 
@@ -246,6 +271,21 @@ class Whole:
                     rows = rotary.as_complex(tensor[own].numpy().T, layout) * c
                     tensor[own] = torch.from_numpy(rotary.as_rows(rows, layout).T)
         self.kept[block, space] = kept
+
+
+def _fitted(method: str, W: Array, X: Array, Y: Array) -> tuple[Array, Array]:
+    """What a compensation makes of columns: weight and bias."""
+    if method not in WITH_STRENGTH:
+        found: tuple[Array, Array] = STRENGTHLESS[method](W, X, Y)
+        return found
+    found = WITH_STRENGTH[method](W, X, Y, STRENGTH * float(np.mean(np.sum(X**2, axis=0))))
+    return found
+
+
+def _add_bias(consumer: Any, bias: Array) -> None:
+    if consumer.bias is None:
+        consumer.bias = nn.Parameter(torch.zeros(len(bias), dtype=torch.float64))
+    consumer.bias += torch.from_numpy(bias)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import ckpt_prune
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
@@ -73,17 +74,19 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
 
 
 @pytest.mark.parametrize("variant", [name for name, own in VARIANTS.items() if own.kv_heads == 2])
-@pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads")], ids="-".join)
-def test_what_query_heads_save_is_counted(tmp_path, variant, spaces):
-    """One of two in every group; beside groups what goes with both goes once. Keys and values stay cached as wide."""
+@pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads"), ("queries", "heads", "values")], ids="-".join)
+def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
+    """One of two in every group; beside groups what goes with both goes once. Keys stay cached as wide."""
     folder = make(tmp_path / "dense", variant)
-    own = {space: {"score": "magnitude", "ratio": 0.5} for space in spaces}
-    wanted = Recipe.model_validate({"version": 1, "name": "test", "spaces": own})
-    job = job_on(folder, wanted)
+    own = {space: {"score": "principal" if space == "values" else "magnitude", "ratio": 0.5} for space in spaces}
+    wanted = Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": own})
+    statistics = (calibrate(folder, tmp_path / "statistics"),) if "values" in spaces else ()
+    job = job_on(folder, wanted, *statistics)
     prune(job, tmp_path / "out")
     cached = []
     for path, cost in ((folder, job.before), (tmp_path / "out", job.output.cost)):
-        model = stock(path, attn_implementation="eager")
+        model = ckpt_prune.load(path)
+        model.set_attn_implementation("eager")
         assert cost.parameters == model.num_parameters()
         assert cost.bytes == 4 * model.num_parameters()
         ids = torch.zeros(1, CONTEXT, dtype=torch.int64)
@@ -91,7 +94,8 @@ def test_what_query_heads_save_is_counted(tmp_path, variant, spaces):
             kept = model(input_ids=ids, use_cache=True).past_key_values
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
         cached.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers))
-    assert cached[1] == cached[0] / (2 if "heads" in spaces else 1)
+        assert cached[-1] == cost.cache * CONTEXT
+    assert cached[1] == cached[0] / (2 if "heads" in spaces else 1) * (0.75 if "values" in spaces else 1)
 
 
 def rotary_flops(counter: FlopCounterMode) -> int:

@@ -24,7 +24,8 @@ WHAT = {
     "heads": ({"heads": 0.25}, "any"),
     "heads-padded": ({"heads": 0.25}, "padded"),
     "mlp": ({"mlp": 0.3}, "any"),
-    "all": ({"qk": 0.25, "heads": 0.5, "mlp": 0.3}, "any"),
+    "values": ({"values": 0.5}, "any"),
+    "all": ({"qk": 0.25, "heads": 0.5, "values": 0.5, "mlp": 0.3}, "any"),
 }
 
 
@@ -61,7 +62,7 @@ def check(cost, model, variant):
 def test_parameters_bytes_and_flops_are_those_of_the_real_model(dense, variant, what, tmp_path):
     folder, statistics = dense(variant)
     ratios, container = WHAT[what]
-    method = {"heads": "ridge", "mlp": "ridge"} if variant == "opt-no-bias" else None
+    method = {"heads": "ridge", "values": "ridge", "mlp": "ridge"} if variant == "opt-no-bias" else None
     job = job_on(folder, recipe(ratios, methods=method, container=container), statistics)
     report = prune(job, tmp_path / "out")
     check(job.before, stock(folder, variant), variant)

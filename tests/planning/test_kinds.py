@@ -50,7 +50,7 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
     for wish in WISHES[ends]:
         score, traits = kind.scores[wish.score], kind.methods[wish.method]
         assert kind.needs_moments(wish) == (score.needs_moments or wish.method != "none")
-        if ends == "columns":
+        if ends in ("columns", "values"):
             assert (kind.gram_for(wish) is not None) == (
                 score.needs_gram or traits.needs_gram or wish.target == "drift" or wish.by_error
             )

@@ -25,7 +25,7 @@ from ckpt_prune.transform.measured_effects import measure_effects
 from ckpt_prune.transform.site_variants import dropped_counts
 from tests import encoders, families
 from tests.families import BLOCKS
-from tests.oracles import closed_forms, logits
+from tests.oracles import closed_forms, logits, values
 from tests.oracles import effects as oracle
 
 from .whole import Sources, data_of, stock
@@ -111,6 +111,38 @@ class ByHand:
             found.append((count, self.effect(pruned, block)))
         return found
 
+    def values(self, block: int, space: str, counts: list[int]) -> list[tuple[int, float]]:
+        """Values stay as they are: what reads them goes through the directions that are kept."""
+        path = self.path(block, self.family.columns[space].consumer)
+        seen = encoders.watch(self.model, self.data, inputs=[path])[path]
+        X = seen.reshape(-1, seen.shape[2])
+        consumer = self.model.get_submodule(path)
+        W, biased = consumer.weight.detach().double().numpy(), consumer.bias is not None
+        size, groups = self.source.units(space), self.source.copies(space)
+        heads = np.split(np.arange(W.shape[1]), W.shape[1] // size)
+        each, centred = len(heads) // groups, X - X.mean(0) if biased else X
+        turns = []
+        for group in range(groups):
+            own = heads[group * each : (group + 1) * each]
+            Q, P, _ = values.directions([W[:, at] for at in own], [centred[:, at] for at in own])
+            turns += [(at, Q, P) for at in own]
+        found = []
+        for count in counts:
+            keep = size - count
+            Z = np.hstack([X[:, at] @ Q[:, :keep] for at, Q, _ in turns])
+            V = np.hstack([W[:, at] @ P[:, :keep] for at, _, P in turns])
+            fit = closed_forms.affine if biased else closed_forms.ridge
+            weight, bias = fit(V, Z, X @ W.T, 0.01 * float(np.mean(np.sum(Z**2, axis=0))))
+            pruned = copy.deepcopy(self.model)
+            with torch.no_grad():
+                for index, (at, Q, _) in enumerate(turns):
+                    read = weight[:, index * keep : (index + 1) * keep] @ Q[:, :keep].T
+                    pruned.get_submodule(path).weight[:, at] = torch.from_numpy(read)
+                if biased:
+                    pruned.get_submodule(path).bias += torch.from_numpy(bias)
+            found.append((count, self.effect(pruned, block)))
+        return found
+
     def dimensions(self, block: int, counts: list[int]) -> list[tuple[int, float]]:
         """All of I + M goes into the queries: what it is split into does not show in the logits."""
         (space,) = self.family.logits.values()
@@ -150,7 +182,10 @@ def expected(sources_folder, variant: str, kind: type[ByHand] = ByHand) -> Effec
         for space in source.family.spaces:
             counts = dropped_counts(source.units(space), POINTS)
             name = source.site_name(block, space)
-            found[name] = by_hand.dimensions(block, counts) if space == "qk" else by_hand.columns(block, space, counts)
+            if space == "qk":
+                found[name] = by_hand.dimensions(block, counts)
+            else:
+                found[name] = (by_hand.values if space == "values" else by_hand.columns)(block, space, counts)
     return found
 
 
@@ -158,9 +193,9 @@ def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
     assert found.keys() == wanted.keys()
     for name, own in found.items():
         assert [count for count, _ in own] == [count for count, _ in wanted[name]], name
-        values = [value for _, value in own]
-        assert min(values) > 1e-6, f"{name} says nothing"
-        assert values == pytest.approx([value for _, value in wanted[name]], rel=tolerance), name
+        effects = [value for _, value in own]
+        assert min(effects) > 1e-6, f"{name} says nothing"
+        assert effects == pytest.approx([value for _, value in wanted[name]], rel=tolerance), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -175,7 +210,10 @@ def test_sites_are_named_as_statistics_name_them(dense):
     assert list(found) == [
         f"model.layers.{block}.{site}"
         for block in range(BLOCKS)
-        for site in ("self_attn.o_proj.weight/queries", "self_attn.o_proj.weight", "mlp.down_proj.weight")
+        for site in (
+            *("self_attn.o_proj.weight/queries", "self_attn.o_proj.weight", "self_attn.o_proj.weight/values"),
+            "mlp.down_proj.weight",
+        )
     ]
     assert [count for count, _ in found["model.layers.1.self_attn.o_proj.weight"]] == [1]
     assert [count for count, _ in found["model.layers.1.mlp.down_proj.weight"]] == [6, 16]
@@ -310,6 +348,6 @@ def test_nothing_of_the_statistics_or_the_checkpoint_is_changed(dense):
     once: list[Tensor] = []
     measured(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
     assert families.contents(folder) | families.contents(statistics.folder) == before
-    # The stream's states, one of each variant (three spaces, two counts), and the dense model's last.
-    assert len(once) == 8
+    # The stream's states, one of each variant (four spaces, two counts), and the dense model's last.
+    assert len(once) == 10
     assert all(tensor.shape[0] == LIMIT for tensor in once)

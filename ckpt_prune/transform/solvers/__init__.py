@@ -13,12 +13,14 @@ from ckpt_prune.transform.solvers.columns import ColumnSolver
 from ckpt_prune.transform.solvers.experts import ExpertSolver
 from ckpt_prune.transform.solvers.logits import LogitSolver
 from ckpt_prune.transform.solvers.rotary import RotarySolver
+from ckpt_prune.transform.solvers.values import ValueSolver
 
 SOLVERS: dict[Ends, type[Solver]] = {
     "columns": ColumnSolver,
     "logits": LogitSolver,
     "rotary": RotarySolver,
     "experts": ExpertSolver,
+    "values": ValueSolver,
 }
 """What solves the sites of a space, by what it ends in."""
 

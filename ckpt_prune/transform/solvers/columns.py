@@ -61,7 +61,7 @@ class ColumnSolver(Solver):
     ) -> Tensor:
         """Scores of the units, (units,) float64."""
         weight = tensors[self.model.tensor(block, self.description.consumer)].to(self.device)
-        found = tuple(each.to(self.device) for each in _inputs(folds))
+        found = tuple(each.to(self.device) for each in inputs_of(folds))
         return self._unit_scores(weight, total(found) if found else None, self._methods(block, tensors), score)
 
     def errors(
@@ -73,7 +73,7 @@ class ColumnSolver(Solver):
         fisher: Fisher | None = None,
     ) -> Tensor:
         """By one factorisation for all widths (scoring/README.md, section 5)."""
-        moments = total(tuple(each.to(self.device) for each in _inputs(folds)))
+        moments = total(tuple(each.to(self.device) for each in inputs_of(folds)))
         metric = None if fisher is None else fisher.mean.to(self.device)
         dropped = self.drop_order(block, tensors, moments, scores.to(self.device))
         costs = dropped.costs(metric)[:: self.model.copies(self.space)] / moments.count
@@ -110,7 +110,7 @@ class ColumnSolver(Solver):
     ) -> float | None:
         """½ tr(F E[δδᵀ]) of δ = (W − Ŵ) x − b, b being what is added to the bias."""
         plan, new = solved
-        moments = total(_inputs(folds)) if folds else None
+        moments = total(inputs_of(folds)) if folds else None
         if new is None:
             return 0.0
         if moments is None or moments.gram is None:
@@ -118,13 +118,17 @@ class ColumnSolver(Solver):
         name = self.model.tensor(block, self.description.consumer)
         bias = self.model.tensor(block, self.description.consumer, "bias")
         lost = tensors[name].to(torch.float64, copy=True)
-        lost[:, self.model.consumer_columns(self.space, torch.tensor(plan.kept))] -= new[name]
+        lost[:, self.columns_of(torch.tensor(plan.kept))] -= new[name]
         metric = fisher.mean
         second = (metric @ lost * (lost @ moments.gram.double())).sum() / moments.count
         if bias in new:
             added = new[bias] - tensors[bias].double() if bias in tensors else new[bias]
             second += added @ metric @ (added - 2 * lost @ moments.mean)
         return max(0.0, float(second) / 2)
+
+    def columns_of(self, units: Tensor) -> Tensor:
+        """The consumer's columns that some units of the site lie on, as the weight has them that is solved."""
+        return self.model.consumer_columns(self.space, units)
 
     def centred(self, block: int, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the kept columns may get a bias, which makes up for every mean."""
@@ -145,7 +149,7 @@ class ColumnSolver(Solver):
         bias = tensors.get(self.model.tensor(block, consumer, "bias"))
         methods = self._methods(block, tensors)
         weight = tensors[name].to(self.device)
-        folds = tuple(each.to(self.device) for each in _inputs(moments))
+        folds = tuple(each.to(self.device) for each in inputs_of(moments))
         whole = total(folds) if folds else None
         scores = decision.scores
         if scores is None:
@@ -156,7 +160,7 @@ class ColumnSolver(Solver):
         plan.few = None if whole is None else whole.few
         if kept.numel() == scores.numel():
             return plan, None
-        columns = self.model.consumer_columns(self.space, kept).to(self.device)
+        columns = self.columns_of(kept).to(self.device)
         weight_kept = weight[:, columns].double()
         plan.method = methods[0]
         if whole is None:
@@ -221,13 +225,18 @@ class ColumnSolver(Solver):
     @staticmethod
     def _describe(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:
         """Enter CORP's errors and the spectrum of the inputs into the plan."""
-        if moments.drift is None:  # the errors are of W x alone
-            found = diagnose(weight, moments, kept)
-            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
+        ColumnSolver.enter_errors(plan, weight, moments, kept)
         plan.width = moments.width
         if moments.width <= SPECTRUM_WIDTH:
             spread = spectrum(moments)
             plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
+
+    @staticmethod
+    def enter_errors(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:
+        """Enter CORP's errors into the plan."""
+        if moments.drift is None:  # the errors are of W x alone
+            found = diagnose(weight, moments, kept)
+            plan.j0, plan.floor, plan.rho2 = found.uncompensated, found.floor, found.rho2
 
     def _held_out(
         self, plan: SitePlan, own: Compensation, weight_kept: Tensor, folds: Sequence[Blend], total: Blend
@@ -263,7 +272,8 @@ class ColumnSolver(Solver):
         return UNIT_SCORES[name].function(weight, moments, per_unit, centred=centred)
 
 
-def _inputs(folds: SpaceMoments | None) -> tuple[Moments, ...]:
+def inputs_of(folds: SpaceMoments | None) -> tuple[Moments, ...]:
+    """Moments of a consumer's input, one for each fold."""
     return tuple(each for each in folds or () if isinstance(each, Moments))
 
 

@@ -1,0 +1,257 @@
+"""Directions of values, alone and beside heads, queries and columns, from the command line."""
+
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import ckpt_prune
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.families import stock
+
+RECIPE = """\
+version: 1
+name: mine
+container: any
+spaces:
+  values: {score: principal, ratio: 0.5, compensation: {method: ridge}}
+"""
+BESIDE = """\
+version: 1
+name: beside
+target: drift
+container: any
+spaces:
+  queries: {score: obs, ratio: 0.5, compensation: {method: ridge}}
+  heads: {score: obs, ratio: 0.5, compensation: {method: ridge}}
+  values: {score: principal, ratio: 0.25, compensation: {method: auto}}
+  mlp: {score: obs, ratio: 0.25, compensation: {method: ridge}}
+"""
+BUDGET = """\
+version: 1
+name: budget
+allocation: least-error
+widths: per_layer
+container: any
+spaces:
+  queries: {score: auto, compensation: {method: ridge}}
+  heads: {score: auto, compensation: {method: ridge}}
+  values: {score: principal, compensation: {method: ridge}}
+  mlp: {score: auto, compensation: {method: ridge}}
+"""
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """Four query heads of four dimensions in two groups; recipes for values alone, beside all else, and by error."""
+    for name, text in (("mine", RECIPE), ("beside", BESIDE), ("budget", BUDGET)):
+        Path(f"{name}.yaml").write_text(text)
+    return place
+
+
+def shapes(folder: str, block: int = 0) -> dict[str, tuple[int, ...]]:
+    """Weights of a block's attention."""
+    found = ckpt_prune.load(folder).get_submodule(f"model.layers.{block}.self_attn").named_parameters()
+    return {name[0]: tuple(weight.shape) for name, weight in found}
+
+
+def kept(folder: str, space: str) -> list[list[int]]:
+    return [site["kept"] for site in read_json(f"{folder}/ckpt_prune.json")["sites"] if site["space"] == space]
+
+
+def test_half_of_the_values(here):
+    said = ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out").splitlines()
+    assert "kept per block: values 2/4 (ratio 0.5)" in said
+    assert said[0] == (
+        "stored as llama with remote code (no stock class has values narrower than queries and keys): load with "
+        "ckpt_prune.load or trust_remote_code"
+    )
+    assert shapes("out") == {"q": (16, 16), "k": (8, 16), "v": (4, 16), "o": (16, 8)}
+    assert kept("out", "values") == [[0, 1, 4, 5], [0, 1, 4, 5]]
+    config = read_json("out/config.json")
+    assert (config["v_head_dim"], config["num_attention_heads"], config["num_key_value_heads"]) == (2, 4, 2)
+    said = ok("verify", "out", "--against", "dense")
+    assert "v of 2 blocks are rewritten and not compared" in said
+    again = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    ids = torch.arange(3, 15)[None]
+    torch.testing.assert_close(again(ids).logits, ckpt_prune.load("out")(ids).logits)
+
+
+def test_a_plan_does_what_its_recipe_does(here):
+    given = ("--recipe", "mine.yaml", "--statistics", "stats")
+    ok("plan", "dense", *given, "-o", "plan.json")
+    sites = read_json("plan.json")["sites"]
+    assert [(site["space"], site["units"]) for site in sites] == [("values", 8)] * 2
+    # Directions of each KV head, by what they carry.
+    for site in sites:
+        assert all(site["scores"][g : g + 4] == sorted(site["scores"][g : g + 4], reverse=True) for g in (0, 4))
+    ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
+    ok("prune", "dense", *given, "-o", "again")
+    assert Path("planned/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
+
+
+def test_the_cache_shrinks(here):
+    """Generation keeps narrow values; token by token it says what one pass says."""
+    ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
+    model, ids = ckpt_prune.load("out"), torch.arange(3, 13)[None]
+    cache = DynamicCache()
+    steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(10)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert [tuple(each.shape) for each in (cache.layers[0].keys, cache.layers[0].values)] == [
+        (1, 2, 10, 4),
+        (1, 2, 10, 2),
+    ]
+    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    report = read_json("out/ckpt_prune.json")
+    assert (report["before"]["cache"], report["after"]["cache"]) == (2 * 2 * 2 * 4 * 4, held / 10)
+    assert "KV cache    96 B a token" in ok("inspect", "out")
+    assert "KV cache    128 B a token" in ok("inspect", "dense")
+    assert re.search(r"\| KV cache of a token \| 128 B \| 96 B \| 75.0% \|", Path("out/README.md").read_text())
+    told = ok("inspect", "dense", "--recipe", "mine.yaml", "--ratio", "0.25,0.5").splitlines()
+    assert [re.search(r"(\d+) B +llama", line)[1] for line in told[-2:]] == ["112", "96"]
+
+
+def test_beside_heads_queries_and_columns(here):
+    """Drift-correcting, each space measured on what those before have left; interrupted runs go on alike."""
+    job = ["prune", "dense", "--recipe", "beside.yaml", *TEXT, "--folds", "2"]
+    ok(*job, "-o", "whole")
+    assert shapes("whole") == {"q": (4, 16), "k": (4, 16), "v": (3, 16), "o": (16, 3)}
+    # Units are those of the dense model, as many in the group that has gone.
+    assert kept("whole", "values") == [[0, 1, 2, 4, 5, 6]] * 2
+    ok("verify", "whole", "--against", "dense")
+    card = Path("whole/README.md").read_text()
+    assert (
+        "Units kept in each block: `queries` 2 of 4 (query heads inside KV groups), `heads` 1 of 2 (heads, or KV "
+        "groups), `values` 6 of 8 (directions of values), `mlp` 18 of 24 (columns of the MLP)."
+    ) in card.splitlines()
+    interrupted(job, 3)
+    resumed(job)
+    # On what was measured of the dense model, too.
+    cached = ("--set", "spaces.values.compensation.method=ridge", "--statistics", "stats")
+    ok("plan", "dense", "--recipe", "beside.yaml", *cached, "-o", "plan.json")
+    ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
+    assert shapes("planned") == shapes("whole")
+
+
+def test_beside_rotary_pairs(here):
+    """What both have left in one attention is what the one leaves, with v and o of the other."""
+    pairs = "  rotary: {score: obs, ratio: 0.5, compensation: {method: factors, lambda: 0.001}}\n"
+    Path("both.yaml").write_text(RECIPE + pairs)
+    Path("pairs.yaml").write_text(RECIPE.partition("  values")[0] + pairs)
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,rotary", "-o", "all")
+    for name in ("both", "pairs", "mine"):
+        ok("prune", "dense", "--recipe", f"{name}.yaml", "--statistics", "all", "-o", name)
+    assert shapes("both") == {"q": (8, 16), "k": (4, 16), "v": (4, 16), "o": (16, 8)}
+    model, ids = ckpt_prune.load("both"), torch.arange(3, 13)[None]
+    expected = model(ids, use_cache=False).logits
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        cache = DynamicCache()
+        steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(10)]
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
+        assert [each.shape[3] for each in (cache.layers[0].keys, cache.layers[0].values)] == [2, 2]
+    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    assert read_json("both/ckpt_prune.json")["after"]["cache"] == held / 10
+    # Attention over dense widths: zeros where values were, in the model that lacks the pairs alone.
+    padded = ("--container", "padded", "--statistics", "all", "-o", "padded")
+    ok("prune", "dense", "--recipe", "mine.yaml", *padded)
+    whole, padding = ckpt_prune.load("pairs"), ckpt_prune.load("padded")
+    for layer, other in zip(whole.model.layers, padding.model.layers, strict=True):
+        for name in ("v_proj", "o_proj"):
+            setattr(layer.self_attn, name, getattr(other.self_attn, name))
+    torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    found = {
+        check["name"]: check for check in json.loads(ok("verify", "both", "--against", "dense", "--json"))["checks"]
+    }
+    assert found["kept units"]["detail"].endswith(
+        "; q of 2 blocks are rewritten and not compared; v of 2 blocks are rewritten and not compared"
+    )
+
+
+def test_a_recipe_that_trains_goes_on_where_it_was_stopped(here):
+    """Of a finished block the shapes of q and o do not tell how many heads there are: its widths do."""
+    text = BESIDE.replace("target: drift", "target: sequential").replace("method: auto", "method: ridge")
+    Path("trained.yaml").write_text(text + "recovery: {epochs: 1, lr: 0.001}\n")
+    job = ["prune", "dense", "--recipe", "trained.yaml", *TEXT]
+    ok(*job, "-o", "whole")
+    interrupted(job, 3)
+    resumed(job)
+
+
+def test_an_output_is_recovered_and_exported(here):
+    ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
+    ok("recover", "out", "--dense", "dense", *TEXT, "--epochs", "2", "-o", "recovered")
+    assert shapes("recovered") == shapes("out")
+    ok("verify", "recovered", "--against", "dense")
+    perplexity = json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"]
+    assert perplexity > 1
+
+
+def test_widths_by_the_least_error(here):
+    """A size is met where queries, groups, values and columns share it: what goes with several counts once."""
+    given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
+    ok("prune", "dense", *given, "-o", "out")
+    assert any(len(own) < 8 for own in kept("out", "values"))
+    parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
+    dense = sum(p.numel() for p in stock(Path("dense")).parameters())
+    assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense
+    for check in json.loads(ok("verify", "out", "--against", "dense", "--json"))["checks"]:
+        assert check["passed"] is not False, check
+
+
+def test_padded_values_are_the_same_function(here):
+    given = ("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats")
+    ok(*given, "-o", "out")
+    ok(*given, "--container", "padded", "-o", "padded")
+    ids = torch.arange(3, 15)[None]
+    torch.testing.assert_close(stock(Path("padded"))(ids).logits, ckpt_prune.load("out")(ids).logits)
+
+
+def test_what_is_refused(here):
+    given = ("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
+    assert refused(*given, "--container", "auto") == (
+        "no stock container fits: no stock class has values narrower than queries and keys. Say container: remote to "
+        "accept self-contained remote code, or container: padded to fill up with zeros, which saves nothing there"
+    )
+    assert refused(*given, "--set", "spaces.values={score: principal, ratio: 0.9, rounding: ceil}") == (
+        "ratio 0.9 would drop all 4 units of a space: at least one must stay"
+    )
+    assert refused(*given, "--set", "spaces.values.score=obs").endswith(
+        "spaces.values: score obs does not rank its units; allowed here: principal"
+    )
+    ranked = ("--set", "allocation=across-layers", "--set", "widths=per_layer")
+    assert refused(*given, *ranked).endswith(
+        "every KV head keeps as many value directions as the next: allocation: uniform or least-error"
+    )
+    with quiet_transformers():
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=300, n_positions=32)
+        GPT2LMHeadModel(config).save_pretrained("fused")
+    tiny_tokenizer("<s> $A").save_pretrained("fused")
+    assert refused("prune", "fused", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
+        "recipe mine prunes values, and values of gpt2 stay as wide as they are: one projection makes queries, keys "
+        "and values. Leave out spaces.values"
+    )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_implementation_of_attention_mixes_the_same_values(here, implementation):
+    """On a CPU the fused kernel has zeros beside them, which nothing else sees."""
+    ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
+    model, ids = ckpt_prune.load("out"), torch.arange(3, 13)[None]
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation(implementation)
+    seen = []
+    output = model.get_submodule("model.layers.0.self_attn.o_proj")
+    output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[-1]))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == "sdpa" else nullcontext():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    assert seen == [8]

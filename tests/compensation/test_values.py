@@ -1,0 +1,142 @@
+"""Directions of values, against the textbook and a search from random starts."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
+from tests.oracles import values
+
+ROUNDED = 1e-5
+"""Share of an energy that the ridge on second moments may add."""
+
+
+def drawn(seed: int, groups: int, each: int, size: int, outputs: int, tokens: int = 60):
+    """Columns (outputs, groups each size) and inputs of as many, which differ in scale and hang together."""
+    generator = np.random.default_rng(seed)
+    width = groups * each * size
+    mixed = generator.standard_normal((tokens, width)) @ generator.standard_normal((width, width))
+    return generator.standard_normal((outputs, width)), mixed * np.exp(generator.standard_normal(width))
+
+
+def turn_of(W, X, groups: int, size: int) -> Turn:
+    W, X = torch.from_numpy(W), torch.from_numpy(X)
+    return principal(W, X.T @ X, groups, size)
+
+
+def heads_of(W, X, groups: int, size: int):
+    """Query heads of every KV head: (columns, inputs) each."""
+    columns = np.split(np.arange(W.shape[1]), W.shape[1] // size)
+    each = len(columns) // groups
+    return [[(W[:, at], X[:, at]) for at in columns[g * each : (g + 1) * each]] for g in range(groups)]
+
+
+SHAPES = {
+    "seed": st.integers(0, 999),
+    "groups": st.integers(1, 3),
+    "each": st.integers(1, 3),
+    "size": st.integers(1, 4),
+    "outputs": st.integers(1, 6),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES)
+def test_with_all_directions_nothing_changes(seed, groups, each, size, outputs):
+    W, X = drawn(seed, groups, each, size, outputs)
+    turn, inputs = turn_of(W, X, groups, size), torch.from_numpy(X)
+    turned = turn.inputs(inputs)
+    np.testing.assert_allclose(
+        turn.turned(torch.from_numpy(W)) @ turned.T, W @ X.T, rtol=1e-6, atol=1e-6 * abs(W @ X.T).max()
+    )
+    torch.testing.assert_close(inputs @ turn.basis(X.shape[1]).T, turned)
+    torch.testing.assert_close(turn.gram(inputs.T @ inputs), turned.T @ turned)
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES)
+def test_it_is_the_textbook_basis(seed, groups, each, size, outputs):
+    W, X = drawn(seed, groups, each, size, outputs)
+    turn = turn_of(W, X, groups, size)
+    for group, own in enumerate(heads_of(W, X, groups, size)):
+        Q, P, strengths = values.directions([w for w, _ in own], [x for _, x in own])
+        np.testing.assert_allclose(turn.strengths[group], strengths, rtol=ROUNDED, atol=ROUNDED * strengths.sum())
+        for keep in range(1, size):
+            if strengths[keep - 1] > 1.01 * strengths[keep] + 1e-3 * strengths[0]:
+                found = turn.columns[group][:, :keep] @ turn.values[group][:keep]
+                np.testing.assert_allclose(found, P[:, :keep] @ Q[:, :keep].T, atol=1e-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(**(SHAPES | {"each": st.just(1)}))
+def test_what_is_lost_is_the_tail_of_the_spectrum(seed, groups, each, size, outputs):
+    """Of every KV head by itself; and no choice of coordinates loses less, whatever makes up for the others."""
+    W, X = drawn(seed, groups, each, size, outputs)
+    turn = turn_of(W, X, groups, size)
+    for group, ((w, x),) in enumerate(heads_of(W, X, groups, size)):
+        for keep in range(1, size + 1):
+            Q, P = turn.values[group][:keep].T.numpy(), turn.columns[group][:, :keep].numpy()
+            lost, tail = values.lost(w, x, Q, P), float(turn.strengths[group][keep:].sum())
+            whole = float(turn.strengths[group].sum())
+            assert lost == pytest.approx(tail, abs=ROUNDED * whole)
+            for S in map(list, combinations(range(size), keep)):
+                refitted = np.linalg.lstsq(x[:, S], x @ w.T, rcond=None)[0]
+                assert lost <= np.sum((x @ w.T - x[:, S] @ refitted) ** 2) + ROUNDED * whole
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("keep", [1, 2])
+def test_no_other_directions_lose_less(seed, keep):
+    W, X = drawn(seed, 1, 1, 4, 5)
+    turn = turn_of(W, X, 1, 4)
+    tail, whole = float(turn.strengths[0, keep:].sum()), float(turn.strengths.sum())
+    assert tail == pytest.approx(values.least(W, X, keep), abs=10 * ROUNDED * whole)
+
+
+def test_values_and_columns_go_apart():
+    """v and o, as an attention has them: what o reads of narrow values is what it read through the first directions."""
+    groups, each, size, keep = 2, 3, 4, 2
+    W, X = drawn(0, groups, each, size, 5)
+    turn = turn_of(W, X, groups, size)
+    V, b = torch.randn(groups * size, 7, dtype=torch.float64), torch.randn(groups * size, dtype=torch.float64)
+    narrow, bias = turn.narrowed(V, keep), turn.narrowed(b, keep)
+    columns = turn.turned(torch.from_numpy(W))[:, [j for g in range(2) for j in range(g * 12, g * 12 + keep * each)]]
+    read = by_head(columns, groups, keep)
+    torch.testing.assert_close(by_direction(read, groups, keep), columns)
+    hidden = torch.randn(7, dtype=torch.float64)
+    for head in range(groups * each):
+        own = slice(head // each * keep, (head // each + 1) * keep)
+        whole = slice(head // each * size, (head // each + 1) * size)
+        Q, P = turn.values[head // each][:keep], turn.columns[head // each][:, :keep]
+        expected = torch.from_numpy(W)[:, head * size : (head + 1) * size] @ P @ Q @ (V[whole] @ hidden + b[whole])
+        found = read[:, head * keep : (head + 1) * keep] @ (narrow[own] @ hidden + bias[own])
+        torch.testing.assert_close(found, expected)
+
+
+def test_values_that_are_always_zero_have_any_directions():
+    W, X = drawn(0, 2, 1, 3, 4)
+    X[:, :3] = 0
+    turn = turn_of(W, X, 2, 3)
+    assert all(bool(torch.isfinite(each).all()) for each in (turn.values, turn.columns))
+    torch.testing.assert_close(turn.columns @ turn.values, torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
+
+
+def test_moments_in_another_basis():
+    """What the closed forms need of them is that of the inputs there."""
+    W, X = drawn(3, 2, 2, 3, 4)
+    turn, x = turn_of(W, X, 2, 3), torch.from_numpy(X).float()
+    found = Moments.zeros(12, gram=True).accumulate(x).under(turn.inputs)
+    expected = Moments.zeros(12, gram=True).accumulate(turn.inputs(x))
+    assert found.count == expected.count
+    torch.testing.assert_close(found.sum, expected.sum, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.square, expected.square, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.gram.float(), expected.gram, rtol=1e-3, atol=1e-3)
+    with pytest.raises(
+        ValueError, match=r"^inputs in another basis need second moments: collect statistics with a Gram$"
+    ):
+        Moments.zeros(12, gram=False).under(turn.inputs)
