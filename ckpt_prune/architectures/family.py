@@ -22,6 +22,7 @@ from ckpt_prune.architectures.spaces import (
     LogitSpace,
     RotarySpace,
     SpaceName,
+    ValueSpace,
     product,
     rotary_space,
 )
@@ -269,13 +270,15 @@ class Family(Description):
         """The same family without a space inside another (`ConsumerSpace.within`) that has one unit under a config.
 
         Nor with one where blocks differ in width: there is no one number of its units, and nothing more goes of such a
-        model.
+        model. Values stay, whose blocks say how wide they are.
         """
         uneven = getattr(config, "is_heterogeneous", False)
         single = {
             name
             for name, space in self.columns.items()
-            if space.within is not None and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
+            if space.within is not None
+            and not (uneven and isinstance(space, ValueSpace))
+            and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }
         return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
 
