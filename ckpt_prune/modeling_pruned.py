@@ -131,7 +131,7 @@ def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
 
 
 class BlockConfig:
-    """The config of one block, whose attention is the implementation that the model's own config says at the time.
+    """The config of one block, whose attention and experts run as the model's own config says at the time.
 
     Args:
         shared: the model's.
@@ -145,7 +145,7 @@ class BlockConfig:
         """Of the one or the other."""
         if name.startswith("__") or not {"shared", "own"} <= self.__dict__.keys():
             raise AttributeError(name)  # copies ask before there is anything to copy to
-        return getattr(self.__dict__["shared" if name.startswith("_attn") else "own"], name)
+        return getattr(self.__dict__["shared" if name.startswith(("_attn", "_experts")) else "own"], name)
 
 
 class PrunedMixin:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
 from ckpt_prune.ratios import checked_ratio
 
@@ -195,6 +196,11 @@ class OpeningOptions(TrustOptions):
         description="Description of the model's family, a JSON file as in ckpt_prune/architectures/families, where "
         "this version has none; `ckpt-prune inspect MODEL` drafts it. Outputs carry it along.",
     )
+    part: PartName | None = Field(
+        None,
+        description="Which part of a model that is made of several (qwen2_5_vl, gemma3, llava, ...): only that is "
+        "measured and pruned, in place; every other tensor stays as it is, byte for byte.",
+    )
 
 
 class PlaceOptions(TrustOptions):
@@ -303,7 +309,9 @@ class InspectOptions(OpeningOptions):
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
     ratios: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Shares of units to drop.")
-    recipe: Annotated[str, BeforeValidator(path_of)] = Field("rcpu", description="Whose spaces ratios apply to.")
+    recipe: Annotated[str | None, BeforeValidator(path_of)] = Field(
+        None, description="Whose spaces ratios apply to, rcpu by default; without ratios its own are told of."
+    )
     sparsity: bool = Field(False, description="Count the zeros of the linear weights.")
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from ckpt_prune.plain import plain
+
 T = TypeVar("T")
 Clock = Callable[[], float]
 """Seconds from any moment on, never backwards."""
@@ -121,7 +123,7 @@ class _Lines:
 
 def _print(line: str) -> None:
     with suppress(OSError, ValueError):  # where stderr is closed, work goes on
-        print(line, file=sys.stderr, flush=True)
+        print(plain(line), file=sys.stderr, flush=True)
 
 
 def _minutes(seconds: float) -> str:

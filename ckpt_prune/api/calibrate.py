@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
@@ -39,6 +40,7 @@ def calibrate(
     collect: str | Sequence[str] | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -65,6 +67,7 @@ def calibrate(
             weigh these by effect, are collected on request only.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -79,7 +82,7 @@ def calibrate(
     # Before torch is imported, what can be told without it.
     if not has_data(options, options):
         raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
-    check_supported(options.model, options.family)
+    check_supported(options.model, options.family, options.part)
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples
@@ -92,7 +95,7 @@ def calibrate(
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
-    from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
+    from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
 
     out, trust = options.output, options.trust_remote_code
     with progress_shown(progress):
@@ -102,8 +105,9 @@ def calibrate(
         checkpoint, described = source.checkpoint, source.family
         known = collectable(source)
         inside = [space for space in described.columns if space not in described.consumers]
-        usual = [*everything(source), *([] if source.blocks > SHALLOW else [EFFECTS])]
-        asked = _kinds(options.collect, known, inside, usual, described.model_type)
+        usual = [*everything(source), *([EFFECTS] if measured_singly(source) else [])]
+        effects = [] if described.experts is not None else [EFFECTS]
+        asked = _kinds(options.collect, (*known, *effects), inside, usual, described.model_type)
         kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
         refuse_overlap(checkpoint.path, out)
@@ -155,7 +159,7 @@ def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual:
     """
     if text is None:
         return usual
-    known = (*kinds, EFFECTS, *inside)
+    known = (*kinds, *inside)
     asked = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in asked if part not in known]
     if unknown or not asked:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
@@ -36,6 +37,7 @@ def compare(
     state_memory: float = 8.0,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -60,6 +62,7 @@ def compare(
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
         overwrite: replace an existing page.
         family: file of a description of the model's family, where this version has none.
+        part: which part of models that are made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -72,7 +75,7 @@ def compare(
     if not has_data(options, options):
         raise UserError("compare needs --text FILE, or --images DIR for vision models")
     for each in (options.reference, options.model):
-        check_supported(each, options.family)
+        check_supported(each, options.family, options.part)
     check_texts(options.text)
     if options.plot is not None:
         from ckpt_prune.reporting.place import check_page

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.architectures.family import check_supported, is_known
+from ckpt_prune.architectures.composite import PartName
+from ckpt_prune.architectures.family import check_kind, check_supported, is_known
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
 from ckpt_prune.planning.shipped import find_recipe
@@ -20,9 +21,10 @@ def inspect(
     model: AnyModel,
     *,
     ratios: str | Sequence[float] | None = None,
-    recipe: str = "rcpu",
+    recipe: str | None = None,
     sparsity: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     progress: bool = True,
 ) -> "Description":
     """Say what a model is, as `ckpt-prune inspect` does: family, spaces and widths, sizes, and fitting containers.
@@ -33,9 +35,10 @@ def inspect(
         model: a folder, perhaps with nothing but a config.json, a Hub id, or what a function of this package has
             written.
         ratios: shares of the units of the recipe's spaces; the size is told after dropping each.
-        recipe: whose spaces and rounding ratios apply to.
+        recipe: whose spaces and rounding ratios apply to, by default rcpu; without ratios, whose own ratios apply.
         sparsity: also count the zeros of the linear weights. Reads all weights.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         progress: show bars on stderr.
 
     Raises:
@@ -43,8 +46,9 @@ def inspect(
     """
     options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
-    find_recipe(options.recipe)
-    check_supported(options.model, options.family, unknown=True)
+    if options.recipe is not None:
+        find_recipe(options.recipe)
+    check_supported(options.model, options.family, options.part, unknown=True)
 
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
     from ckpt_prune.containers.opening import Opening, described_as, open_checkpoint
@@ -58,13 +62,17 @@ def inspect(
                 f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
             )
         if config_only:
+            if options.part is not None:
+                raise UserError(f"{folder} has no weights: --part is for checkpoints that have")
             config = described_as(config_of_folder(folder), options.family)
             if not is_known(config):
+                check_kind(config)
                 return describe_unknown(folder, config)
             checkpoint = checkpoint_of_config(folder, config)
         else:
-            checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family))
+            checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
             if not is_known(checkpoint.config):
+                check_kind(checkpoint.config)
                 return describe_unknown(checkpoint.path, checkpoint.config)
         return describe(
             checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity

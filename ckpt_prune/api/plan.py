@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.planning.sizes import asked_size
@@ -96,6 +97,7 @@ class ComparedPlan:
 
 def compared_plan(planned: Planned) -> ComparedPlan:
     """The row of a plan."""
+    from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.report.figures import held_out_errors, space_errors
 
     made = planned.plan
@@ -106,8 +108,8 @@ def compared_plan(planned: Planned) -> ComparedPlan:
         made.before,
         made.after,
         "remote code" if made.container == "remote" else made.container,
-        {str(space): errors.get(space) for space in made.recipe.spaces},
-        {str(space): held_out.get(space) for space in made.recipe.spaces},
+        {space: errors.get(space) for space in first_of_experts(made.recipe.spaces)},
+        {space: held_out.get(space) for space in first_of_experts(made.recipe.spaces)},
         made.divergence,
         planned.messages,
     )
@@ -127,6 +129,7 @@ def plan(
     output: AnyPath | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -146,6 +149,7 @@ def plan(
         output: the plan file to write, if any.
         overwrite: replace an existing plan.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.
@@ -156,7 +160,7 @@ def plan(
     options = checked(PlanOptions, locals())
     # Before torch is imported, what can be told without it.
     asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
-    check_supported(options.model, options.family)
+    check_supported(options.model, options.family, options.part)
 
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.transform.asked import check_plan_place, plan_request

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
@@ -107,6 +108,7 @@ def prune(
     perplexity_after: str | Sequence[int] | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -144,6 +146,7 @@ def prune(
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
         overwrite: replace an existing output.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -178,7 +181,7 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
         find_recipe(options.recipe)
     if Path(options.model).is_dir():
         check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
-    check_supported(options.model, options.family)
+    check_supported(options.model, options.family, options.part)
     check_texts(options.text)
 
     from ckpt_prune.transform.asked import prune_request, read_asked

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
@@ -70,6 +71,7 @@ def recover(
     resume: bool = False,
     overwrite: bool = False,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -104,6 +106,7 @@ def recover(
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output.
         family: file of a description of the model's family, where this version has none.
+        part: which part of models that are made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -122,7 +125,7 @@ def recover(
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
     for each in (options.pruned, options.dense):
-        check_supported(each, options.family)
+        check_supported(each, options.family, options.part)
     check_texts(options.text)
 
     from ckpt_prune.calibration.choosing import chosen_samples

@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.progress import progress_shown
@@ -51,6 +52,7 @@ def sweep(
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
     family: AnyPath | None = None,
+    part: PartName | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -65,6 +67,7 @@ def sweep(
         overrides: changes of the recipe's keys, dotted.
         container: what the output is to be stored as.
         family: file of a description of the model's family, where this version has none.
+        part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.
@@ -75,6 +78,7 @@ def sweep(
     wanted = _ratios(ratios) if isinstance(ratios, str) else [float(ratio) for ratio in ratios]
     options = checked(PlanOptions, {**locals(), "diagnostics": False})
 
+    from ckpt_prune.architectures.spaces import first_of_experts
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
     from ckpt_prune.transform.checks import check_request
@@ -85,7 +89,9 @@ def sweep(
         check_request(request)
         request.model.checkpoint.check_finite()
         points = points_at(request, wanted)
-        return Sweep(request.recipe.name, tuple(request.recipe.spaces), cost_of(request.model), tuple(points))
+        return Sweep(
+            request.recipe.name, tuple(first_of_experts(request.recipe.spaces)), cost_of(request.model), tuple(points)
+        )
 
 
 def _ratios(text: str) -> list[float]:

@@ -16,7 +16,9 @@ def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
 
     A module that transformers holds as several, equal parts of its rows, has several.
     """
-    return _module_paths(family.model_type, family.variant, family.architecture, family.outside)
+    paths = _module_paths(family.model_type, family.variant, family.architecture, family.outside)
+    # Those of experts have no module of their own in stock classes.
+    return MappingProxyType({module: held for module, held in paths.items() if "{expert}" not in module})
 
 
 @cache

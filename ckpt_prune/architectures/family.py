@@ -12,19 +12,24 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ckpt_prune.architectures.parts import Architecture, Attention, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.architectures.composite import known_composites, load_composite
+from ckpt_prune.architectures.parts import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.architectures.settings import check_settings
 from ckpt_prune.architectures.spaces import (
     ENDS,
     AnySpace,
     ConsumerSpace,
     Description,
+    ExpertSpace,
     Kind,
     LogitSpace,
     RotarySpace,
     SpaceName,
     ValueSpace,
+    expert_of,
     product,
     rotary_space,
+    space_of,
 )
 from ckpt_prune.checkpoint.jsonfile import parse_object, read_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
@@ -68,6 +73,7 @@ class Family(Description):
         derived: dimensions that no config key of `dimensions` may say → the factors that they are then.
         spaces: what can be pruned, in the order of computation.
         absent: why there is none of a space that families alike have.
+        experts: of a block's mlp, where it is a mixture of them.
         rope: whether q and k are rotated by position before they meet.
         rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
         unpaired: why none can, where q and k are rotated.
@@ -87,6 +93,8 @@ class Family(Description):
         uneven: config keys and values that an output has whose blocks differ in width.
         stand_ins: families that compute the same function from the same tensors, to relabel to when this one's
             config cannot say the new shape, in the order to try them.
+        settings: more config keys that leave the description as it is, beside `settings.HARMLESS`; None where it has
+            not been held against the config class, and is not guarded. Not inherited.
         outside: JSON of the file, where that is from outside the package.
     """
 
@@ -110,6 +118,7 @@ class Family(Description):
     derived: dict[str, list[str | int]] = Field(default_factory=dict)
     spaces: dict[SpaceName, AnySpace]
     absent: dict[SpaceName, str] = Field(default_factory=dict)
+    experts: Experts | None = None
     rope: bool = False
     rotary: Rotary | None = None
     unpaired: str | None = None
@@ -126,6 +135,7 @@ class Family(Description):
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
     uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
+    settings: list[str] | None = None
     outside: str | None = None
 
     # ---- the class at hand ------------------------------------------------------------------------------------
@@ -190,10 +200,25 @@ class Family(Description):
         return {name: space for name, space in self.spaces.items() if isinstance(space, RotarySpace)}
 
     @property
+    def routers(self) -> dict[SpaceName, ExpertSpace]:
+        """The spaces of whole experts."""
+        return {name: space for name, space in self.spaces.items() if isinstance(space, ExpertSpace)}
+
+    @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
         spaces = [*self.logits.values(), *self.consumers.values()]
         return list(dict.fromkeys(module for space in spaces for module in space.modules))
+
+    @property
+    def expert_modules(self) -> dict[str, tuple[int, str]]:
+        """Linear module of a block → the expert whose it is, and what it does there (`Experts.roles`).
+
+        Empty before a config has said how many experts there are.
+        """
+        numbers = dict.fromkeys(expert for name in self.spaces if (expert := expert_of(name)) is not None)
+        roles = {} if self.experts is None else self.experts.roles
+        return {each.format(expert=number): (number, role) for number in numbers for each, role in roles.items()}
 
     @property
     def labels(self) -> dict[str, str]:
@@ -232,14 +257,28 @@ class Family(Description):
         """Refuse a config that the description does not hold for.
 
         Raises:
-            UserError: it has one of the settings in `refused`.
+            UserError: it has one of the settings in `refused`, or one that the description does not know.
         """
+        if self.settings is not None:
+            check_settings(self.model_type, self.named_keys, config)
         for refusal in self.refused:
             if refusal.holds(config, lambda name: self.dimension(config, name)):
                 found = json.dumps(refusal.found(config))
                 raise UserError(
                     f"{self.model_type} with {refusal.key} {found} in config.json is not supported: {refusal.why}"
                 )
+
+    @property
+    def named_keys(self) -> set[str]:
+        """Config keys that the description names."""
+        found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
+        found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
+        found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
+        found |= {key for key in (self.sliding_window, self.variant) if key is not None}
+        refused = [*self.refused, *(self.residual.refused if self.residual else ())]
+        found |= {refusal.key.split(".")[0] for refusal in refused}
+        found |= {key for space in self.spaces.values() for key in space.config}
+        return found | {space.multiplier for space in self.columns.values() if space.multiplier is not None}
 
     def scale(self, block: int, space: SpaceName) -> str | None:
         """On-disk name of the layer scale of a space's consumer, (d_out,), or None where it has none."""
@@ -267,10 +306,11 @@ class Family(Description):
         raise UserError(f"config.json of type {self.model_type} lacks {' or '.join(self.dimensions[name])}")
 
     def with_config(self, config: Any) -> "Family":
-        """The same family without a space inside another (`ConsumerSpace.within`) that has one unit under a config.
+        """The same family with the spaces that blocks have under a config.
 
-        Nor with one where blocks differ in width: there is no one number of its units, and nothing more goes of such a
-        model. Values stay, whose blocks say how wide they are.
+        A space inside another (`ConsumerSpace.within`) is left out where it has one unit, or where blocks differ in
+        width: there is no one number of its units, and nothing more goes of such a model. Values stay, whose blocks say
+        how wide they are. One of experts is there once for each.
         """
         uneven = getattr(config, "is_heterogeneous", False)
         single = {
@@ -280,7 +320,14 @@ class Family(Description):
             and not (uneven and isinstance(space, ValueSpace))
             and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }
-        return self.model_copy(update={"spaces": {n: space for n, space in self.spaces.items() if n not in single}})
+        spaces: dict[str, AnySpace] = {}
+        for name, space in self.spaces.items():
+            if not space.experts:
+                spaces |= {} if name in single else {name: space}
+            elif self.experts is not None:
+                count = self.dimension(config, self.experts.count)
+                spaces |= {space_of(name, expert): space.of_expert(expert) for expert in range(count)}
+        return self.model_copy(update={"spaces": spaces})
 
     def of(self, architecture: str) -> "Family":
         """The same family with another of its classes at hand; paths lose the base prefix where it is the base model.
@@ -321,10 +368,17 @@ def _unsupported() -> dict[str, str]:
     return found
 
 
+def _refuse_unsupported(model_type: str) -> None:
+    why = _unsupported().get(model_type)
+    if why is not None:
+        raise UserError(f"{model_type} is not supported: {why}")
+
+
 OF_THE_FUNCTION = (
     "transposed",
     "spaces",
     "absent",
+    "experts",
     "rope",
     "bias_slots",
     "sliding_window",
@@ -337,7 +391,7 @@ OF_THE_FUNCTION = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; one of these that
 is wrong changes what is computed without a word, so a file that extends another states or inherits each by name."""
-OF_THEIR_OWN = ("rotary", "unpaired")
+OF_THEIR_OWN = ("rotary", "unpaired", "settings")
 """Keys of the same kind that a file lacks unless it states or inherits them."""
 
 
@@ -466,9 +520,7 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     Raises:
         UserError: there is none; the message lists the known ones and says where a description goes.
     """
-    why = _unsupported().get(model_type)
-    if why is not None:
-        raise UserError(f"{model_type} is not supported: {why}")
+    _refuse_unsupported(model_type)
     if model_type not in known_families():
         known = ", ".join(known_families())
         raise UserError(
@@ -520,13 +572,16 @@ def family_of(config: dict[str, Any]) -> Family:
     Raises:
         UserError: no `model_type`, a mixture of experts, or an unknown family.
     """
-    family = _supported(config)
+    check_kind(config)
+    family = described(config)
     declared = next(iter(config.get("architectures") or []), "")
     declared = declared.removeprefix(REMOTE_PREFIX)
     return family.of(declared if declared in family.architectures else family.architecture)
 
 
-def check_supported(model: str, family: str | Path | None = None, *, unknown: bool = False) -> None:
+def check_supported(
+    model: str, family: str | Path | None = None, part: str | None = None, *, unknown: bool = False
+) -> None:
     """Refuse a folder of no known family by its config.json alone, before anything large is imported.
 
     What else may be wrong is found where the folder is read. A Hub id passes, as does a config that asks for code of
@@ -535,10 +590,11 @@ def check_supported(model: str, family: str | Path | None = None, *, unknown: bo
     Args:
         model: the folder.
         family: file of a description from outside the package.
+        part: of a composite that is asked for.
         unknown: let a family pass that there is no description of.
 
     Raises:
-        UserError: as `family_of` and `described_by`.
+        UserError: as `family_of`, `described_by` and `Composite.part`.
     """
     outside = None if family is None else parse_object(described_by(family).encode())
     try:
@@ -546,10 +602,15 @@ def check_supported(model: str, family: str | Path | None = None, *, unknown: bo
     except (OSError, UserError):
         return
     refuse_quantised(Path(model), config)
-    if "auto_map" not in config and not (
-        unknown and isinstance(config.get("model_type"), str) and not is_known(config)
-    ):
-        _supported(config if outside is None else with_description(config, outside))
+    if part is not None:
+        load_composite(str(config.get("model_type"))).part(part)
+        return
+    if "auto_map" in config:
+        return
+    config = config if outside is None else with_description(config, outside)
+    check_kind(config)
+    if is_known(config) or not unknown:
+        described(config)
 
 
 def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
@@ -559,8 +620,12 @@ def with_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict
     return config | {OUTSIDE_KEY: outside}
 
 
-def _supported(config: dict[str, Any]) -> Family:
-    """The description of a config's family, whichever class is declared."""
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Refuse a config of a model that no description can be of.
+
+    Raises:
+        UserError: it has no `model_type`, is of a composite, or of a mixture of experts.
+    """
     model_type = config.get("model_type")
     if is_timm(config):
         raise UserError(
@@ -569,11 +634,13 @@ def _supported(config: dict[str, Any]) -> Family:
         )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
+    if model_type in known_composites() and model_type not in known_families():
+        raise UserError(load_composite(model_type).advice)
+    _refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
-    if experts:
+    if experts and (model_type not in known_families() or load_family(model_type).experts is None):
         known = ", ".join(known_families())
         raise UserError(
             f"this checkpoint is a mixture of experts ({experts} in config.json), which is not supported; "
             f"known families: {known}; a description goes in ckpt_prune/architectures/families/"
         )
-    return described(config)

@@ -3,7 +3,7 @@
 import re
 
 from ckpt_prune.architectures.family import Family, described, family_of
-from ckpt_prune.architectures.skeleton import is_stored_buffer, stock_names
+from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config, stock_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 
@@ -30,13 +30,29 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
 def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     """The checkpoint as the whole package sees it: every weight of a block's linear modules is (outputs, inputs).
 
-    Here is the one border that a family whose files hold transposes of them (Conv1D) has.
+    Here is the one border that a family whose files hold transposes of them (Conv1D) has, or stacks of experts.
     """
-    if not family.transposed:
+    stacks = {} if family.experts is None else family.experts.stacks
+    if not family.transposed and not stacks:
         return checkpoint
     weight = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + r"(.+)\.weight")
-    found = ((name, weight.fullmatch(name)) for name in checkpoint.tensors)
-    return checkpoint.turned(name for name, match in found if match and match[1] in family.transposed)
+    found = [(name, match[1]) for name in checkpoint.tensors if (match := weight.fullmatch(name))]
+    parts = {
+        name: tuple(
+            f"{name.removesuffix(f'{module}.weight')}{stacks[module].format(expert=expert)}.weight"
+            for expert in range(checkpoint.tensors[name].shape[0])
+        )
+        for name, module in found
+        if module in stacks
+    }
+    return checkpoint.turned(name for name, module in found if module in family.transposed).split(parts)
+
+
+def fitted(checkpoint: Checkpoint) -> tuple[Checkpoint, Family]:
+    """A checkpoint as the package sees it, and its family with the spaces that its config says (`oriented`)."""
+    family = fitting_family(checkpoint)
+    own = family if family.experts is None else family.with_config(parse_config(checkpoint.config))
+    return oriented(checkpoint, family), own
 
 
 def _fits(family: Family, checkpoint: Checkpoint, names: set[str]) -> bool:

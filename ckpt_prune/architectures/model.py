@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of
+from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of, expert_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.modeling_pruned import layer_config
@@ -148,12 +149,14 @@ class Model:
             # Lines that no other space takes from, where there are any.
             own = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (own or space.incidences)[-1]
+            if expert_of(name) is not None and self.tensor(block, incidence.module) not in tensors:
+                continue  # an expert that is gone
             found[name] = lines(axis, incidence.module) // incidence.per_unit(self.dimension)
             if space.per is not None:
                 outer = next((found[other] for other, each in others.items() if each.units == space.per), None)
                 heads = lines("columns", self.family.attention.output) // self.dimension("head_dim")
                 found[name] //= heads if outer is None else outer
-        return {name: found[name] for name in spaces}
+        return {name: found[name] for name in spaces if name in found}
 
     def _widths_name(self, block: int) -> str:
         """Under which a block's tensors may tell their widths."""
@@ -167,6 +170,8 @@ class Model:
             tensors: by on-disk name.
             widths: units of the spaces that are pruned.
         """
+        if not any(space.ends == "values" for space in self.family.spaces.values()):
+            return dict(tensors)
         told = torch.tensor([widths.get(space, self.units(space)) for space in self.family.spaces])
         return {**tensors, self._widths_name(block): told}
 
@@ -197,6 +202,15 @@ class Model:
     def has(self, module: str, kind: Literal["weight", "bias"] = "weight") -> bool:
         """Whether blocks have such a tensor."""
         return self.tensor(0, module, kind) in self.checkpoint.tensors
+
+    @cached_property
+    def _expert_weights(self) -> dict[str, int]:
+        modules = self.family.expert_modules.items()
+        return {self.tensor(block, module): expert for block in range(self.blocks) for module, (expert, _) in modules}
+
+    def expert_of(self, weight: str) -> int | None:
+        """The expert that a weight on disk is of; None where it is of no single one."""
+        return self._expert_weights.get(weight)
 
     def block_names(self, block: int) -> list[str]:
         """On-disk names of a block's tensors."""
@@ -242,7 +256,8 @@ class Model:
 
     def stays(self, kept: Kept) -> Stays:
         """What stays of a block's linear modules where these units do (`cuts.stays`)."""
-        sizes = {module: self._shape(module) for module in self.family.linears}
+        modules = [*self.family.linears, *(space.measured for space in self.family.routers.values())]
+        sizes = {module: self._shape(module) for module in modules}
         sizes |= {each.module: self._shape(each.module) for s in self.family.spaces.values() for each in s.tables}
         return stays(self.family, self.dimension, kept, sizes)
 
@@ -267,6 +282,10 @@ class Model:
                 if own.get(space, self.units(space)) < self.units(space):
                     heads = next((n for s, n in own.items() if self.family.spaces[s].units == described.per), None)
                     shapes[self.pairs_name(block)] = torch.int16, (own[space] * (heads or self.copies(space)),)
+            for space in self.family.routers.keys() & own.keys():
+                gone = (m for m, (expert, _) in self.family.expert_modules.items() if expert >= own[space])
+                for module in gone:
+                    shapes.pop(self.tensor(block, module), None)
         return shapes
 
     def pairs_name(self, block: int) -> str:
@@ -291,6 +310,36 @@ class Model:
                         own = own[torch.isin(own // count, units)]
                 return (own % count).to(torch.int16)
         return None
+
+    def moved_experts(self, block: int, kept: Kept) -> dict[str, str]:
+        """Weights of the experts that stay where others of a block go: new name on disk → the dense model's.
+
+        Args:
+            block: its index.
+            kept: units that stay, of every space that is pruned.
+        """
+        stay = next((kept[space].tolist() for space in self.family.routers if space in kept), [])
+        roles = [] if self.family.experts is None else list(self.family.experts.roles)
+        return {
+            self.tensor(block, each.format(expert=number)): self.tensor(block, each.format(expert=expert))
+            for each in roles
+            for number, expert in enumerate(stay)
+        }
+
+    def without_experts(self, block: int, tensors: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+        """A block's tensors without those of experts that go; the others are numbered anew.
+
+        Args:
+            block: its index.
+            tensors: by on-disk name.
+            kept: units that stay, of every space that is pruned.
+        """
+        moved = self.moved_experts(block, kept)
+        if not moved:
+            return dict(tensors)
+        own = {self.tensor(block, module) for module in self.family.expert_modules}
+        found = {name: tensor for name, tensor in tensors.items() if name not in own}
+        return found | {name: tensors[before] for name, before in moved.items()}
 
     def line_numbers(self, module: str, dim: int) -> Tensor:
         """All rows (dim 0) or columns of a linear module's dense weight."""
@@ -345,6 +394,12 @@ class Model:
         """
         hidden = self.dimension("hidden")
         return {f"{self.family.block}{first}.weight{_INPUT}": hidden for first in self.family.producer_inputs}
+
+    @property
+    def router_experts(self) -> dict[str, int]:
+        """Router's on-disk weight, with `{block}` for the block → experts."""
+        routers = self.family.routers.items()
+        return {f"{self.family.block}{space.measured}.weight": self.units(name) for name, space in routers}
 
     @property
     def query_heads(self) -> dict[str, tuple[int, int]]:

@@ -60,6 +60,48 @@ class Rotary(Description):
     tables: Pairing
 
 
+GATE, UP, DOWN = "gate", "up", "down"
+"""What the linear modules of an expert do."""
+GROUPED = 8
+"""Columns of experts are a multiple of this where torch multiplies all experts at once: it wants rows of 16 bytes."""
+
+
+class Experts(Description):
+    """The experts of a block's mlp, of which a router chooses some for every token.
+
+    Modules have `{expert}` in their paths, whatever files hold.
+
+    Attributes:
+        count: the dimension that counts them.
+        router: the linear module whose rows are the experts' logits; its bias is of the choice alone.
+        gate: the linear module whose output passes the activation, of one expert.
+        up: what that is multiplied by. Where it is the gate, one weight holds both, the gate's rows first.
+        down: what makes the expert's output.
+        module: what stands in a block of the model for all experts together.
+        stacked: whether files hold each linear module of all experts in one tensor, named without `{expert}`.
+        chosen: config key of how many experts see a token.
+    """
+
+    count: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    module: str
+    stacked: bool = False
+    chosen: str
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Linear module of an expert → what it does; one that holds gate and up is the gate."""
+        return {self.up: UP, self.gate: GATE, self.down: DOWN}
+
+    @property
+    def stacks(self) -> dict[str, str]:
+        """Module that files hold for all experts → the module of one; where they do."""
+        return {module.replace(".{expert}", ""): module for module in self.roles} if self.stacked else {}
+
+
 class Refusal(Description):
     """A setting of the config under which a model cannot be read, or its residual stream cannot be rotated.
 
@@ -67,14 +109,14 @@ class Refusal(Description):
         key: of the config, with dots between keys of configs inside it; a config without it does not have the setting.
         default: what a config without the key has, where its class does not fill it in.
         value: what it is then: a number, or whether it is anything; or, where `unlike` is given, nothing.
-        unlike: a dimension that the key's value then differs from.
+        unlike: a dimension that the key's value then differs from, or a number.
         kind: the one kind of rotation that it rules out, or None for all that turn the stream (values do not).
         why: in words, after "KEY:" or "cannot be rotated:".
     """
 
     key: str
     value: bool | int | None = None
-    unlike: str | None = None
+    unlike: str | int | None = None
     kind: str | None = None
     default: bool | None = None
     why: str
@@ -86,7 +128,7 @@ class Refusal(Description):
         except AttributeError:
             return False
         if self.unlike is not None:
-            return bool(found != dimension(self.unlike))
+            return bool(found != (dimension(self.unlike) if isinstance(self.unlike, str) else self.unlike))
         return bool(found) is self.value if isinstance(self.value, bool) else bool(found == self.value)
 
     def found(self, config: Any) -> Any:

@@ -7,8 +7,8 @@ import transformers
 
 from ckpt_prune.architectures.cuts import stays, touched
 from ckpt_prune.architectures.family import Family, known_families
-from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, quiet_transformers
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.skeleton import Names, as_said, build_skeleton, parse_config, quiet_transformers
+from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -90,7 +90,10 @@ def _linears_are_all(family: Family, shapes: Shapes) -> None:
         if name not in weights:
             has = ", ".join(sorted(each.removeprefix(prefix).removesuffix(".weight") for each in weights))
             raise UserError(f"spaces: {family.architecture} has no {name} ({module}); its blocks have {has}")
-    if extra := sorted(weights - named.keys()):
+    # What chooses among experts, and what weighs them, is no space's.
+    besides = [] if family.experts is None else [family.experts.router]
+    besides += [space.gate for space in family.columns.values() if space.gate is not None]
+    if extra := sorted(weights - named.keys() - {family.tensor(0, module) for module in besides}):
         raise UserError(f"spaces: no space names {extra[0]}, which {family.architecture} has")
     attention = {family.tensor(0, module) for module in family.attention.modules}
     if wrong := sorted(attention - weights):
@@ -139,19 +142,22 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
             values[key] *= others.get(factor, dimension(factor))
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and hasattr(parsed, "head_dim"):
         values["head_dim"] = dimension("head_dim")
+    said = {as_said(key, config, parsed): value for key, value in values.items()}
     try:
-        found = Names(build_skeleton(parse_config(config | values), family.architecture)).shapes
+        found = Names(build_skeleton(parse_config(config | said), family.architecture)).shapes
     except UserError as error:
         if family.heads_divide_hidden:
             return
         raise UserError(f"spaces.{name}.config: {values} is refused: {error}") from error
     turned = {family.tensor(0, module) for module in family.transposed}
     sizes = {}
-    for module in family.linears:
+    for module in [*family.linears, *(own.measured for own in family.routers.values())]:
         shape = dense[family.tensor(0, module)]
         sizes[module] = shape[::-1] if family.tensor(0, module) in turned else shape
-    lines = stays(family, dimension, {name: space.first(kept, dimension)}, sizes)
-    wanted = {family.tensor(0, module): shape for module, shape in sizes.items()}
+    # One config key says the widths of all experts.
+    alike = [each for each in family.spaces if known_space(each) == known_space(name)]
+    lines = stays(family, dimension, {each: space.first(kept, dimension) for each in alike}, sizes)
+    wanted = {family.tensor(0, module): shape for module, shape in sizes.items() if family.tensor(0, module) in found}
     for module, kind, dim, left in touched(lines):
         tensor = family.tensor(0, module)
         if kind == "weight":

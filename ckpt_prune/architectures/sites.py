@@ -6,14 +6,12 @@ from ckpt_prune.architectures.spaces import SpaceName
 
 
 class Site(NamedTuple):
-    """One space of one block, or of one expert where the block has several.
+    """One space of one block.
 
     Attributes:
         block: index of the block.
-        space: which of its spaces.
-        expert: index of the expert; None where the block has none.
+        space: which of its spaces; of a block with experts, of which expert, too (`spaces.space_of`).
     """
 
     block: int
     space: SpaceName
-    expert: int | None = None

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
@@ -155,13 +155,24 @@ class Names:
         held = self.parameters(disk)
         if not held:
             return None
+        if self._stacked(disk):  # a part of what the parameter holds
+            return self.shapes.get(disk)
         first, *rest = (tuple(self._parameters[name].shape) for name in held)
         return (first[0] * (1 + len(rest)), *first[1:]) if rest else first
 
     def missing(self, disk: Iterable[str]) -> list[str]:
         """On-disk names of the parameters that none of these tensors holds, sorted."""
-        held = {parameter for name in disk for parameter in self.parameters(name)}
-        return sorted({self.saved_as(parameter) for parameter in self._parameters if parameter not in held})
+        given = set(disk)
+        held = {parameter for name in given for parameter in self.parameters(name)}
+        lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in held}
+        whole = {parameter for parameter in self._parameters if parameter in given}
+        stacked = (name for name in self.shapes if name not in given and self._stacked(name))
+        return sorted(lacking | {name for name in stacked if not whole.issuperset(self.parameters(name))})
+
+    def _stacked(self, disk: str) -> bool:
+        """Whether a tensor on disk is one of several that a parameter stacks: a weight of one expert."""
+        held, shape = self.parameters(disk), self.shapes.get(disk)
+        return shape is not None and len(held) == 1 and len(shape) < self._parameters[held[0]].dim()
 
 
 def stock_names(config: dict[str, Any], architecture: str) -> Names:
@@ -202,6 +213,13 @@ def is_stored_buffer(name: str) -> bool:
 
 PAIRS = "rotary_pairs"
 """Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
+
+
+def as_said(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """The name that a config.json has for a key of its class, where the class knows it by several."""
+    names = getattr(config, "attribute_map", {})
+    alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]
+    return next((name for name in alike if name in values and key not in values), key)
 
 
 def is_parameter(name: str) -> bool:

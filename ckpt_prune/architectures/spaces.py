@@ -5,20 +5,63 @@ has and in what order. `cuts` derives shapes, cutting and padding from that.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SpaceName = Literal["qk", "rotary", "queries", "heads", "values", "mlp"]
-"""Spaces that recipes, plans and statistics speak of."""
-Ends = Literal["columns", "logits", "rotary", "values"]
+KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "mlp", "shared", "experts"]
+"""Spaces that recipes speak of."""
+SPACES: tuple[str, ...] = get_args(KnownSpace)
+
+
+def space_of(name: str, expert: int | None) -> str:
+    """The name of a space of one expert."""
+    return name if expert is None else f"{name}.{expert}"
+
+
+def known_space(name: str) -> str:
+    """What recipes call a space: without the number of its expert."""
+    return name.partition(".")[0]
+
+
+def expert_of(name: str) -> int | None:
+    """The expert whose space this is; None where the space is of a whole block."""
+    number = name.partition(".")[2]
+    return int(number) if number else None
+
+
+def first_of_experts(names: Iterable[str]) -> dict[str, str]:
+    """What recipes call spaces → the first of them that is called so: one expert's are as wide as the next one's."""
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(known_space(name), name)
+    return found
+
+
+class _Known:
+    """Validates names of spaces, those of single experts (`mlp.3`) among them."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(value: Any, known: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            name, dot, number = value.partition(".") if isinstance(value, str) else (value, "", "")
+            known(name if number.isdecimal() == bool(dot) else value)
+            return value
+
+        return core_schema.no_info_wrap_validator_function(check, core_schema.literal_schema([*SPACES]))
+
+
+SpaceName = Annotated[str, _Known()]
+"""A space of a block. Where a block has experts, each has spaces of its own, `mlp.0`, `mlp.1`; recipes say `mlp`."""
+Ends = Literal["columns", "logits", "rotary", "values", "experts"]
 """What a space ends in: the columns of a linear module as they are, the attention logits, those of queries and keys
-that are turned by position (RoPE), or the columns under the values of KV heads, in a basis of their own."""
+that are turned by position (RoPE), the columns under the values of KV heads, in a basis of their own, or whole
+experts."""
 Pairing = Literal["halves", "neighbours"]
 """How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -30,18 +73,20 @@ Kind = Literal["weight", "bias", "itself"]
 Dimension = Callable[[str], int]
 """The value of a dimension of a model, by name."""
 
-ENDS: dict[SpaceName, Ends] = {
+ENDS: dict[str, Ends] = {
     "qk": "logits",
     "rotary": "rotary",
     "queries": "columns",
     "heads": "columns",
     "values": "values",
     "mlp": "columns",
+    "shared": "columns",
+    "experts": "experts",
 }
 """What each space ends in, in every family that has it: recipes are checked without a model."""
-BESIDE: frozenset[SpaceName] = frozenset({"qk", "rotary", "queries", "values"})
+BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
 """Spaces whose units stand side by side (`Space.per`), as many kept in each, in every family that has them."""
-COUPLED: tuple[tuple[SpaceName, SpaceName], ...] = (
+COUPLED: tuple[tuple[str, str], ...] = (
     ("qk", "heads"),
     ("rotary", "queries"),
     ("rotary", "heads"),
@@ -138,6 +183,8 @@ class Space(Description):
             narrowed too.
         whole: why no class, remote code included, computes the same function with fewer units of it; or None. It is
             measured and masked, never pruned.
+        experts: whether every expert of a block has one of its own. Its modules have `{expert}` in their paths, and
+            all experts of a block keep as many units.
     """
 
     unit: str
@@ -150,6 +197,12 @@ class Space(Description):
     fixed: str | None = None
     attributes: dict[str, list[str | int]] = {}
     whole: str | None = None
+    experts: bool = False
+
+    def of_expert(self, expert: int) -> "AnySpace":
+        """The space of one expert."""
+        text = self.model_dump_json().replace("{expert}", str(expert))
+        return type(self).model_validate_json(text)  # type: ignore[return-value]
 
     @property
     @abstractmethod
@@ -210,6 +263,8 @@ class ConsumerSpace(Space):
         scale: the tensor of a block that multiplies the consumer's output, element by element, before it is added to
             the residual stream (layer scale), or None.
         multiplier: the config key of a number that multiplies it before, or None.
+        gate: the linear module of a block that gives every token a factor of the consumer's output (shared experts), or
+            None. Moments are not weighed by it.
         norm: the RMSNorm of a block that the consumer's output passes before it is added (post-norm of a sandwich), or
             None.
     """
@@ -218,6 +273,7 @@ class ConsumerSpace(Space):
     within: SpaceName | None = None
     scale: str | None = None
     multiplier: str | None = None
+    gate: str | None = None
     norm: str | None = None
 
     @property
@@ -334,7 +390,32 @@ def rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> Rotar
     )
 
 
-AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace, Field(discriminator="ends")]
+class ExpertSpace(Space):
+    """Whole experts of a block; `rows` are those of the router. What else is an expert's goes with it."""
+
+    ends: Literal["experts"]
+
+    @property
+    def incidences(self) -> list[tuple[Axis, Incidence]]:
+        """Rows of the router."""
+        return [("rows", incidence) for incidence in self.rows]
+
+    @property
+    def measured(self) -> str:
+        """The router."""
+        return self.rows[0].module
+
+    @property
+    def solved_from(self) -> list[str]:
+        """The router: scores look at moments alone."""
+        return [self.measured]
+
+    def rewritten(self, method: str) -> list[str]:
+        """None: rows of the router are dropped."""
+        return []
+
+
+AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="ends")]
 
 
 def product(dimensions: list[str | int], dimension: Dimension) -> int:

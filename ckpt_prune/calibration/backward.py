@@ -75,7 +75,7 @@ def pass_back(
         paths: of linear modules in the block that are watched.
 
     Yields:
-        Every batch with each of the gradients, before these are turned.
+        Every batch with each of the gradients, before these are turned. Modules that saw nothing of it are left out.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -89,6 +89,8 @@ def pass_back(
     for path in dict.fromkeys(paths):
         watch(path)
     for _, rows in stream.batches:
+        inputs.clear()
+        outputs.clear()  # not every expert sees something of every batch
         with torch.enable_grad():
             entering = given[rows].to(stream.factory.device).requires_grad_(True)
             leaving = stream.run(module, block, entering)

@@ -1,5 +1,6 @@
 """Transformer blocks as transformers modules, holding just the tensors they are given."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from ckpt_prune.architectures.skeleton import (
     parameters_on_meta,
     shapes_alone,
 )
+from ckpt_prune.architectures.spaces import known_space
+from ckpt_prune.calibration.experts import SplitExperts, split_experts
 
 
 class BlockFactory:
@@ -46,6 +49,9 @@ class BlockFactory:
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
         self._buffers: dict[str, Tensor] = {}
         self._facts = block_facts(self.family, model.dimension)
+        self._experts = self.family.expert_modules
+        of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
+        self._of_block = re.compile(rf"{of_block}(.+)\.(weight|bias)")
 
     def block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Block `index` with the given on-disk tensors as its parameters.
@@ -63,9 +69,32 @@ class BlockFactory:
         with shapes_alone():
             module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
         _orient(module)
+        self._split(module, index, tensors)
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
         self._give_buffers(module, layer_config, index)
         return module.eval()
+
+    def _split(self, block: nn.Module, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Give experts linear modules of their own."""
+        held = {own[0] for module, own in self._experts.items() if self.family.tensor(index, module) in tensors}
+        if held and self.family.experts is not None:
+            split_experts(block, self.family.experts, self.family.model_type, len(held))
+
+    def experts(self, block: nn.Module) -> SplitExperts | None:
+        """The experts of a block that it has built, or None where the block has none."""
+        return next((module for module in block.modules() if isinstance(module, SplitExperts)), None)
+
+    def expert_of(self, what: str) -> int | None:
+        """The expert of a space or linear module, or None where it is of the whole block."""
+        space = self.family.columns.get(what)
+        own = self._experts.get(what if space is None else space.consumer)
+        return None if own is None else own[0]
+
+    def of_any_expert(self, what: str) -> str:
+        """The same name for what is the same in every expert: a space, or a linear module; others keep theirs."""
+        if what in self.family.spaces:
+            return known_space(what)
+        return self._experts[what][1] if what in self._experts else what
 
     def _give_buffers(self, block: nn.Module, config: PreTrainedConfig, index: int) -> None:
         """Make the buffers of a block that no checkpoint stores; every block has the same."""
@@ -82,6 +111,11 @@ class BlockFactory:
         """Path inside a block of a linear module that the family names as it stands on disk."""
         (path, *_) = self.parts(index, self.family.tensor(index, module))
         return path.removesuffix(".weight")
+
+    def outputs(self, block: nn.Module, index: int, module: str) -> int:
+        """Outputs of a linear module of a block that it has built."""
+        weight: Any = block.get_submodule(self.module_path(index, module)).weight
+        return int(weight.shape[0])
 
     def parts(self, index: int, disk: str) -> list[str]:
         """Paths inside block `index` of the parameters that a tensor on disk holds: equal parts of its rows."""
@@ -118,7 +152,14 @@ class BlockFactory:
                 raise ValueError(f"no tensor for {name}")
 
     def parameters(self, disk: str) -> tuple[str, ...]:
-        """Names in the model of what a tensor on disk holds, also of a bias or pairs that the dense model has not."""
+        """Names in the model of what a tensor on disk holds, also of a bias or pairs that the dense model has not.
+
+        Those of experts are of modules of their own (`calibration.experts`).
+        """
+        place = self._of_block.fullmatch(disk) if self._experts else None
+        if place is not None and place[2] in self._experts and self.family.experts is not None:
+            expert, role = self._experts[place[2]]
+            return (f"{self.family.layers}.{place[1]}.{self.family.experts.module}.{expert}.{role}.{place[3]}",)
         held = self.names.parameters(disk)
         if not held and disk.endswith(f".{PAIRS}"):
             query = self.family.attention.query.rpartition(".")[2]

@@ -69,6 +69,7 @@ def observe_drift(
     wanted = list(spaces.values())
     theirs = None if dense_tensors is None else _Residual(dense, index, dense_tensors, wanted)
     ours = _Residual(pruned, index, tensors, wanted)
+    experts = pruned.factory.experts(ours.block)
     observers = {key: pruned.observer(ours.block, index, key, own) for key, own in gram.items()}
     ours.whole = any(key not in pruned.factory.family.spaces for key in gram)
     if theirs is not None:
@@ -87,7 +88,14 @@ def observe_drift(
             raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
         for space, folds in drifts.items():
             reached = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
-            delta = ours.unscaled(space, reached - ours.after(space))
+            if (number := pruned.factory.expert_of(space)) is not None:
+                tokens = None if experts is None else experts.routed.get(number)
+                if experts is None or tokens is None:
+                    continue
+                # Experts that see a token share what there is to make up for.
+                delta = ours.unscaled(space, reached - ours.after(space))[tokens] / experts.most
+            else:
+                delta = ours.unscaled(space, reached - ours.after(space))
             folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
         if theirs is not None and passed:
             dense.states[rows] = theirs.left.cpu()
@@ -102,7 +110,16 @@ def observe_drift(
                 if isinstance(m, Moments)
             )
         found[key] = moments
+    if experts is not None:
+        found = pruned.completed(ours.block, index, experts, found, gram)
+        found = {key: _with_drift(ours, spaces[key], own) if key in spaces else own for key, own in found.items()}
     return found, passed
+
+
+def _with_drift(residual: "_Residual", space: SpaceName, moments: SpaceMoments) -> SpaceMoments:
+    """Moments of tokens that were shown to an expert that does not see them: nothing is to be made up for there."""
+    none = residual.no_drift(space).to("cpu")
+    return tuple(replace(each, drift=each.drift or none) for each in moments if isinstance(each, Moments))
 
 
 class _SeenError(Exception):

@@ -181,9 +181,12 @@ def _backward(
     for passed in pass_back(stream, module, block, given, [each.values for each in gradients], paths.values()):
         drawn = gradients[passed.index]
         for space, consumer in consumers.items():
-            g = passed.gradients[paths[consumer]].flatten(0, -2).float()
             if space not in found:
-                found[space] = torch.zeros(g.shape[1], g.shape[1], device=g.device)
+                width = factory.outputs(module, block, consumer)
+                found[space] = torch.zeros(width, width, device=factory.device)
+            if paths[consumer] not in passed.gradients:
+                continue
+            g = passed.gradients[paths[consumer]].flatten(0, -2).float()
             add_gram(found[space], g, drawn.weight)
             if watcher is not None:
                 # A space within another ends in the same consumer.

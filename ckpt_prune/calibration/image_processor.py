@@ -14,6 +14,12 @@ from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.errors import UserError
 
+_SIZES = ("size", "crop_size", "pad_size")
+_AREAS = ("longest_edge", "max_pixels")
+"""What some processors bound an image by; nothing is made as large as that."""
+_LONGEST_SIDE = 8192
+"""Pixels; images of published models have at most 1536."""
+
 
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the image processor of a checkpoint folder, from local files only.
@@ -31,6 +37,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         UserError: The folder has no image processor, it wants code to be run, or transformers cannot load it.
     """
     path, described = _settings(folder)
+    _check_sizes(path, described)
     config = _stock_config(folder)
     try:
         return _from_pretrained(folder, config, trust=False)
@@ -76,6 +83,16 @@ def _settings(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not own.is_file():
         raise UserError(f"{folder}: no image processor ({PROCESSOR}); copy the model's {PROCESSOR} into the folder")
     return own, read_object(own)
+
+
+def _check_sizes(path: Path, described: Mapping[str, Any], inside: bool = False) -> None:
+    """Refuse sides that no image is resized to: one of 100,000 takes 30 GB."""
+    for key, value in described.items():
+        sized = inside or key in _SIZES
+        if isinstance(value, dict):
+            _check_sizes(path, value, sized)
+        elif sized and key not in _AREAS and isinstance(value, int | float) and value > _LONGEST_SIDE:
+            raise UserError(f"{path}: {key} is {value}, and {_LONGEST_SIDE} pixels are the longest side that is read")
 
 
 def _stock_config(folder: Path) -> PreTrainedConfig:

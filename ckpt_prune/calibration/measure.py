@@ -51,11 +51,12 @@ def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool)
 def collectable(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
     family = model.family
+    # Importances of units add up weights' gradients sample by sample, and experts see no whole samples.
     lacking = {
         "logits": not family.logits,
         "centred": not family.logits,
         "rotary": not family.turned,
-        "taylor": not family.causal,
+        "taylor": not family.causal or family.experts is not None,
     }
     return tuple(kind for kind in get_args(Collect) if not lacking.get(kind))
 
@@ -197,6 +198,7 @@ def measure_into(
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
+    wanted |= dict.fromkeys(family.routers, False)
     if "logits" in collect:
         wanted |= dict.fromkeys(family.logits, "centred" in collect)
     if "rotary" in collect:
@@ -241,6 +243,7 @@ def measure_into(
         consumers=model.consumer_widths,
         queries=model.query_heads,
         turned=model.turned_heads if "rotary" in collect else {},
+        routers=model.router_experts,
         linears=model.linear_widths if "linears" in collect else {},
         files=files,
     )

@@ -90,6 +90,8 @@ class Moments:
         gram: Σ x xᵀ, (d, d) float32, or None where only the vectors were collected.
         drift: of the same tokens, where the target corrects it; else None.
         taylor: of the site, the same whichever tokens these are; None where it was not collected.
+        routed: of an expert, how many tokens its router sent to it; fewer than `count` where these were too few to
+            measure on, so that all tokens of the layer were shown to it. None where there is no router.
     """
 
     count: int
@@ -100,6 +102,7 @@ class Moments:
     gram: Tensor | None = None
     drift: Drift | None = None
     taylor: Taylor | None = None
+    routed: int | None = None
 
     @classmethod
     def zeros(cls, width: int, *, gram: bool, device: torch.device | str = "cpu") -> Self:
@@ -144,7 +147,13 @@ class Moments:
             gram,
             drift,
             self.taylor if other.taylor is not None else None,
+            None if self.routed is None or other.routed is None else self.routed + other.routed,
         )
+
+    @property
+    def few(self) -> int | None:
+        """Tokens that the router sent to an expert, where they were too few to measure on; else None."""
+        return self.routed if self.routed is not None and self.routed < self.count else None
 
     @property
     def finite(self) -> bool:
@@ -162,6 +171,7 @@ class Moments:
             None if self.gram is None else self.gram.to(device),
             None if self.drift is None else self.drift.to(device),
             None if self.taylor is None else self.taylor.to(device),
+            self.routed,
         )
 
     def at(self, inputs: Tensor) -> "Moments":
@@ -176,6 +186,7 @@ class Moments:
             None if gram is None else gram[inputs][:, inputs],
             None if drift is None else Drift(drift.cross[:, inputs], drift.sum, drift.energy),
             self.taylor,
+            self.routed,
         )
 
     def under(self, change: Callable[[Tensor], Tensor]) -> "Moments":

@@ -11,6 +11,7 @@ from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments, smaller_form
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.rotary import RotaryMoments
+from ckpt_prune.calibration.routing import Routing, RoutingMoments
 from ckpt_prune.modeling_pruned import of_pairs, turn
 
 
@@ -179,12 +180,21 @@ def _of_pairs(factory: BlockFactory, block: nn.Module, index: int, space: Any, m
     return Pairs(query, key, Turning.of(factory, block, index, space), folds)
 
 
-Observer = Inputs | Logits | Pairs
+def _of_experts(
+    factory: BlockFactory, block: nn.Module, index: int, space: Any, gram: bool, samples: list[int]
+) -> Routing:
+    experts = factory.experts(block)
+    assert experts is not None
+    return Routing(experts, [RoutingMoments.zeros(len(experts), factory.device) for _ in samples])
+
+
+Observer = Inputs | Logits | Pairs | Routing
 """Watches a space or a linear module."""
 OBSERVERS: dict[Ends, Callable[..., Observer]] = {
     "columns": _of_columns,
     "logits": _of_logits,
     "rotary": _of_pairs,
+    "experts": _of_experts,
     "values": _of_columns,
 }
 """What watches a space: called with factory, block, its index, the space, whether with a Gram

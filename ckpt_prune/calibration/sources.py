@@ -71,7 +71,8 @@ class SequentialMoments:
     Args:
         stream: hidden states, at the input of the first block.
         gram: for each space or linear module that will be asked for, whether the Gram is needed.
-        true_sequential: measure again after each of them, so that every one sees its own pruned prefix.
+        true_sequential: measure again after each of them, so that every one sees its own pruned prefix. Experts stand
+            beside each other: none sees what became of the next.
     """
 
     def __init__(self, stream: HiddenStream, gram: Mapping[Any, bool], *, true_sequential: bool) -> None:
@@ -79,7 +80,12 @@ class SequentialMoments:
 
     def stages(self, keys: list[Key]) -> list[list[Key]]:
         """One at a time where true-sequential, else all at once."""
-        return [[key] for key in keys] if self._true else [keys]
+        if not self._true:
+            return [keys]
+        stages: dict[str, list[Key]] = {}
+        for key in keys:
+            stages.setdefault(self.stream.factory.of_any_expert(key), []).append(key)
+        return list(stages.values())
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Moments of the block run on the pruned prefix's output."""

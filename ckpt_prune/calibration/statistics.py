@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -39,12 +40,14 @@ from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, packed_width
 from ckpt_prune.calibration.moments import Moments, Taylor
 from ckpt_prune.calibration.rotary import RotaryMoments
+from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
 
 INDEX = "statistics.json"
 _VECTORS = ("sum", "square", "absolute", "active")
+_ROUTING = tuple(each.name for each in fields(RoutingMoments))
 _LOGITS = ("queries", "keys", "fourth", "centred")
 _ORDERS = ("first", "second")
 
@@ -85,6 +88,7 @@ class StatisticsIndex(BaseModel):
             pruned.
         turned: query's on-disk weight → query heads and their rotary pairs, for every block, where moments of them
             were collected. Left out like `effects`.
+        routers: router's on-disk weight → experts, for every block; left out of what is written where there are none.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
         files: file → sha256.
@@ -119,6 +123,7 @@ class StatisticsIndex(BaseModel):
     consumers: dict[str, int]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    routers: dict[str, int] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
@@ -200,17 +205,20 @@ def unpack_symmetric(packed: Tensor, width: int) -> Tensor:
     return gram
 
 
-def _flat(moments: Moments | LogitMoments | RotaryMoments) -> dict[str, Tensor]:
+def _flat(moments: Moments | LogitMoments | RotaryMoments | RoutingMoments) -> dict[str, Tensor]:
     """Moments as tensors by name."""
     if isinstance(moments, RotaryMoments):
         counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
         return {"counts": counts, "pairs": torch.stack([pack_symmetric(gram) for gram in moments.gram])}
+    if isinstance(moments, RoutingMoments):
+        return {name: getattr(moments, name) for name in _ROUTING}
     if isinstance(moments, LogitMoments):
         known = {name: getattr(moments, name) for name in _LOGITS if getattr(moments, name) is not None}
         counts = torch.tensor([moments.samples, moments.tokens], dtype=torch.int64)
         return {"counts": counts} | {name: tensor.contiguous() for name, tensor in known.items()}
     found = {"count": torch.tensor(moments.count, dtype=torch.int64)}
     found |= {name: getattr(moments, name).contiguous() for name in _VECTORS}
+    found |= {} if moments.routed is None else {"routed": torch.tensor(moments.routed, dtype=torch.int64)}
     return found if moments.gram is None else found | {"gram": pack_symmetric(moments.gram)}
 
 
@@ -233,7 +241,7 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     """
     tensors: dict[str, Tensor] = {}
     for weight, folds in moments.items():
-        parts: Sequence[Moments | LogitMoments | RotaryMoments] = folds
+        parts: Sequence[Moments | LogitMoments | RotaryMoments | RoutingMoments] = folds
         for fold, each in enumerate(parts):
             tensors |= {f"{weight}/{fold}/{name}": tensor for name, tensor in _flat(each).items()}
     return _write(folder, block_file(block), tensors)
@@ -324,7 +332,9 @@ class Statistics:
                 packed = get(f"{prefix}gram", packed_width(width)) if f"{prefix}gram" in names else None
                 gram = None if packed is None else unpack_symmetric(packed, width)
                 vectors = {name: get(f"{prefix}{name}", width) for name in _VECTORS}
-                return Moments(int(get(f"{prefix}count")), **vectors, gram=gram, drift=None, taylor=None)
+                routed = int(get(f"{prefix}routed")) if f"{prefix}routed" in names else None
+                count = int(get(f"{prefix}count"))
+                return Moments(count, **vectors, gram=gram, drift=None, taylor=None, routed=routed)
 
             def logits(prefix: str, heads: int, head_dim: int) -> LogitMoments:
                 samples, tokens = get(f"{prefix}counts", 2).tolist()
@@ -350,6 +360,12 @@ class Statistics:
                 if weights is not None and name not in weights:
                     continue
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
+            for router, experts in self.index.routers.items():
+                name = _in_block(router, block)
+                if weights is None or name in weights:
+                    found[name] = tuple(
+                        RoutingMoments(*(get(f"{name}/{fold}/{sums}", experts) for sums in _ROUTING)) for fold in folds
+                    )
             if "logits" in self.index.collect:
                 for query, (heads, head_dim) in self.index.queries.items():
                     name = _in_block(query, block)
@@ -543,6 +559,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "consumers": "consumers",
         "queries": "queries",
         "turned": "rotary pairs",
+        "routers": "routers",
         "linears": "linears",
     }
     for field, name in same.items():

@@ -1,6 +1,7 @@
 """Hidden states of calibration windows, carried through a model one block at a time."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.experts import SplitExperts, too_few
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
+from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Observer
 from ckpt_prune.calibration.outside import ReadTensors, load_module
 from ckpt_prune.calibration.readout import Readout
@@ -163,6 +166,18 @@ class HiddenStream:
             advance: also let the block's output become the next block's input.
         """
         block = self.factory.block(index, tensors)
+        experts = self.factory.experts(block)
+        # Whether an expert has seen too few tokens is known once all have passed, and it is then shown others.
+        found = self._observe(block, index, gram, advance=advance and experts is None)
+        if experts is not None:
+            found = self.completed(block, index, experts, found, gram)
+            if advance:
+                self._advance(block, index)
+        return found
+
+    def _observe(
+        self, block: nn.Module, index: int, gram: Mapping[Key, bool], *, advance: bool
+    ) -> dict[Key, SpaceMoments]:
         observers = {key: self.observer(block, index, key, wanted) for key, wanted in gram.items()}
         for fold, rows in self.batches:
             for observer in observers.values():
@@ -171,6 +186,46 @@ class HiddenStream:
             if advance:
                 self.states[rows] = output.cpu()
         return {key: observer.moments() for key, observer in observers.items()}
+
+    @torch.no_grad()
+    def completed(
+        self,
+        block: nn.Module,
+        index: int,
+        experts: SplitExperts,
+        found: Mapping[Key, SpaceMoments],
+        gram: Mapping[Key, bool],
+    ) -> dict[Key, SpaceMoments]:
+        """Moments of which those of experts that saw too few tokens are of all tokens of the layer.
+
+        Each of these tokens has the same weight, so that together they weigh what the router's did.
+
+        Args:
+            block: that they were taken of.
+            index: of the block.
+            experts: of the block.
+            found: moments, of which those of experts are of the tokens that the router sent there.
+            gram: as for `observe`.
+        """
+        inputs = {number: experts.inputs(number) for number in range(len(experts))}
+        few: dict[Key, int] = {}
+        complete: dict[Key, SpaceMoments] = {}
+        for key, folds in found.items():
+            number = self.factory.expert_of(key)
+            own = tuple(replace(each, routed=each.count) for each in folds if isinstance(each, Moments))
+            complete[key] = folds if number is None else own
+            if number is not None and too_few([each.count for each in own], inputs[number]):
+                few[key] = number
+        if few:
+            tokens = len(self.samples) * self.samples.tokens
+            experts.show({number: ((experts.mass[number] or 1.0) / tokens) ** 0.5 for number in few.values()})
+            shown = self._observe(block, index, {key: gram[key] for key in few}, advance=False)
+            experts.show({})
+            for key, folds in shown.items():
+                routed = [each.routed for each in complete[key] if isinstance(each, Moments)]
+                again = (each for each in folds if isinstance(each, Moments))
+                complete[key] = tuple(replace(each, routed=seen) for each, seen in zip(again, routed, strict=True))
+        return complete
 
     def observer(self, block: nn.Module, index: int, what: str, gram: bool) -> Observer:
         """Watches a space or linear module of a block from now on, tokens counted to the fold it is told.
@@ -190,7 +245,9 @@ class HiddenStream:
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the block's output, with these tensors, become the next block's input."""
-        block = self.factory.block(index, tensors)
+        self._advance(self.factory.block(index, tensors), index)
+
+    def _advance(self, block: nn.Module, index: int) -> None:
         for _, rows in self.batches:
             self.states[rows] = self.run(block, index, self.states[rows]).cpu()
 

@@ -14,6 +14,8 @@ _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken
 _UNWANTED = ["[!1-9]*/*", "[1-9][!_]*/*", "*/*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_ID = 96
+_CACHED = "models--"
+"""Before the id in the name of a folder of the Hub's cache."""
 _NEAR = 0.75
 """How alike names are that are suggested (`difflib`): one letter more or less in four."""
 
@@ -62,6 +64,15 @@ def local_folder(model: str) -> Path | None:
             f"the folder that `hf download {model}` prints"
         )
     return None
+
+
+def model_name(folder: Path) -> str:
+    """What a model is called: its folder, or its Hub id where the folder is a snapshot in the Hub's cache."""
+    whole = folder.resolve()
+    kept = whole.parent.parent.name
+    if whole.parent.name == "snapshots" and kept.startswith(_CACHED):
+        return kept.removeprefix(_CACHED).replace("--", "/")
+    return whole.name
 
 
 def output_folder(given: Path) -> Path:

@@ -29,8 +29,7 @@ def modules_of(folder: Path) -> list[Module]:
     """The steps of a sentence-transformers folder, in order; none where it is no such folder.
 
     Raises:
-        UserError: `modules.json` cannot be read, names a place outside the folder, or does not begin with the model
-            that the folder holds.
+        UserError: `modules.json` cannot be read, or names a place outside the folder.
     """
     path = folder / MODULES
     if not path.is_file():
@@ -43,8 +42,6 @@ def modules_of(folder: Path) -> list[Module]:
     for each in found:
         if each.folder is not None and (Path(each.folder).name != each.folder or each.folder.startswith(".")):
             raise UserError(f"{path} names {each.folder}, which is no folder inside {folder}")
-    if not found or found[0] != Module("Transformer", None):
-        raise UserError(f"{path} does not begin with a Transformer in the folder itself: only such ones are read")
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.hub import resolve
+from ckpt_prune.checkpoint.hub import model_name, resolve
 from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
@@ -49,6 +49,35 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 
 
 @dataclass(frozen=True, eq=False)
+class Within:
+    """Where a checkpoint is that is a part of another.
+
+    Attributes:
+        whole: the other.
+        part: its name.
+        key: of its config in that of the whole.
+        names: name of a tensor of the part → its name on disk.
+    """
+
+    whole: "Checkpoint"
+    part: str
+    key: str
+    names: Mapping[str, str]
+
+    @property
+    def rest(self) -> dict[str, TensorInfo]:
+        """The tensors of the whole that are not in the part."""
+        inside = set(self.names.values())
+        return {name: info for name, info in self.whole.tensors.items() if name not in inside}
+
+    def on_disk(self, name: str) -> str:
+        """Name on disk of a tensor of the part, or of a bias that is to stand beside a weight of it."""
+        if name in self.names:
+            return self.names[name]
+        return self.names[f"{name.removesuffix('bias')}weight"].removesuffix("weight") + "bias"
+
+
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """An opened checkpoint folder.
 
@@ -60,6 +89,8 @@ class Checkpoint:
         sharded: whether an index spreads the tensors over files.
         metadata: each file's free-text `__metadata__`.
         stamps: of the folder's files when it was opened, by name.
+        within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
+        stacks: tensor of a file → names of the parts that `tensors` has in its place.
     """
 
     path: Path
@@ -69,6 +100,8 @@ class Checkpoint:
     sharded: bool
     metadata: dict[str, dict[str, str]]
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    within: Within | None = None
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -129,10 +162,39 @@ class Checkpoint:
         turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
         return replace(self, tensors=self.tensors | turned) if turned else self
 
+    def split(self, stacks: Mapping[str, tuple[str, ...]]) -> "Checkpoint":
+        """The same checkpoint with the parts of some tensors, along their first axis, in their place.
+
+        Args:
+            stacks: tensor → a name for each part.
+        """
+        here = {name: parts for name, parts in stacks.items() if name in self.tensors}
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in self.tensors.items():
+            parts = here.get(name)
+            own = {name: info} if parts is None else {part: info.part(i, part) for i, part in enumerate(parts)}
+            tensors |= own
+        return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
+
+    @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors as the files hold them, but for transposes."""
+        parts = {part for names in self.stacks.values() for part in names}
+        found = {name: info for name, info in self.tensors.items() if name not in parts}
+        for whole, names in self.stacks.items():
+            first, count = self.tensors[names[0]], len(names)
+            found[whole] = replace(first, name=whole, shape=(count, *first.shape), nbytes=first.nbytes * count)
+        return found
+
     @property
     def transposed(self) -> frozenset[str]:
         """Matrices that are read as the transposes of what the files hold."""
         return frozenset(name for name, info in self.tensors.items() if info.transposed)
+
+    @property
+    def name(self) -> str:
+        """What the model is called: its folder, or its Hub id where the folder is a snapshot of one."""
+        return model_name(self.path)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +231,8 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of config, names, shapes and a sample of the bytes: see `digests.checkpoint_fingerprint`."""
-        return checkpoint_fingerprint(self.path, self.config, self.tensors.values())
+        rest = () if self.within is None else self.within.rest.values()
+        return checkpoint_fingerprint(self.path, self.config, [*self.stored.values(), *rest])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

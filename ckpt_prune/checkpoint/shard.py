@@ -7,7 +7,7 @@ a file that shrinks while it is read is an error message instead of a bus error.
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,11 @@ class TensorInfo:
         """The same data, read and written as the transpose of what the file holds."""
         return self if self.transposed else replace(self, shape=self.shape[::-1], transposed=True)
 
+    def part(self, index: int, name: str) -> "TensorInfo":
+        """One of the tensors that it stacks along its first axis, under a name of its own."""
+        nbytes = self.nbytes // self.shape[0]
+        return replace(self, name=name, shape=self.shape[1:], nbytes=nbytes, offset=self.offset + index * nbytes)
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -181,6 +186,25 @@ def build_header(
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, _parse(file, text)
+
+
+def stacked(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes as files have them.
+
+    Args:
+        tensors: by name.
+        stacks: tensor of a file → the names of its parts; those that are not there are left out of it.
+    """
+    parts = {part for names in stacks.values() for part in names}
+    found = {name: own for name, own in tensors.items() if name not in parts}
+    for whole, names in stacks.items():
+        here = [name for name in names if name in tensors]
+        if here:
+            dtype, shape = tensors[here[0]]
+            found[whole] = dtype, (len(here), *shape)
+    return found
 
 
 def read_tensor(handle: io.FileIO, info: TensorInfo) -> Tensor:

@@ -99,8 +99,11 @@ class Staging:
             if self.path.exists():
                 self._take()
                 if not self._known:  # begun and ended by another run in the meantime
-                    self.release()
-                    self._refuse_left()
+                    try:
+                        self._refuse_left()
+                    except UserError:
+                        self.release()
+                        raise
             if not self.resumed and self.path.exists():
                 shutil.rmtree(self.path)
                 self.release()
@@ -262,6 +265,7 @@ def _hold(folder: Path) -> int | None:
     """
     if fcntl is None:
         return None
+    busy = UserError(f"{folder} is being written by another run; wait for it or stop it")
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,7 +273,11 @@ def _hold(folder: Path) -> int | None:
         os.close(descriptor)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             return None  # a file system without locks
-        raise UserError(f"{folder} is being written by another run; wait for it or stop it") from error
+        raise busy from error
+    # Another run may have deleted it and made its own between the two calls above: the lock is then on nothing.
+    if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
+        os.close(descriptor)
+        raise busy
     return descriptor
 
 

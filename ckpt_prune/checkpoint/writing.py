@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.jsonfile import canonical, pretty
 from ckpt_prune.checkpoint.reading import INDEX, read_tensors
-from ckpt_prune.checkpoint.shard import TensorInfo, build_header, write_tensor
+from ckpt_prune.checkpoint.shard import TensorInfo, build_header, stacked, write_tensor
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import DiskError, UserError
@@ -48,6 +48,8 @@ class CheckpointWriter:
             have its suffix.
         metadata: free text for each file's header, beside `{"format": "pt"}`.
         transposed: matrices of the layout whose files hold their transposes.
+        names: tensor of the layout → its name in the file, where that is another.
+        stacks: tensor of a file → the tensors of the layout that it stacks.
 
     Raises:
         UserError: the run that is resumed had another layout, or there is no room on the disk.
@@ -63,7 +65,10 @@ class CheckpointWriter:
         aside: Set[str] = frozenset(),
         metadata: Mapping[str, str] | None = None,
         transposed: Set[str] = frozenset(),
+        names: Mapping[str, str] | None = None,
+        stacks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        self._stacks = stacks or {}
         files = len(layout.keys() - aside)
         if not sharded and files != 1:
             raise ValueError(f"{files} files need an index")
@@ -76,10 +81,15 @@ class CheckpointWriter:
                 raise ValueError(f"{file!r} is not a plain safetensors file name")
             if repeated := self._plan.keys() & tensors.keys():
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
-            stored = {n: (dtype, shape[::-1] if n in transposed else shape) for n, (dtype, shape) in tensors.items()}
+            given = {(names or {}).get(name, name): name for name in tensors}
+            stored = {s: (tensors[n][0], tensors[n][1][:: -1 if n in transposed else 1]) for s, n in given.items()}
+            stored = stacked(stored, {whole: parts for whole, parts in self._stacks.items() if parts[0] in tensors})
             self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes
-            self._plan.update({n: info.turned() if n in transposed else info for n, info in header.tensors.items()})
+            held = {part: own for info in header.tensors.values() for part, own in self._parts(info, tensors).items()}
+            self._plan |= {
+                given.get(s, s): info.turned() if given.get(s, s) in transposed else info for s, info in held.items()
+            }
         digest = hashlib.sha256(
             canonical({file: data.hex() for file, data in self._headers.items()}).encode()
         ).hexdigest()
@@ -93,6 +103,13 @@ class CheckpointWriter:
             self._clear_strays()
             for file in self._headers:
                 self._allocate(file)
+
+    def _parts(self, info: TensorInfo, tensors: Container[str]) -> dict[str, TensorInfo]:
+        """What is written into a tensor of a file: it, or the parts of it that there are."""
+        if info.name not in self._stacks:
+            return {info.name: info}
+        here = [part for part in self._stacks[info.name] if part in tensors]
+        return {part: info.part(index, part) for index, part in enumerate(here)}
 
     @property
     def done(self) -> frozenset[str]:
@@ -172,7 +189,8 @@ class CheckpointWriter:
         for name in names:
             if name not in self._written:
                 raise ValueError(f"tensor {name!r} is not written yet")
-        return read_tensors(self._staging.path, [self._plan[name] for name in names])
+        found = read_tensors(self._staging.path, [self._plan[name] for name in names])
+        return {name: found[self._plan[name].name] for name in names}
 
     def write_json(self, name: str, value: object) -> None:
         """Write `value` as JSON to the top-level file `name`."""
@@ -215,13 +233,14 @@ class CheckpointWriter:
         return self._staging.publish()
 
     def _index(self) -> dict[str, object]:
-        listed = {name: info for name, info in self._plan.items() if info.file not in self._aside}
+        listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}
+        whole = {part: name for name, parts in self._stacks.items() for part in parts}
         return {
             "metadata": {
                 "total_parameters": sum(info.numel for info in listed.values()),
                 "total_size": sum(info.nbytes for info in listed.values()),
             },
-            "weight_map": {name: listed[name].file for name in sorted(listed)},
+            "weight_map": dict(sorted((whole.get(name, name), info.file) for name, info in listed.items())),
         }
 
     def _check_active(self) -> None:

@@ -14,6 +14,7 @@ from ckpt_prune.cli.options import (
     model_argument,
     options_of,
     overwrite_option,
+    part_option,
     trust_option,
 )
 from ckpt_prune.options import CalibrationOptions, ImageOptions
@@ -42,6 +43,7 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @overwrite_option
 @family_option
+@part_option
 @trust_option
 @device_option
 @json_option

@@ -14,6 +14,7 @@ from ckpt_prune.cli.options import (
     json_option,
     options_of,
     overwrite_option,
+    part_option,
     state_memory_option,
     table,
     trust_option,
@@ -37,6 +38,7 @@ from ckpt_prune.options import ImageOptions, SampleOptions
 @state_memory_option
 @overwrite_option
 @family_option
+@part_option
 @trust_option
 @device_option
 @json_option

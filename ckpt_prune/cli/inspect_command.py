@@ -1,13 +1,20 @@
 """`ckpt-prune inspect`."""
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_prune.api.inspect import inspect
-from ckpt_prune.cli.options import checked_recipe, echo_json, family_option, json_option, model_argument, table
+from ckpt_prune.cli.options import (
+    checked_recipe,
+    echo_json,
+    family_option,
+    json_option,
+    model_argument,
+    part_option,
+    table,
+)
 
 if TYPE_CHECKING:
     from ckpt_prune.description.model import (
@@ -29,11 +36,9 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe",
     callback=checked_recipe,
-    default="rcpu",
-    show_default=True,
     metavar="R",
     help="Recipe whose spaces and rounding --ratio applies to: rcpu drops heads and mlp columns, corp dimensions of q "
-    "and k and mlp columns.",
+    "and k and mlp columns. Without --ratio the size by the recipe's own ratios is printed. [default: rcpu]",
 )
 @click.option(
     "--sparsity",
@@ -41,8 +46,9 @@ if TYPE_CHECKING:
     help="Also count the zeros of the linear weights, and say which of 1:4, 2:4 and 4:8 they hold. Reads all weights.",
 )
 @family_option
+@part_option
 @json_option
-def command(model: str, ratios: str | None, recipe: str, sparsity: bool, family: Path | None, as_json: bool) -> None:
+def command(as_json: bool, **given: Any) -> None:
     """Say what MODEL is: family, spaces and their widths, sizes, and the containers a pruned copy would fit.
 
     Reads the config and the headers of the weights only, unless asked for --sparsity. A folder with nothing but a
@@ -52,9 +58,10 @@ def command(model: str, ratios: str | None, recipe: str, sparsity: bool, family:
     \b
       ckpt-prune inspect MODEL --ratio 0.1,0.2,0.3
       ckpt-prune inspect VIT --recipe corp --ratio 0.5
+      ckpt-prune inspect VIT --recipe corp-table8
       ckpt-prune inspect OUT --sparsity
     """
-    found = inspect(model, ratios=ratios, recipe=recipe, sparsity=sparsity, family=family)
+    found = inspect(**given)
     if as_json:
         echo_json(found.data())
         return
@@ -167,7 +174,7 @@ def _print(found: "ModelDescription") -> None:
         shrinks = any(size.cache != found.cache for size in found.pruned)
         rows = [
             [
-                f"{size.ratio:g}",
+                "own" if size.ratio is None else f"{size.ratio:g}",
                 *(str(size.units[space]) for space in spaces),
                 f"{size.parameters:,}",
                 human_bytes(size.bytes),

@@ -4,6 +4,7 @@ import difflib
 import errno
 import importlib
 import os
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable
 from ckpt_prune.errors import UserError
+from ckpt_prune.plain import plain, plain_output
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
 # instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
@@ -79,16 +81,16 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            with stoppable():
+            with stoppable(), plain_output(sys.stdout):
                 return super().invoke(ctx)
         except UserError as error:
-            raise Refusal(str(error)) from error
+            raise Refusal(plain(str(error))) from error
         except OSError as error:
             # What no one place expects: a name that no file can have, a folder that may not be read, a disk that fails.
             # Where nobody listens any more (EPIPE), click knows what to do.
             if error.errno == errno.EPIPE or error.filename is None:
                 raise
-            raise Refusal(f"{error.filename}: {error.strerror}; give another path or mend this one") from error
+            raise Refusal(plain(f"{error.filename}: {error.strerror}; give another path or mend this one")) from error
         except KeyboardInterrupt as error:
             with suppress(OSError):  # after SIGHUP the terminal may be gone
                 click.echo("Interrupted.", err=True)

@@ -11,6 +11,7 @@ import click
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.hub import local_folder
 from ckpt_prune.options import OpeningOptions
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, find_recipe
@@ -204,6 +205,12 @@ family_option = click.option(
     type=click.Path(path_type=Path),
     metavar="FILE",
     help=OpeningOptions.model_fields["family"].description,
+)
+
+part_option = click.option(
+    "--part",
+    type=click.Choice(get_args(PartName)),
+    help=OpeningOptions.model_fields["part"].description,
 )
 
 

@@ -8,6 +8,7 @@ import click
 from ckpt_prune.api.plan import compared_plan, plan
 from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.api.sweep import sweep as plan_at
+from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.cli.options import (
     checked_recipe,
     container_option,
@@ -17,6 +18,7 @@ from ckpt_prune.cli.options import (
     json_option,
     model_argument,
     overwrite_option,
+    part_option,
     ratio_option,
     set_option,
     size_options,
@@ -64,6 +66,7 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
 @click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
 @overwrite_option
 @family_option
+@part_option
 @trust_option
 @device_option
 @json_option
@@ -192,7 +195,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         rows.append(
             [
                 str(site.block),
-                site.space,
+                space_of(site.space, site.expert),
                 f"{len(site.kept)}/{site.units}",
                 site.method + strength,
                 *("-" if f is None else f"{f:.4f}" for f in figures),

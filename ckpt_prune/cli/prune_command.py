@@ -16,6 +16,7 @@ from ckpt_prune.cli.options import (
     model_argument,
     options_of,
     overwrite_option,
+    part_option,
     ratio_option,
     recipe_option,
     set_option,
@@ -57,6 +58,7 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions, PruneOptions, c
 @after_option
 @overwrite_option
 @family_option
+@part_option
 @trust_option
 @device_option
 @json_option

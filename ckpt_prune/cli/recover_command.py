@@ -15,6 +15,7 @@ from ckpt_prune.cli.options import (
     json_option,
     options_of,
     overwrite_option,
+    part_option,
     state_memory_option,
     table,
     trust_option,
@@ -41,6 +42,7 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same job.")
 @overwrite_option
 @family_option
+@part_option
 @trust_option
 @device_option
 @json_option

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.parts import GROUPED
+from ckpt_prune.architectures.spaces import first_of_experts, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
@@ -42,13 +44,13 @@ def kept_line(settled: Settled) -> str:
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
         return f"nothing is dropped: the model is within {asked.words} as it is"
     kept = []
-    for space in recipe.spaces:
+    for name, space in first_of_experts(recipe.spaces).items():
         counts = sorted({width[space] for width in widths})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         told = f" (ratio {1 - fmean(width[space] for width in widths) / model.units(space):.3g})"
         if recipe.allocation == "least-error":
             told = ""
-        kept.append(f"{space} {span}/{model.units(space)}{told}")
+        kept.append(f"{name} {span}/{model.units(space)}{told}")
     if asked is not None:
         why = f" ({asked.words})" if recipe.allocation == "least-error" else f", for {asked.words}"
     else:
@@ -59,7 +61,9 @@ def kept_line(settled: Settled) -> str:
 def _foreseen_line(settled: Settled) -> str:
     """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
     asked, recipe = settled.recipe.size, settled.recipe
-    kept = ", ".join(f"{space} {units}/{settled.model.units(space)}" for space, units in settled.widths[0].items())
+    widths = settled.widths[0]
+    spaces = first_of_experts(widths).items()
+    kept = ", ".join(f"{name} {widths[space]}/{settled.model.units(space)}" for name, space in spaces)
     size = f"ratio {recipe.ratio:g}" if asked is None else asked.words
     return (
         f"kept per block at one ratio everywhere: {kept} ({size}); measuring finds widths of that size that lose less"
@@ -96,7 +100,8 @@ def cost_rows(before: Cost, after: Cost) -> list[list[str]]:
 
 def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
     """What the columns of a plan say: a line for each that holds a figure somewhere."""
-    named = {site.space: model.family.spaces[site.space].unit for site in sites if site.space in model.family.spaces}
+    known = first_of_experts(model.family.spaces)
+    named = {site.space: model.family.spaces[known[site.space]].unit for site in sites if site.space in known}
     units = ", ".join(f"{space}: {unit}s" for space, unit in named.items())
     yield f"kept: units that stay, of those there are ({units})"
     if any(site.error_uncompensated is not None for site in sites):
@@ -135,6 +140,21 @@ def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
 
     The latter is what cross-validation over folds says: on samples that the fit has not seen.
     """
+    few = [site for site in sites if site.few is not None]
+    if few:
+        named = ", ".join(f"{site.expert} of block {site.block} ({site.few})" for site in few[:5])
+        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+        yield (
+            f"the router sent too few tokens to expert {named}{more}: they were measured on all tokens of their layer; "
+            "use more samples"
+        )
+    odd = sorted({len(site.kept) for site in sites if site.expert is not None and len(site.kept) % GROUPED})
+    if any(len(site.kept) < site.units for site in sites if site.expert is not None) and odd:
+        yield (
+            f"experts of {odd[0]} columns do not run by transformers' default, which wants a multiple of {GROUPED}: "
+            f"say --set spaces.mlp.multiple_of={GROUPED}, or load them by ckpt_prune.load or with "
+            'experts_implementation="eager"'
+        )
     for site, residual in unsolved(sites):
         yield (
             f"the logits of block {site.block} are not solved to the end (relative residual {residual:.1g}): "
@@ -142,7 +162,7 @@ def warning_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
         )
     for space, error in held_out_errors(sites).items():
         yield f"{space}: mean error on held-out folds, compensated, {error:.4f}"
-    worse = [f"{site.space} of block {site.block}" for site in worse_on_held_out(sites)]
+    worse = [f"{space_of(site.space, site.expert)} of block {site.block}" for site in worse_on_held_out(sites)]
     if worse:
         named = ", ".join(worse[:5]) + (f" and {len(worse) - 5} more" if len(worse) > 5 else "")
         yield f"compensation does not help on held-out samples at {named}: use more samples or a larger lambda"

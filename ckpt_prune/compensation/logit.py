@@ -7,7 +7,7 @@ Q_S M K_Sᵀ nearest to the lost Q_P K_Pᵀ over all samples b solves
 
     Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S],
 
-with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b (CORP eq. 14-16). The two projections absorb I + M (eq. 17).
+with A_b = Q_bᵀQ_b and B_b = K_bᵀK_b (CORP eq. 14-15). The two projections absorb I + M (eq. 16).
 
 CORP solves the d'² equations densely, which is d'⁶ work. This module solves them by conjugate gradients. Strengths are
 absolute in `solve_logit`: λ is added to sums over samples. `absolute_strength` converts a relative one.
@@ -212,7 +212,7 @@ class LogitSolution:
 def solve_logit(
     system: LogitSystem, strength: Tensor, *, tolerance: float = 1e-10, max_steps: int = MAX_STEPS
 ) -> LogitSolution:
-    """M of each head: Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S] (CORP eq. 16).
+    """M of each head: Σ_b A_b[S,S] M B_b[S,S] + λ M = Σ_b A_b[S,P] B_b[P,S] (CORP eq. 15).
 
     Conjugate gradients start from M = 0. The preconditioner is one Kronecker product, Â ⊗ B̂ + λ with
     Â = Σ_b A_b tr B_b and B̂ = Σ_b B_b tr A_b over Σ_b tr A_b tr B_b. It has the operator's trace, and is inverted in

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def split_factors(M: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of I + M that q and k absorb: U Σ^½ and V Σ^½ with I + M = U Σ Vᵀ (CORP eq. 17).
+    """The factors of I + M that q and k absorb: U Σ^½ and V Σ^½ with I + M = U Σ Vᵀ (CORP eq. 16).
 
     Args:
         M: (H, d', d').

@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from ckpt_prune.architectures.blocks import block_facts, module_paths
 from ckpt_prune.architectures.family import REMOTE_PREFIX, Family, load_family
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.skeleton import as_said
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.containers.remote import BLOCKS_KEY, REMOTE_MODULE
 from ckpt_prune.errors import UserError
@@ -145,6 +146,24 @@ def choose_container(
         UserError: nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
+    for own in widths:
+        for name, first in first_of_experts(own).items():
+            if len({count for space, count in own.items() if known_space(space) == name}) > 1:
+                raise UserError(
+                    f"experts of a block would differ in {name}, where every class has them of one width: say "
+                    "allocation: uniform or least-error"
+                )
+            if family.spaces[first].experts and set(family.spaces[first].modules) & set(biases):
+                raise UserError(
+                    f"experts of a {family.model_type} have no biases: choose a compensation of {name} without one"
+                )
+        stay = next((own[space] for space in family.routers if space in own), None)
+        chosen = 0 if family.experts is None else int(getattr(model.config, family.experts.chosen))
+        if stay is not None and family.experts is not None and stay < chosen:
+            raise UserError(
+                f"{stay} of {model.dimension(family.experts.count)} experts would stay, and the router sends every "
+                f"token to {chosen} ({family.experts.chosen} in config.json): keep as many"
+            )
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(
@@ -232,7 +251,9 @@ def _build(
     values = copy.deepcopy(model.checkpoint.config) if same else _relabelled(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
-    values |= model.config_values(widths[0]) if remote else _stock_values(model, widths[0])
+    own_keys = remote or not any(space.fixed for space in family.spaces.values())
+    changes = model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
+    values |= {as_said(key, values, model.config): value for key, value in changes.items()}
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
     if decoupled or (remote and family.logits):

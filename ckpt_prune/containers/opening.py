@@ -6,9 +6,11 @@ from typing import Any
 
 from ckpt_prune.architectures.family import described, described_by, with_description
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.proving import prove
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.containers.checking import check_stored
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import OpeningOptions
@@ -21,15 +23,17 @@ class Opening:
     Attributes:
         trust: accept one that asks for code of its own; the code is not run.
         family: file of a description from outside the package.
+        part: of a composite that is asked for.
     """
 
     trust: bool = False
     family: Path | None = None
+    part: str | None = None
 
     @classmethod
     def of(cls, options: OpeningOptions) -> "Opening":
         """As a command's options say."""
-        return cls(options.trust_remote_code, options.family)
+        return cls(options.trust_remote_code, options.family, options.part)
 
 
 def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
@@ -51,8 +55,11 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
         if not how.trust:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
-        return replace(checkpoint, config=config)
-    return checkpoint
+        checkpoint = replace(checkpoint, config=config)
+    if how.part is None:
+        return checkpoint
+    check_stored(checkpoint, composite_names(checkpoint.config))
+    return part_of(checkpoint, how.part)
 
 
 def open_model(model: str, how: Opening | None = None) -> Model:

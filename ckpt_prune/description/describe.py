@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.architectures.family import family_of
-from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.likeness import likeness
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.containers.remote import remote_class
@@ -38,15 +40,15 @@ from ckpt_prune.transform.request import Request
 
 
 def describe(
-    checkpoint: Checkpoint, *, weights: bool, recipe: str, ratios: Sequence[float], sparsity: bool
+    checkpoint: Checkpoint, *, weights: bool, recipe: str | None, ratios: Sequence[float], sparsity: bool
 ) -> Description:
     """Describe a checkpoint.
 
     Args:
         checkpoint: what to describe.
         weights: whether it has any, beside its config.
-        recipe: whose spaces ratios apply to.
-        ratios: shares of units to drop, each giving a size.
+        recipe: whose spaces ratios apply to; None for rcpu.
+        ratios: shares of units to drop, each giving a size; without any, those of a recipe that is named.
         sparsity: count zeros; reads all weights.
 
     Raises:
@@ -87,7 +89,7 @@ def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription
 def _model(
     checkpoint: Checkpoint,
     weights: bool,
-    recipe: str,
+    recipe: str | None,
     ratios: Sequence[float],
     zeros: SparsityDescription | None,
 ) -> ModelDescription:
@@ -95,9 +97,9 @@ def _model(
     family = model.family
     check_source(model)
     made = report_of(checkpoint.path)
-    _recipe(recipe, 0.0)
-    recipes = {ratio: _recipe(recipe, ratio) for ratio in ratios}
-    pruned = [_size_at(model, recipes[ratio], ratio) for ratio in ratios]
+    wanted: list[float | None] = [*ratios] or ([] if recipe is None else [None])
+    recipes = [_recipe(recipe or "rcpu", ratio) for ratio in wanted]
+    pruned = [_size_at(model, own, ratio) for own, ratio in zip(recipes, wanted, strict=True)]
     return ModelDescription(
         model=str(checkpoint.path),
         family=family.model_type,
@@ -106,13 +108,13 @@ def _model(
         files=len(checkpoint.files),
         blocks=model.blocks,
         tied_head=model.tied,
-        spaces={name: _space(model, name) for name in family.spaces},
+        spaces={name: _space(model, first) for name, first in first_of_experts(family.spaces).items()},
         **cost_of(model).model_dump(),
         weights=weights,
         made_from=Origin(source=made.source.name, recipe=made.recipe.name) if made else None,
         pruned=pruned,
-        messages=[line for ratio in ratios for line in coarse_lines(model, recipes[ratio])],
-        recipe=recipe if pruned else None,
+        messages=[line for own in recipes for line in coarse_lines(model, own)],
+        recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
     )
 
@@ -123,6 +125,7 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     columns = family.columns.get(name)
     consumer = None if columns is None else columns.consumer
     existing = {module for module in family.linears if model.has(module, "bias")}
+    alike = [other for other in family.spaces if known_space(other) == known_space(name)]
     fits = {}
     for label, biases in (
         ("weights", existing),
@@ -133,37 +136,41 @@ def _space(model: Model, name: Any) -> SpaceDescription:
             continue
         try:
             # One unit fewer stands for any number: the first drop is what changes the container.
-            widths = [{name: max(1, units - 1)}] * model.blocks
+            widths = [dict.fromkeys(alike, max(1, units - 1))] * model.blocks
             fits[label] = choose_container(model, widths, biases).model_type
         except UserError:
             fits[label] = "remote code"
     tensors = model.checkpoint.tensors
     per_block = sum(tensors[model.tensor(0, module)].numel for module in description.modules)
     return SpaceDescription(
-        unit=description.unit,
+        unit=description.unit + (f" of each of {counted(len(alike), 'expert')}" if description.experts else ""),
         units=units,
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),
-        parameters=per_block * model.blocks,
+        parameters=per_block * len(alike) * model.blocks,
         containers=fits,
     )
 
 
-def _recipe(name: str, ratio: float) -> Recipe:
-    if load_recipe(name).mask is not None:
+def _recipe(name: str, ratio: float | None) -> Recipe:
+    found = load_recipe(name)
+    if found.mask is not None:
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
+    if found.size is not None and ratio is None:
+        raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
     # Whatever holds the shape: sizes are asked for, not a refusal.
     return load_recipe(name, ("container=any",), ratio)
 
 
-def _size_at(model: Model, recipe: Recipe, ratio: float) -> SizeAtRatio:
-    check_spaces(model.family, recipe)
-    widths = Decisions(recipe).widths(model)
-    output = output_of(Request(model, recipe), widths)
+def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
+    request = Request(model, recipe)
+    check_spaces(model.family, request.recipe)
+    widths = Decisions(request.recipe).widths(model)
+    output = output_of(request, widths)
     container = output.container
     return SizeAtRatio(
         ratio=ratio,
-        units={str(space): count for space, count in widths[0].items()},
+        units={name: widths[0][space] for name, space in first_of_experts(widths[0]).items()},
         container=container.model_type + (" + remote code" if container.remote_class else ""),
         **output.cost.model_dump(),
     )
@@ -190,7 +197,7 @@ def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | No
 
 
 def _zeros(checkpoint: Checkpoint) -> SparsityDescription:
-    family = fitting_family(checkpoint)
+    checkpoint, family = fitted(checkpoint)
     found = {each.name: each for each in find_zeros(checkpoint)}
     modules = {
         module: [found[name] for name in names]

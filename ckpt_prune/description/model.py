@@ -33,13 +33,13 @@ class SizeAtRatio(_Fixed):
     """What is left of a model at one ratio.
 
     Attributes:
-        ratio: share of units to drop.
+        ratio: share of units to drop; None for the recipe's own.
         units: space → units kept in each block.
         container: of the output.
         parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
     """
 
-    ratio: float
+    ratio: float | None
     units: dict[str, int]
     container: str
     parameters: int

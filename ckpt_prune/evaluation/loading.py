@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
+from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.skeleton import (
     absent_pooler,
     is_stored_buffer,
@@ -146,7 +149,17 @@ def load_reported(
         unexpected=tuple(sorted(name for name in info["unexpected_keys"] if not is_stored_buffer(name))),
         mismatched=tuple(sorted(mismatched)),
     )
+    _settle_experts(model)
     return model.eval(), report
+
+
+def _settle_experts(model: nn.Module) -> None:
+    """Let experts run one by one where torch's grouped products do not take their width (`parts.GROUPED`)."""
+    module: Any
+    for module in model.modules():
+        down = getattr(module, "down_proj", None)
+        if hasattr(module, "is_concatenated") and isinstance(down, Tensor) and down.shape[-1] % GROUPED:
+            module.config._experts_implementation = "eager"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -205,6 +218,9 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
 def auto_class(config: dict[str, Any]) -> str:
     """The Auto class of a config.json: of its family's class where the family is known, else by the class's name."""
     name = str(next(iter(config.get("architectures") or []), "")).removeprefix(REMOTE_PREFIX)
+    if config.get("model_type") in known_composites():
+        composite = load_composite(config["model_type"])
+        return composite.auto if name in ("", composite.architecture) else _by_name(name)
     if not is_known(config):
         return _by_name(name)
     family = described(config)

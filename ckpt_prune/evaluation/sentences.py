@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.checkpoint.jsonfile import read_object
-from ckpt_prune.checkpoint.modules import WEIGHTS, Module, modules_of
+from ckpt_prune.checkpoint.modules import MODULES, WEIGHTS, Module, modules_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -141,12 +141,16 @@ class SentenceModel:
         longest: tokens of a text at most, or None where nothing says.
 
     Raises:
-        UserError: it has a module that is not known here, or none that makes one vector of a text.
+        UserError: it does not begin with the model, has a module that is not known here, or none that makes one vector
+            of a text.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model, self._tokenizer = model.eval(), tokenizer
-        _, *modules = modules_of(folder)
+        found = modules_of(folder)
+        if found[:1] != [Module("Transformer", None)]:
+            raise UserError(f"{folder / MODULES} does not begin with a Transformer in the folder itself")
+        modules = found[1:]
         unknown = [each.kind for each in modules if each.kind not in _KNOWN]
         if unknown:
             raise UserError(f"{folder} has a module {unknown[0]}; known are {', '.join(_KNOWN)}")

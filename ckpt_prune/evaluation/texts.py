@@ -81,7 +81,7 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
     if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
         raise UserError(f"{folder} and {reference} have different tokenizers: their perplexities cannot be compared")
     check_same_kind(folder, reference)
-    if auto_class_of(folder) == "AutoModelForCausalLM":
+    if auto_class_of(folder) in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
         return _perplexity(pair, options)
     return _encoder(pair, options)
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS, OUTSIDE_KEY, described_by, with_description
-from ckpt_prune.architectures.fitting import fitting_family, oriented
+from ckpt_prune.architectures.fitting import fitted, fitting_family
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
@@ -23,7 +25,7 @@ from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.records import MaskedLinear
+from ckpt_prune.planning.records import MaskedLinear, SiteRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
@@ -71,15 +73,18 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     if family is not None:
         description = parse_object(described_by(family).encode())
     dense = None if against is None else _dense(folder, report, against, description)
+    part = checkpoint if report is None or report.part is None else part_of(checkpoint, report.part)
     checks = [
         guarded("tensors", lambda: _tensors(checkpoint)),
         guarded("finite", lambda: _finite(checkpoint)),
         guarded("load", lambda: _load(checkpoint)),
         guarded("digests", lambda: _digests(folder, report)),
-        guarded("sparsity", lambda: _sparsity(checkpoint, report)),
+        guarded("sparsity", lambda: _sparsity(part, report)),
     ]
     if report is not None and dense is not None:
-        checks.append(guarded("kept units", lambda: _kept(checkpoint, dense, report)))
+        checks.append(guarded("kept units", lambda: _kept(part, dense, report)))
+    if part.within is not None and dense is not None:
+        checks.append(guarded("other parts", lambda: _others(part, dense)))
     return checks
 
 
@@ -123,15 +128,37 @@ def _dense(folder: Path, report: Report | None, against: Path, description: Mapp
         dense = replace(dense, config=with_description(dense.config, description))
     if report is None:
         raise UserError(f"{folder} has no {REPORT}: it cannot be compared with the model it was made from")
+    if report.part is not None:
+        dense = part_of(dense, report.part)
     if report.source.fingerprint != dense.fingerprint:
         raise UserError(f"{folder} was not made from {dense.path}: its report names {report.source.name}")
     return dense
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
-    shapes = {name: info.stored_shape for name, info in checkpoint.tensors.items()}
-    check_shapes(shapes, stored_container(checkpoint).names(), str(checkpoint.path))
+    shapes = {name: info.stored_shape for name, info in checkpoint.stored.items()}
+    composite = _is_composite(checkpoint)
+    names = composite_names(checkpoint.config) if composite else stored_container(checkpoint).names()
+    check_shapes(shapes, names, str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
+
+
+def _is_composite(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") in known_composites()
+
+
+def _others(part: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
+    """What is not in the part is the dense model's, byte for byte."""
+    assert part.within is not None
+    assert dense.within is not None
+    ours, theirs = part.within, dense.within
+    if ours.rest.keys() != theirs.rest.keys():
+        return False, "the two have other tensors outside the part"
+    for name in track(list(ours.rest), "comparing what is outside the part", unit="tensor"):
+        pair = [each.whole.read([name])[name] for each in (ours, theirs)]
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*(each.flatten().view(torch.uint8) for each in pair)):
+            return False, f"{name} is not the dense model's"
+    return True, f"{len(ours.rest)} tensors outside the {ours.part} part are the dense model's, bit for bit"
 
 
 def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
@@ -141,12 +168,17 @@ def _finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
-    family = fitting_family(checkpoint)
-    found = stock_load_report(checkpoint.path, family.auto_class)
+    if _is_composite(checkpoint):
+        composite = load_composite(checkpoint.config["model_type"])
+        auto, architecture = composite.auto, composite.architecture
+    else:
+        family = fitting_family(checkpoint)
+        auto, architecture = family.auto_class, family.architecture
+    found = stock_load_report(checkpoint.path, auto)
     if found.clean and remote is not None:
         return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
     if found.clean:
-        return True, f"{family.architecture} by stock transformers: no key missing, unexpected or mismatched"
+        return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
     parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
     return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
 
@@ -165,7 +197,7 @@ def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
 
 def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
     """Every masked weight has the zeros of its mask, and its groups hold the pattern."""
-    checkpoint = oriented(checkpoint, fitting_family(checkpoint))
+    checkpoint, _ = fitted(checkpoint)
     if report is None or report.mask is None or not report.linears:
         return None, f"no mask recorded; {_found_zeros(checkpoint)}"
     groups = _groups(report)
@@ -199,7 +231,7 @@ def _mask_fault(linear: MaskedLinear, tensor: torch.Tensor, zeros: int, groups: 
 
 def _found_zeros(checkpoint: Checkpoint) -> str:
     """What share of the blocks' linear weights is zero, and the pattern that all of them hold."""
-    family = fitting_family(checkpoint)
+    checkpoint, family = fitted(checkpoint)
     modules = weights_by_module(checkpoint.tensors, family.block, family.linears)
     found = list(find_zeros(checkpoint, [name for names in modules.values() for name in names]))
     share, pattern = share_of_all(found), pattern_of_all(found)
@@ -213,6 +245,8 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
+    if report.rotation is None:
+        checkpoint, _ = fitted(checkpoint)
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense)
     if report.rotation is not None:
@@ -224,7 +258,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
 
 def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
     """What is not in the blocks' linear modules, which recovery rewrites, is the dense model's."""
-    family = fitting_family(dense)
+    dense, family = fitted(dense)
     trained = {
         family.tensor(block, module, kind)
         for block in range(family.dimension(parse_config(dense.config), "layers"))
@@ -243,6 +277,7 @@ def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]
 
 def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Masked weights are zero or the dense ones, where their method does no more; other tensors are the dense ones."""
+    dense, _ = fitted(dense)
     masked = {linear.weight for linear in report.linears}
     compared = [name for name in checkpoint.tensors if name not in masked or not _rewritten(report)]
     for name in track(compared, "comparing", unit="tensor"):
@@ -266,23 +301,23 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> boo
     return not bool(((ours != theirs) & (ours != 0)).any()) if zeroed else torch.equal(ours, theirs)
 
 
-def _known(space: str, model: Model) -> SpaceName:
-    """A space of the report as the family has it. Raises UserError where it has none."""
-    for name in model.family.spaces:
-        if name == space:
-            return name
-    raise UserError(f"{REPORT} keeps units of {space}, which the dense model has not")
+def _known(site: SiteRecord, model: Model) -> SpaceName:
+    """The space of a site as the family has it. Raises UserError where it has none."""
+    name = space_of(site.space, site.expert)
+    if name in model.family.spaces:
+        return name
+    raise UserError(f"{REPORT} keeps units of {name}, which the dense model has not")
 
 
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
-    model, checkpoint = Model.of(dense), oriented(checkpoint, fitting_family(checkpoint))
+    model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
     compared, absorbing = 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
-        sites = {_known(site.space, model): site for site in report.sites if site.block == block}
+        sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
             units = model.site_units(space)
             if site.units != units or not all(0 <= unit < units for unit in site.kept):
@@ -292,7 +327,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in dense.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
@@ -307,6 +342,10 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         pairs, name = model.pairs_kept(gone), model.pairs_name(block)
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
+        moved = model.moved_experts(block, kept)
+        for name, before in moved.items():
+            if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
+                return False, f"{name} is not the dense model's {before}"
         makers = {
             space: set(spaces[space].readers) & set(spaces[space].rewritten(s.method)) for space, s in sites.items()
         }

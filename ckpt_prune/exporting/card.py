@@ -6,6 +6,7 @@ from typing import Any
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.exporting.manifest import Manifest
 from ckpt_prune.filenames import GRAPH_RECORD, VALIDATION
+from ckpt_prune.plain import coded, markdown
 
 
 def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = True) -> str:
@@ -29,10 +30,11 @@ def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = Tru
         "tags: [ckpt-prune, onnx]",
         "---",
         "",
-        f"# {manifest.source.name}, ONNX",
+        f"# {markdown(manifest.source.name)}, ONNX",
         "",
-        f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from `{manifest.source.name}` "
-        f"({config.get('model_type')}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}{fused}.",
+        f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {coded(manifest.source.name)} "
+        f"({markdown(str(config.get('model_type')))}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}"
+        f"{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
         *_context(manifest, config),
         "",

@@ -132,7 +132,7 @@ class GraphWriter:
             generation.save_pretrained(folder)
         manifest = Manifest(
             versions=runtime_versions(),
-            source=Source(name=source.path.name, fingerprint=source.fingerprint),
+            source=Source(name=source.name, fingerprint=source.fingerprint),
             task=task.name,
             modality=task.modality,
             cached=task.cached,

@@ -69,7 +69,7 @@ def validate(
         note=None if proof.graph is None else proof.graph.session.note,
         dtype=manifest.dtype,
         tolerance=allowed,
-        against=Source(name=checkpoint.path.name, fingerprint=checkpoint.fingerprint),
+        against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
         data=samples.description or {"what": "noise", "seed": samples.seed},
         checks=proof.checks,
         cases=proof.cases,

@@ -52,7 +52,12 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
         return patches(model.config)
     if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
         return 0
-    return 1 if module in map(family.on_disk, family.pooled) else model.tokens
+    if module in map(family.on_disk, family.pooled):
+        return 1
+    if family.experts is not None and model.expert_of(name) is not None:
+        # The router sends every token to some of the experts.
+        return model.tokens * int(getattr(model.config, family.experts.chosen)) // model.dimension(family.experts.count)
+    return model.tokens
 
 
 def _is_below(name: str, path: str) -> bool:

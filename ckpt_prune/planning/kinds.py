@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName, known_space
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, Traits
 from ckpt_prune.compensation.rotary import ROTARY_METHODS
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES, ExpertScore
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES, LogitScore
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, RotaryScore
 from ckpt_prune.scoring.scores import SCORES, Score
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, UnitScore
 from ckpt_prune.scoring.value_scores import VALUE_SCORES
 
-AnyScore = Score | UnitScore | LogitScore | RotaryScore
+AnyScore = Score | UnitScore | LogitScore | RotaryScore | ExpertScore
 
 CHOSEN = "auto"
 """Stands for the score that is chosen for each site."""
@@ -58,6 +59,7 @@ class Kind(ABC):
         methods: compensations, by name.
         unrankable: why units of all blocks cannot be ranked in one list; None where they can.
         stock: whether any class of transformers can have fewer units.
+        by_errors: whether the errors of every width can be told.
         candidates: scores that sites are tried out with.
     """
 
@@ -65,6 +67,7 @@ class Kind(ABC):
     methods: Mapping[str, Traits]
     unrankable: str | None = None
     stock: bool = True
+    by_errors: bool = True
     candidates: tuple[str, ...] = CANDIDATES
 
     def needs_moments(self, wish: Wish) -> bool:
@@ -179,6 +182,31 @@ class BesideKind(ColumnKind):
     unrankable = "every KV group keeps as many query heads as the next: allocation: uniform or least-error"
 
 
+class ExpertKind(Kind):
+    """Whole experts of a block."""
+
+    scores: Mapping[str, AnyScore] = EXPERT_SCORES
+    methods: Mapping[str, Traits] = {"none": COLUMN_METHODS["none"]}
+    unrankable = "every block keeps as many experts as the next: allocation: uniform"
+    by_errors = False
+
+    def gram_for(self, wish: Wish) -> str | None:
+        """Nothing."""
+        return None
+
+    def collects(self, wish: Wish) -> set[Collect]:
+        """Nothing beside what is always collected."""
+        return set()
+
+    def measures_more(self, wish: Wish) -> bool:
+        """Nothing."""
+        return False
+
+    def scores_columns(self, score: str) -> bool:
+        """None: experts are scored as wholes."""
+        return False
+
+
 class ValueKind(ColumnKind):
     """Directions of values, as many in every KV head."""
 
@@ -192,6 +220,7 @@ KINDS: dict[Ends, Kind] = {
     "columns": ColumnKind(),
     "logits": LogitKind(),
     "rotary": RotaryKind(),
+    "experts": ExpertKind(),
     "values": ValueKind(),
 }
 """What a space ends in → what a recipe may say about it."""
@@ -207,4 +236,5 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 
 def kind_of(space: SpaceName) -> Kind:
     """The kind of a space."""
-    return _BESIDE if space in BESIDE and ENDS[space] == "columns" else KINDS[ENDS[space]]
+    known = known_space(space)
+    return _BESIDE if known in BESIDE and ENDS[known] == "columns" else KINDS[ENDS[known]]

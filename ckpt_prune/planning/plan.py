@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
@@ -29,7 +29,7 @@ class SitePlan(SiteRecord):
     @property
     def site(self) -> Site:
         """The site that this is the plan of."""
-        return Site(self.block, self.space, self.expert)
+        return Site(self.block, space_of(self.space, self.expert))
 
 
 # Scores stand beside the units that they chose.

@@ -4,9 +4,10 @@ import hashlib
 import json
 from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
-from ckpt_prune.architectures.spaces import COUPLED, ENDS, SpaceName
+from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.spaces import COUPLED, ENDS, SpaceName, known_space
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.export_recipe import ExportRecipe
@@ -152,10 +153,13 @@ class Recipe(Strict):
                     f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
                     "all of it: say target: dense"
                 )
-        for space in self.spaces if self.ranks_blocks else ():
+        for space in self.spaces:
             reason = kind_of(space).unrankable
-            if reason is not None:
+            by_errors = self.allocation == "least-error" and not kind_of(space).by_errors
+            if reason is not None and (self.ranks_blocks or by_errors):
                 raise ValueError(reason)
+        if "experts" in self.spaces and "mlp" in map(known_space, self.spaces):
+            raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
         if self.ranks_blocks and self.widths == "uniform":
             raise ValueError(
                 f"allocation {self.allocation} gives every block its own widths, which no stock model can load: "
@@ -211,6 +215,23 @@ class Recipe(Strict):
             raise ValueError(f"size and {given[0]} both say how much goes: leave one out")
         if self.size is not None and self.container == "padded":
             raise ValueError("size does not go with container padded, which saves nothing where it fills up")
+
+    @field_serializer("spaces", mode="wrap", when_used="json")
+    def _as_written(self, spaces: dict[str, SpaceRecipe], handler: SerializerFunctionWrapHandler) -> Any:
+        """What is said of every expert is written once."""
+        return handler({known_space(name): own for name, own in spaces.items()})
+
+    def at(self, family: Family) -> "Recipe":
+        """The recipe with what it says of a space for every one of that name that blocks of a family have.
+
+        What the family has not stays as it is.
+        """
+        here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
+        if not here:
+            return self
+        kept = {name: own for name, own in self.spaces.items() if name not in {known_space(each) for each in here}}
+        spaces = kept | {name: self.spaces[known_space(name)] for name in here}
+        return self.model_copy(update={"spaces": spaces})
 
     @property
     def ranks_blocks(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ckpt_prune.architectures.spaces import SPACES
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.kinds import TRAITS
 from ckpt_prune.planning.recipe import Recipe
@@ -178,7 +179,7 @@ def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
     place: Any = Recipe
     for key in loc[:-1]:
         place = _mapping(get_args(place)[1] if get_origin(place) is dict else _fields(place)[key])
-    return list(get_args(get_args(place)[0]) if get_origin(place) is dict else _fields(place))
+    return list(SPACES if get_origin(place) is dict else _fields(place))
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:

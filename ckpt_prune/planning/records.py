@@ -60,6 +60,8 @@ class SiteRecord(Fixed):
         units: units of the dense site. A site of q and k has all rows as units.
         kept: units that stay, ascending.
         score: that its units were ranked by, where it was chosen site by site; else None, and left out of JSON.
+        few: tokens that the router sent to an expert, where they were too few to measure on, so that it was measured on
+            all tokens of the layer; else None, and left out of JSON.
         method: the compensation; none where nothing is dropped.
         strength: in the recipe's units; None where the method has none.
         share: share of the drift that the weights are fitted to correct; None without drift.
@@ -88,6 +90,7 @@ class SiteRecord(Fixed):
     units: Annotated[int, Field(ge=1, le=2**63)]
     kept: list[int]
     score: str | None = None
+    few: Count | None = None
     method: str
     strength: Figure = None
     share: Figure = None
@@ -111,7 +114,7 @@ class SiteRecord(Fixed):
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Files of models without experts, and of recipes that need no more, do not change."""
         values: dict[str, Any] = handler(self)
-        optional = {"expert", "score", "divergence"}
+        optional = {"expert", "score", "few", "divergence"}
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 

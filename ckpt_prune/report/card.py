@@ -5,6 +5,7 @@ from pydantic import ValidationError
 from ckpt_prune.checkpoint.modules import MODULES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.plain import coded, markdown
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shares import is_far
@@ -43,11 +44,11 @@ def model_card(report: Report) -> str:
         "tags: [ckpt-prune, pruned]",
         "---",
         "",
-        f"# {report.source.name}, {_how(report)}",
+        f"# {markdown(f'{report.source.name}, {_how(report)}')}",
         "",
-        f"Made by ckpt_prune {report.ckpt_prune} from `{report.source.name}`. {recipe.summary}"
+        f"Made by ckpt_prune {report.ckpt_prune} from {coded(report.source.name)}. {markdown(recipe.summary)}"
         f"{_beside_shipped(report)}".rstrip(),
-        f"Source of the method: {recipe.source}." if recipe.source else "",
+        f"Source of the method: {markdown(recipe.source)}." if recipe.source else "",
         "",
         "| | before | after | share |",
         "|---|---|---|---|",
@@ -99,6 +100,8 @@ def _how(report: Report) -> str:
     """What was done, in the words of a heading."""
     recipe = report.recipe
     pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
+    if report.part is not None:
+        pruned = f"its {report.part} part {pruned}"
     return f"{pruned} and recovered" if report.recovery else pruned
 
 

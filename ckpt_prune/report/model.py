@@ -194,6 +194,7 @@ class Report(Fixed):
         ckpt_prune, torch, transformers: versions of what wrote it.
         recipe, recipe_digest: as used.
         source: what was pruned.
+        part: of it, where that is made of several models, which all other figures are about; or None.
         asked: what the recipe was changed for, or None.
         calibration: where the moments came from; empty of what another tool pruned.
         plan: digest of the plan that was applied, or None.
@@ -217,6 +218,7 @@ class Report(Fixed):
     recipe: UsedRecipe
     recipe_digest: str = ""
     source: Source
+    part: str | None = None
     asked: Asked | None = None
     calibration: Record
     plan: str | None = None
@@ -240,4 +242,6 @@ class Report(Fixed):
         values = self.model_dump(mode="json")
         if self.recovery is None:
             del values["recovery"], values["layers"]
+        if self.part is None:
+            del values["part"]
         return values

@@ -45,6 +45,14 @@ def wanda_sp(weight: Tensor, moments: Moments) -> Tensor:
     return column_norms(weight) * moments.square.sqrt()
 
 
+def wanda_sp_code(weight: Tensor, moments: Moments) -> Tensor:
+    """mean_i |W_ij| ‖X_j‖₂, which the code released with FLAP computes for Wanda-sp."""
+    sums = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for rows in torch.split(weight, 1024):
+        sums += rows.double().abs().sum(0)
+    return sums / len(weight) * moments.square.sqrt()
+
+
 def rcpu(weight: Tensor, moments: Moments) -> Tensor:
     """‖W_:j‖ ‖X_j‖ Var(x_j) (RCPU eq. 10)."""
     return wanda_sp(weight, moments) * moments.variance
@@ -80,6 +88,7 @@ SCORES: dict[str, Score] = {
     "active-probability": Score(active_probability),
     "variance": Score(variance),
     "wanda-sp": Score(wanda_sp),
+    "wanda-sp-code": Score(wanda_sp_code),
     "rcpu": Score(rcpu),
     "rcpu-code": Score(rcpu_code),
     "flap": Score(flap),

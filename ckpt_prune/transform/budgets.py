@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
@@ -230,12 +230,29 @@ def _solve(
     request: Request, curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Crossed]
 ) -> dict[Site, int]:
     if request.recipe.widths == "per_layer":
-        return least_error(curves, budget, _crossings(curves, crossed))
-    names, blocks = request.recipe.spaces, request.model.blocks
-    spaces = {space: merged([c for site, c in curves.items() if site.space == space]) for space in names}
-    together = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
-    kept = least_error(spaces, budget, together)
-    return {site: kept[site.space] for site in curves}
+        return _per_block(curves, budget, crossed)
+    together: dict[str, list[Curve]] = {}
+    for site, curve in curves.items():
+        together.setdefault(known_space(site.space), []).append(curve)
+    spaces = {space: merged(own) for space, own in together.items()}
+    blocks = request.model.blocks
+    crossings = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
+    kept = least_error(spaces, budget, crossings)
+    return {site: kept[known_space(site.space)] for site in curves}
+
+
+def _per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[Crossed]) -> dict[Site, int]:
+    """Widths of every block for itself; all experts of one are as wide."""
+    together: dict[Site, list[Curve]] = {}
+    for site, curve in curves.items():
+        together.setdefault(_with_experts(site), []).append(curve)
+    sites = {site: own[0] if len(own) == 1 else merged(own) for site, own in together.items()}
+    kept = least_error(sites, budget, _crossings(sites, crossed))
+    return {site: kept[_with_experts(site)] for site in curves}
+
+
+def _with_experts(site: Site) -> Site:
+    return site._replace(space=known_space(site.space))
 
 
 def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[Crossed]) -> list[Crossing[Site]]:
@@ -257,7 +274,7 @@ def _losses(
     crossings = _crossings(curves, crossed)
     chosen = total_error(curves, counts, crossings)
     # The search per block is no exact one: shared widths are among its choices, and it never does worse than they.
-    return Losses(chosen, min(chosen, total_error(curves, least_error(curves, budget, crossings), crossings)))
+    return Losses(chosen, min(chosen, total_error(curves, _per_block(curves, budget, crossed), crossings)))
 
 
 def _limit(request: Request) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import BESIDE, ENDS
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.containers.checking import check_source
@@ -147,6 +147,8 @@ def _taylor(request: Request) -> None:
     what = f"recipe {request.recipe.name} ranks units by gradients of the loss"
     if not request.model.family.causal:
         raise UserError(f"{what} of next tokens, which is for causal language models: this is none")
+    if request.model.family.experts is not None:
+        raise UserError(f"{what}, which are not gathered for experts: choose another score")
     if request.statistics is not None and "taylor" not in request.statistics.index.collect:
         raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
 
@@ -219,21 +221,22 @@ def _plan(request: Request, plan: Plan) -> None:
     if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
-        units, copies = request.model.site_units(site.space), request.model.copies(site.space)
+        space = site.site.space
+        units, copies = request.model.site_units(space), request.model.copies(space)
         if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
             raise UserError(
-                f"the plan's kept units of {site.space} in block {site.block} are not ascending indices "
+                f"the plan's kept units of {space} in block {site.block} are not ascending indices "
                 f"below {units}: plan again instead of editing it"
             )
         if len(site.scores) != units:
             raise UserError(
-                f"the plan has {len(site.scores)} scores for the {units} units of {site.space} in block {site.block}: "
+                f"the plan has {len(site.scores)} scores for the {units} units of {space} in block {site.block}: "
                 "plan again instead of editing it"
             )
         width = units // copies
         if len({sum(row // width == copy for row in site.kept) for copy in range(copies)}) != 1:
             raise UserError(
-                f"the plan keeps different numbers of units of {site.space} side by side in block {site.block}: "
+                f"the plan keeps different numbers of units of {space} side by side in block {site.block}: "
                 "plan again instead of editing it"
             )
 
@@ -267,6 +270,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
             unit can go.
     """
+    recipe = recipe.at(family)
     missing = [space for space in recipe.spaces if space not in family.spaces]
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
@@ -296,7 +300,13 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
             f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not{why}: it has "
-            f"{', '.join(family.spaces)}"
+            f"{', '.join(first_of_experts(family.spaces))}"
+        )
+    gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]
+    if gated and recipe.target == "drift":
+        raise UserError(
+            f"recipe {recipe.name} makes up for drift (target drift) in {gated[0]}, whose output {family.model_type} "
+            f"multiplies by another factor for every token: say target: sequential, or leave out spaces.{gated[0]}"
         )
     for name in recipe.spaces:
         if family.spaces[name].whole is not None:

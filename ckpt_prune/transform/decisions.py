@@ -107,6 +107,6 @@ def planned(model: Model, plan: Plan) -> Decisions:
     sites: dict[Site, Decision] = {}
     for site in plan.sites:
         scores = torch.tensor(site.scores, dtype=torch.float64)
-        keep = len(site.kept) // model.copies(site.space)
+        keep = len(site.kept) // model.copies(site.site.space)
         sites[site.site] = Decision(keep, torch.tensor(site.kept), scores, site, site.score)
-    return Decisions(plan.recipe, sites)
+    return Decisions(plan.recipe.at(model.family), sites)

@@ -62,11 +62,11 @@ class Pruner:
         """
         current = dict(tensors)
         plans = [each.solved[0] for each in self.sites(block, current, source)]
-        kept = {plan.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
+        kept = {plan.site.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
         fill_biases(self.model.family, block, self.biases, current)
         check_overflow(tensors, current)
         self._pad(block, kept, current)
-        return current, plans
+        return self.model.without_experts(block, current, kept), plans
 
     def sites(self, block: int, tensors: dict[str, Tensor], source: MomentSource) -> Iterator["AtSite"]:
         """Solve the sites of a block one after the other.

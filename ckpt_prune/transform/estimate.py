@@ -13,7 +13,7 @@ import torch
 
 from ckpt_prune import machine
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import ENDS
+from ckpt_prune.architectures.spaces import ENDS, known_space
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
@@ -258,7 +258,7 @@ def _machine(settled: Settled) -> tuple[torch.device, torch.dtype]:
 def _uncounted(recipe: Recipe) -> bool:
     """Whether a recipe does what no formula here is for."""
     odd = recipe.mask is not None or recipe.recovery is not None or recipe.perplexity_grid is not None
-    return odd or recipe.export is not None or any(ENDS[space] != "columns" for space in recipe.spaces)
+    return odd or recipe.export is not None or any(ENDS[known_space(space)] != "columns" for space in recipe.spaces)
 
 
 def _few(model: Model, samples: int, folds: int) -> int:

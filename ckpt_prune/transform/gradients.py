@@ -72,7 +72,8 @@ def add_gradients(
     predicted: Predicted = {} if trials is None else trials.found
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
-    if predicted and model.blocks > SHALLOW:  # in others every site's own effect is measured
+    # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
+    if predicted and model.blocks > SHALLOW and model.family.experts is None:
         together, scores = measure_spaces(refits, some, predicted, **how)
     return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores)
 

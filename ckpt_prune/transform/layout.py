@@ -1,6 +1,11 @@
 """Shapes before data: every output tensor's dtype and shape, checked against the container on the meta device."""
 
+from collections.abc import Mapping
+
 from ckpt_prune.architectures.model import Model, Shape
+from ckpt_prune.architectures.part import composite_config, composite_names
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.shard import stacked
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import Container, Widths
 from ckpt_prune.rotations.rotated import Added
@@ -37,12 +42,45 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
         shapes[name] = (shapes[beside][0], shape)
         files[name] = files[beside]
     turned = model.checkpoint.transposed
-    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in shapes.items()}
+    plain = stacked(shapes, model.checkpoint.stacks)
+    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
     check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]
+    _check_whole(model.checkpoint, container, stored)
     return layout
+
+
+def _check_whole(checkpoint: Checkpoint, container: Container, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Where the source is a part of a composite, the class of that must take the output too."""
+    within = checkpoint.within
+    if within is None:
+        return
+    rest = {name: info.stored_shape for name, info in within.rest.items()}
+    inside = {within.on_disk(name): shape for name, shape in stored.items()}
+    check_shapes(rest | inside, composite_names(composite_config(checkpoint, container.config)), "the output")
+
+
+OUTER = "/"
+"""Before the names of tensors of a composite that are not in its part: names in a part never begin so."""
+
+
+def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str, str]]:
+    """The files of a whole output, and the names on disk of its tensors where these differ.
+
+    Args:
+        checkpoint: the source; the layout is that of its own tensors.
+        layout: of the output.
+    """
+    within = checkpoint.within
+    if within is None:
+        return layout, {}
+    found: Layout = {file: dict(tensors) for file, tensors in layout.items()}
+    for name, info in within.rest.items():
+        found[info.file][OUTER + name] = (info.dtype, info.shape)
+    own = {name: within.on_disk(name) for tensors in layout.values() for name in tensors}
+    return found, own | {OUTER + name: name for name in within.rest}
 
 
 def layout_of(model: Model) -> Layout:

@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.gradients import add_gradients
-from ckpt_prune.transform.measured_effects import SHALLOW, measure_effects
+from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 
@@ -79,7 +79,7 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             spaces=list(recipe.spaces),
             allocate=live.allocate,
         )
-    if request.model.blocks > SHALLOW or EFFECTS in journal.units:
+    if not measured_singly(request.model) or EFFECTS in journal.units:
         return statistics
     effects = measure_effects(
         request.model,

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from math import exp
 
+from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.errors import UserError
@@ -30,6 +31,12 @@ def messages(settled: Settled) -> list[str]:
     """What a user should know of a job beside its sizes."""
     found = []
     request, recipe = settled.request, settled.recipe
+    within = settled.model.checkpoint.within
+    if within is not None:
+        whole = load_composite(str(within.whole.config["model_type"]))
+        found.append(
+            f"all figures are of the {within.part} part of this {whole.model_type}: {whole.part(within.part).note}"
+        )
     if recipe.target != "dense" and not request.sequential and request.statistics is not None and request.plan is None:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
         told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
@@ -105,8 +112,9 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     """A line for every space whose units are too coarse for its ratio: what goes instead, and the size beside it."""
     if recipe.mask is not None or recipe.allocation != "uniform":
         return
-    for space, own in recipe.spaces.items():
-        units = model.units(space)
+    recipe = recipe.at(model.family)
+    for name, space in first_of_experts(recipe.spaces).items():
+        units, own = model.units(space), recipe.spaces[space]
         found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), own.multiple_of)
         if found is None:
             continue
@@ -117,7 +125,7 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
             which = "the next size" if found.other > found.dropped else "the size before"
             beside = f"{which} drops {found.other or 'none'} (ratio {found.ratio:g})"
         yield (
-            f"{space}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
+            f"{name}: {counted(units, 'unit')} per block{in_steps}, so a ratio of {found.asked:g} "
             f"drops {drops}; {beside}{'' if found.dropped else _inside(model, recipe, space)}"
         )
 

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
 from ckpt_prune.containers.container import Container, Widths
+from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.records import Cost
@@ -56,6 +58,26 @@ def output_of(request: Request, widths: Widths) -> Output:
     return Output(container, layout, aside, cost)
 
 
+def _check_part(model: Model, container: Container, rotated: bool) -> None:
+    """Refuse what a part of a composite has no room for: its blocks stay those of the whole's stock class.
+
+    Raises:
+        UserError: rotations, which what feeds the part's stream from elsewhere does not follow, or remote code.
+    """
+    within = model.checkpoint.within
+    if within is None:
+        return
+    if rotated:
+        raise UserError(
+            f"--part {within.part}: what reads and writes its stream from outside does not follow rotations"
+        )
+    if container.remote_class is not None:
+        raise UserError(
+            f"--part {within.part}: blocks that need remote code have no place in another model: choose a recipe with "
+            "widths: uniform and a compensation that opens no bias, such as ridge"
+        )
+
+
 def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | None) -> Container:
     model, recipe = request.model, request.recipe
     biases = {module for module in model.family.linears if model.has(module, "bias")}
@@ -71,6 +93,7 @@ def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | No
         requested=REMOTE if turns else recipe.container,
         per_layer=recipe.widths == "per_layer",
     )
+    _check_part(model, chosen, rotated is not None)
     if rotated is None:
         return chosen
     note = chosen.note

@@ -28,7 +28,7 @@ def make_plan(settled: Settled) -> Plan:
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
         for solver, tensors, moments, solved in engine.sites(block, read, source):
             plan = solved[0]
-            fisher = metric.get(model.moments_name(block, plan.space))
+            fisher = metric.get(model.moments_name(block, plan.site.space))
             if fisher is not None:
                 plan.divergence = solver.divergence(block, tensors, moments or (), solved, fisher)
             sites.append(plan)

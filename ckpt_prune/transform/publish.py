@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
+from ckpt_prune.architectures.part import composite_config
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
@@ -47,7 +48,8 @@ def publish(
         The report, as in the output's ckpt_prune.json.
     """
     with stages.stage("publishing"):
-        writer.write_json(CONFIG, container.config)
+        config = container.config if source.within is None else composite_config(source, container.config)
+        writer.write_json(CONFIG, config)
         digests = sha256_files(writer.folder, [*names, CONFIG])
         if container.remote_class is not None:
             code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"

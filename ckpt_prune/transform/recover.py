@@ -26,7 +26,7 @@ from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
-from ckpt_prune.transform.layout import layout_of
+from ckpt_prune.transform.layout import layout_of, with_rest
 from ckpt_prune.transform.pairs import check_models, container_of, rotated_as
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
@@ -195,7 +195,15 @@ def recover(
     with staging:
         if staging.journal.complete:
             return publish_complete(staging, announce)
-        writer = CheckpointWriter(staging, layout, sharded=pruned.sharded, transposed=pruned.transposed)
+        whole, names = with_rest(pruned, layout)
+        writer = CheckpointWriter(
+            staging,
+            whole,
+            sharded=pruned.sharded,
+            transposed=pruned.transposed,
+            names=names,
+            stacks=pruned.stacks,
+        )
         with stages.stage("hidden states"):
             recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):
@@ -205,6 +213,7 @@ def recover(
             walk(settled.dense, [step], sink, start=request.pruned.read_block, say=None)
         with stages.stage("rest"):
             sink.write_rest(settled.pruned)
+            sink.write_outer(pruned)
         report = report_of_recovery(
             settled.report,
             request.pruned,

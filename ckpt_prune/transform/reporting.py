@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt_prune.architectures.composite import load_composite
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -71,11 +72,12 @@ def report_of_prune(
         recipe=UsedRecipe.model_validate(recipe.model_dump(mode="json", by_alias=True)),
         recipe_digest=recipe.digest,
         source=source_of(settled.model.checkpoint),
+        part=part_name(settled.model.checkpoint),
         asked=None if asked is None else _asked(asked),
         calibration=Record.model_validate(settled.provenance()),
         plan=settled.request.plan.digest if settled.request.plan else None,
         lambda_search=search,
-        container=stored_as(output.container, settled.model.family),
+        container=_within(settled.model.checkpoint, stored_as(output.container, settled.model.family)),
         before=settled.before,
         after=output.cost,
         mask=mask,
@@ -142,9 +144,22 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
     )
 
 
+def part_name(checkpoint: Checkpoint) -> str | None:
+    """Which part of a composite a checkpoint is; None where it is a whole."""
+    return None if checkpoint.within is None else checkpoint.within.part
+
+
+def _within(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
+    """What an output is stored as: the whole, where its source is a part of one."""
+    if checkpoint.within is None:
+        return stored
+    composite = load_composite(str(checkpoint.within.whole.config["model_type"]))
+    return stored.model_copy(update={"model_type": composite.model_type, "auto_class": composite.auto})
+
+
 def source_of(checkpoint: Checkpoint) -> Source:
     """Which model a checkpoint is."""
-    return Source(name=checkpoint.path.resolve().name, fingerprint=checkpoint.fingerprint)
+    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint)
 
 
 def stored_as(container: Container, family: Family) -> StoredAs:

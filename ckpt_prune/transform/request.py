@@ -101,6 +101,10 @@ class Request:
     larger: int | None = None
     by_default: bool = False
 
+    def __post_init__(self) -> None:
+        """The recipe speaks of the spaces that this model has."""
+        object.__setattr__(self, "recipe", self.recipe.at(self.model.family))
+
     @property
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""

@@ -19,6 +19,7 @@ from ckpt_prune.report.model import Recovery, Report, StrengthSearch
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import Learner, WrittenRotations
 from ckpt_prune.transform.checks import check_trained
+from ckpt_prune.transform.layout import with_rest
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_prune
@@ -130,12 +131,15 @@ def run(
 
 def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce) -> Report:
     output, checkpoint = settled.output, settled.model.checkpoint
+    layout, names = with_rest(checkpoint, output.layout)
     writer = CheckpointWriter(
         staging,
-        output.layout | output.aside,
+        layout | output.aside,
         sharded=checkpoint.sharded,
         aside=output.aside.keys(),
         transposed=checkpoint.transposed,
+        names=names,
+        stacks=checkpoint.stacks,
     )
     search = _searched(settled, writer, stages)
     ready = settled if search is None else settled.with_strength(search.chosen)
@@ -152,6 +156,7 @@ def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce)
         written = _write_blocks(ready, sink)
     with stages.stage("rest"):
         sink.write_rest(ready.dense)
+        sink.write_outer(checkpoint)
     report = report_of_prune(
         ready,
         written.records,

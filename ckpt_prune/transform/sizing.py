@@ -8,7 +8,7 @@ from itertools import combinations
 from torch import Tensor
 
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.architectures.spaces import COUPLED, SpaceName
+from ckpt_prune.architectures.spaces import COUPLED, SpaceName, known_space
 from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
@@ -116,9 +116,11 @@ def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
     base = given[pruned.start]
     allowed = allowed_widths(model.units(space), own.multiple_of)
+    alike = [name for name in recipe.spaces if known_space(name) == known_space(space)]
 
     def widths(width: int) -> Widths:
-        return [{**kept, space: width} if block in pruned else kept for block, kept in enumerate(given)]
+        own = dict.fromkeys(alike, width)
+        return [{**kept, **own} if block in pruned else kept for block, kept in enumerate(given)]
 
     fitting = bisect_right(allowed, budget, key=lambda width: cost_in(kind, cost_at(request, widths(width))))
     if not fitting:
@@ -127,7 +129,8 @@ def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     larger = widths(allowed[fitting]) if fitting < len(allowed) else None
     if width != base[space]:
         ratio = ratio_for(model.units(space), width, rounding_of(model, recipe, space), own.multiple_of)
-        recipe = recipe.with_own_ratio(space, ratio)
+        for name in alike:
+            recipe = recipe.with_own_ratio(name, ratio)
     return _Reached(recipe, widths(width), larger, abs(width - base[space]))
 
 
@@ -193,6 +196,10 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
     found: dict[SpaceName, float] = {}
     whole = cost_in(kind, cost_of(model))
     for space in units:
+        first = next(name for name in units if known_space(name) == known_space(space))
+        if first != space:
+            found[space] = found[first]  # one expert is as large as the next
+            continue
         if units[space] == 1:
             found[space] = 1.0  # it stays whatever it costs
             continue

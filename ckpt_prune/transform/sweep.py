@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import Cost
 from ckpt_prune.transform.budgets import dense_ranking
@@ -48,8 +48,9 @@ def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
     found: list[Point] = []
     for ratio in ratios:
         plan = make_plan(settle(replace(request, recipe=recipe.with_ratio(ratio))))
-        spaces = {space: [site for site in plan.sites if site.space == space] for space in recipe.spaces}
-        kept = {space: [len(site.kept) // model.copies(space) for site in sites] for space, sites in spaces.items()}
+        first = first_of_experts(recipe.spaces)
+        spaces = {space: [site for site in plan.sites if site.space == space] for space in first}
+        kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
         widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
         errors = {space: _mean_error(sites) for space, sites in spaces.items()}
         found.append(Point(ratio, plan.after, widths, errors))

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from ckpt_prune.architectures.model import BlockWidths, Model
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.progress import track
 from ckpt_prune.transform.dense import Dense
-from ckpt_prune.transform.layout import Layout
+from ckpt_prune.transform.layout import OUTER, Layout
 from ckpt_prune.transform.steps import Step, Tensors
 
-_REST = "rest"
+_REST, _OUTER = "rest", "outer"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class Sink:
                 if not name.startswith(blocks):
                     self.writer.write(name, dense.read([name])[name])
         self.writer.commit(_REST)
+
+    def write_outer(self, source: Checkpoint) -> None:
+        """Copy what stands outside the source, where that is a part of a composite: byte for byte."""
+        if source.within is None or _OUTER in self.writer.done:
+            return
+        for name in source.within.rest:
+            self.writer.write(OUTER + name, source.within.whole.read([name])[name])
+        self.writer.commit(_OUTER)
 
     def _names(self, prefix: str) -> list[str]:
         return [name for tensors in self.layout.values() for name in tensors if name.startswith(prefix)]

@@ -6,11 +6,12 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from ckpt_prune.architectures import family
 from ckpt_prune.architectures.family import family_of, known_families, load_family, variants_of
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
+from ckpt_prune.architectures.settings import unknown_settings
 from ckpt_prune.architectures.skeleton import (
     Names,
     build_skeleton,
@@ -152,12 +153,21 @@ def test_no_model_type(config):
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "llama"])
+@pytest.mark.parametrize("model_type", ["jamba", "llama"])
 def test_experts(model_type, key):
     assert refusal({"model_type": model_type, key: 8}) == (
         f"this checkpoint is a mixture of experts ({key} in config.json), which is not supported; "
         f"known families: {KNOWN}; a description goes in ckpt_prune/architectures/families/"
     )
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "gpt_oss", "llama4", "llama4_text"])
+def test_a_mixture_that_is_refused_by_name(model_type):
+    reasons = json.loads((Path(family.__file__).parent / "unsupported.json").read_text())
+    assert refusal({"model_type": model_type, "num_local_experts": 8}) == (
+        f"{model_type} is not supported: {reasons[model_type]}"
+    )
+    assert reasons.keys().isdisjoint(known_families())
 
 
 def test_no_experts_is_no_mixture():
@@ -248,3 +258,44 @@ def test_a_config_alone_is_a_checkpoint_for_counting(tmp_path):
 def test_a_config_that_transformers_refuses(tmp_path):
     with pytest.raises(UserError, match=r"^transformers refuses this config.json: "):
         parse_config({"model_type": "llama", "hidden_size": "wide"})
+
+
+# ---- settings that no description names -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", known_families())
+def test_every_key_of_a_config_class_is_accounted_for(model_type):
+    """A new transformers that adds one fails here: does it change the function, or may `settings` name it?"""
+    known = load_family(model_type)
+    if known.settings is None:
+        pytest.skip("its description does not claim so")
+    config, variants = AutoConfig.for_model(model_type), variants_of(model_type)
+    found = [set(unknown_settings(load_family(model_type, each).named_keys, config)) for each in (None, *variants)]
+    refused = {"add_cross_attention"} if model_type == "bert" else set()
+    assert set.intersection(*found) - set(variants) == refused
+
+
+def test_a_setting_that_no_description_knows_is_refused_by_name():
+    class Later(LlamaConfig):
+        norm_placement: str = "before"
+
+    load_family("llama").check_config(Later())
+    with pytest.raises(UserError) as caught:
+        load_family("llama").check_config(Later(norm_placement="after"))
+    assert str(caught.value) == (
+        'llama with norm_placement "after" in config.json is not supported: the description of llama does not say what '
+        "that changes"
+    )
+    unguarded = load_family("llama").model_copy(update={"settings": None})
+    unguarded.check_config(Later(norm_placement="after"))
+
+
+@pytest.mark.parametrize("key", ["is_decoder", "add_cross_attention"])
+def test_a_bert_that_is_a_decoder(key):
+    config = AutoConfig.for_model("bert", **{key: True})
+    with pytest.raises(UserError, match=f"^bert with {key} true in config.json is not supported"):
+        load_family("bert").check_config(config)
+
+
+def test_keys_that_no_stock_class_reads_change_nothing():
+    load_family("llama").check_config(AutoConfig.for_model("llama", of_another_library="x"))

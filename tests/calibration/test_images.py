@@ -61,6 +61,14 @@ class TestLoadProcessor:
         ):
             assert type(load_processor(write_processor(tmp_path, **changes))) is ViTImageProcessorPil
 
+    @pytest.mark.parametrize("changes", [{"size": {"height": 10**5, "width": 4}}, {"crop_size": 10**5}])
+    def test_sizes_that_no_image_is_made_to(self, tmp_path, changes):
+        said = refusal(load_processor, write_processor(tmp_path, **changes))
+        assert said.endswith(" is 100000, and 8192 pixels are the longest side that is read")
+
+    def test_a_bound_is_no_size(self, tmp_path):
+        load_processor(write_processor(tmp_path, size={"shortest_edge": 8, "longest_edge": 10**7}))
+
     def test_refusals(self, tmp_path):
         assert refusal(load_processor, tmp_path) == (
             f"{tmp_path}: no image processor (preprocessor_config.json); "

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from ckpt_prune.checkpoint.hub import output_folder, resolve
+from ckpt_prune.checkpoint.hub import model_name, output_folder, resolve
 from ckpt_prune.errors import UserError
 
 
@@ -198,3 +198,12 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
         "org/never-cached is neither a folder nor in the Hub cache, and HF_HUB_OFFLINE is set; "
         "give a folder, or run `hf download org/never-cached` while connected\n"
     )
+
+
+def test_what_a_snapshot_is_called(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--my-model/snapshots/0123abc"
+    snapshot.mkdir(parents=True)
+    assert model_name(snapshot) == "org/my-model"
+    assert model_name(snapshot.parent) == "snapshots"
+    (tmp_path / "link").symlink_to(snapshot)
+    assert model_name(tmp_path / "link") == "org/my-model"

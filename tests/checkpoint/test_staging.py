@@ -129,3 +129,18 @@ def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
             with staging(tmp_path / name) as first:
                 assert first.path.is_dir()
                 staging(tmp_path / name, resume=True).release()
+
+
+def test_a_lock_on_a_folder_that_another_run_has_replaced_is_none(tmp_path, monkeypatch):
+    found = staging(tmp_path / "out", kind=KINDS[2])
+    lock = module.fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        lock(descriptor, how)
+        found.path.rename(tmp_path / "deleted")
+        found.path.mkdir()
+
+    monkeypatch.setattr(module.fcntl, "flock", late)
+    with pytest.raises(UserError, match=r"\.out\.partial is being written by another run; wait for it or stop it"):
+        found.__enter__()
+    assert found.path.is_dir()

@@ -187,7 +187,7 @@ def test_an_unknown_family(place, command):
 
 
 @every_command
-@pytest.mark.parametrize("model_type", ["mixtral", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["jamba", "llama"])
 def test_a_mixture_of_experts(place, command, model_type):
     set_config("dense", model_type=model_type, num_local_experts=8)
     assert refusal(command, "dense") == (
@@ -526,3 +526,13 @@ def test_a_fifo_in_the_place_of_an_input_is_not_waited_for(place):
         os.mkfifo(name)
         refusal(command, "dense")
         Path(name).unlink()
+
+
+def test_escapes_in_names_do_not_reach_the_terminal(place):
+    edit_weights("dense", lambda tensors: tensors.update({"\x1b[2Jx": torch.ones(2)}))
+    assert refusal(COMMANDS["prune"], "dense") == (
+        r"dense has tensor \x1b[2Jx (1 such), which config.json has no place for"
+    )
+    index = read_json("stats/statistics.json")
+    Path("stats/statistics.json").write_text(json.dumps(index | {"compute_dtype": "\x07"}))
+    assert "compute_dtype  \\x07\n" in ok("statistics", "show", "stats")

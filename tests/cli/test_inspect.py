@@ -33,6 +33,7 @@ FLOPs       418K for one sample of 32 tokens
 KV cache    128 B a token
 
 space           units per block  parameters    container  with a bias
+rotary          2 x rotary pair         768  remote code  remote code
 queries  2 x grouped query head       1.02K        llama        llama
 heads              2 x KV group       1.54K        llama        llama
 values      4 x value direction         768  remote code  remote code
@@ -54,6 +55,22 @@ def test_text(place):
 def test_text_with_ratios(place):
     assert ok("inspect", "dense", "--ratio", "0.5,0") == DENSE + DENSE_PRUNED
     assert ok("inspect", "dense", "--ratio", "50%,0%") == DENSE + DENSE_PRUNED
+
+
+def test_a_recipe_that_is_named_has_a_row_by_its_own_ratios(place):
+    said = ok("inspect", "dense", "--recipe", "rcpu", "--ratio", "0.2")
+    assert said.startswith(DENSE + "\nby recipe rcpu:\nratio  ")
+    own = ok("inspect", "dense", "--recipe", "rcpu")
+    assert " ".join(own.split()) == " ".join(said.replace("\n0.2 ", "\nown ").split())
+    Path("r.yaml").write_text(
+        "version: 1\nname: r\nspaces: {heads: {score: magnitude, ratio: 0.5}, mlp: {score: magnitude, ratio: 0.25}}\n"
+    )
+    (size,) = json.loads(ok("inspect", "dense", "--recipe", "r.yaml", "--json"))["pruned"]
+    assert (size["ratio"], size["units"]) == (None, {"heads": 1, "mlp": 18})
+    Path("r.yaml").write_text("version: 1\nname: r\nspaces: {mlp: {score: magnitude}}\nsize: {params: 70%}\n")
+    assert refused("inspect", "dense", "--recipe", "r.yaml") == (
+        "recipe r.yaml has a size, which `plan` finds the widths of: say --ratio"
+    )
 
 
 def test_shards_are_counted(place):

@@ -53,6 +53,18 @@ def test_the_structure_travels(dense: Path) -> None:
     )
 
 
+def test_modules_that_are_not_known_here_travel_all_the_same(dense: Path) -> None:
+    """A sparse encoder's begin with another class; what nobody embeds with here is not looked at."""
+    modules = json.loads(Path("dense/modules.json").read_text())
+    modules[0]["type"] = "sentence_transformers.sparse_encoder.models.MLMTransformer"
+    Path("dense/modules.json").write_text(json.dumps(modules))
+    ok("prune", "dense", *PRUNE, "-o", "out")
+    assert Path("out/2_Dense/config.json").is_file()
+    assert refused("evaluate", "out", "--against", "near", "--text", "lines.txt", "--window", "20") == (
+        "out/modules.json does not begin with a Transformer in the folder itself"
+    )
+
+
 def test_weights_of_a_module_that_are_a_pickle_are_refused(dense: Path) -> None:
     Path("dense/2_Dense/model.safetensors").rename("dense/2_Dense/pytorch_model.bin")
     assert refused("prune", "dense", *PRUNE, "-o", "out") == (

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune.architectures.family import Family, known_families, load_family, variants_of
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import known_space
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import quiet_transformers
@@ -24,7 +24,7 @@ from tests.images import write_processor
 
 BLOCKS, WINDOW = 2, 12
 IMAGE, PATCH = 12, 4
-DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22}
+DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22, "experts": 4, "shared": 12}
 ODD_HEAD = 8
 """A head width that is not the hidden size by the number of heads, for configs that accept one."""
 MULTIPLE = 4
@@ -93,26 +93,33 @@ class Case:
         return "-".join(filter(None, (self.model_type, self.variant, self.architecture, shallow)))
 
     @cached_property
-    def family(self) -> Family:
+    def described(self) -> Family:
+        """As its file has it."""
         return load_family(self.model_type, self.variant).of(self.architecture)
+
+    @cached_property
+    def family(self) -> Family:
+        """With a space for every expert."""
+        return self.described if self.described.experts is None else self.described.with_config(self.config)
 
     @cached_property
     def config(self) -> PreTrainedConfig:
         """A tiny one, with an odd head width where the class takes it."""
-        if not self.family.dimensions["head_dim"]:
+        family = self.described
+        if not family.dimensions["head_dim"]:
             return self._config()
         odd = self._config(head_dim=ODD_HEAD)
         try:
             skeleton = build_skeleton(odd, self.architecture)
         except UserError:
             return self._config()
-        value = Names(skeleton).shape(self.family.tensor(0, self.family.attention.output))
+        value = Names(skeleton).shape(family.tensor(0, family.attention.output))
         assert value is not None
-        fits = value[1] == ODD_HEAD * DIMENSIONS["query_heads"] and self.family.dimension(odd, "head_dim") == ODD_HEAD
+        fits = value[1] == ODD_HEAD * DIMENSIONS["query_heads"] and family.dimension(odd, "head_dim") == ODD_HEAD
         return odd if fits else self._config()
 
     def _config(self, **changes: int) -> PreTrainedConfig:
-        family = self.family
+        family = self.described
         known = AutoConfig.for_model(self.model_type)
         values: dict[str, Any] = {k: v for k, v in (SHARED | TEXT | PICTURES).items() if hasattr(known, k)}
         sizes = DIMENSIONS | {"layers": self.blocks}
@@ -129,6 +136,7 @@ class Case:
         if family.sliding_window:
             values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
         values |= {variant: variant == self.variant for variant in variants_of(self.model_type)}
+        values |= {} if family.experts is None else {family.experts.chosen: 2}
         values |= PUBLISHED.get(self.model_type, {}) | json.loads(self.settings)
         return AutoConfig.for_model(self.model_type, **values, **changes)
 
@@ -142,29 +150,41 @@ class Case:
         )
 
     @property
-    def ratios(self) -> dict[SpaceName, float]:
+    def ratios(self) -> dict[str, float]:
         """By space that all promises are held for.
 
-        Without values, which no stock class has narrower: `values` has these, too. Rotary pairs have tests of their own
-        (`test_rotary`).
+        Without values, which no stock class has narrower: `values` has these, too. Rotary pairs and whole experts have
+        tests of their own (`test_rotary`, `tests/transform/test_experts.py`).
         """
-        return {name: share for name, share in self.values.items() if self.family.spaces[name].ends != "values"}
+        return {name: share for name, share in self.values.items() if name != "values"}
 
     @property
-    def values(self) -> dict[SpaceName, float]:
+    def values(self) -> dict[str, float]:
         """The same with values, where these can go."""
-        spaces = self.family.with_config(self.config).spaces
-        return {
-            name: self.ratio(name) for name, space in spaces.items() if space.whole is None and space.ends != "rotary"
-        }
+        spaces = self.described.with_config(self.config).spaces
+        held = [
+            name for name, space in spaces.items() if space.whole is None and space.ends not in ("rotary", "experts")
+        ]
+        return {known: self.ratio(known) for known in map(known_space, held)}
 
     def ratio(self, space: str) -> float:
         """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
-        return {"heads": 1 / self.units("heads"), "mlp": 0.25}.get(space, 0.5)
+        wanted = {
+            "heads": 1 / self.units("heads"),
+            "queries": 0.5,
+            "mlp": 0.25,
+            "shared": 0.25,
+            "qk": 0.5,
+            "rotary": 0.5,
+            "values": 0.5,
+        }
+        return wanted[space]
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""
         made: PreTrainedModel = getattr(transformers, self.architecture)(self.config).eval()
+        if self.family.experts is not None:
+            made.set_experts_implementation("eager")  # the default one has no float64
         randomise(made, zlib.crc32(str(self).encode()))
         return made
 
@@ -178,8 +198,10 @@ class Case:
             tiny_tokenizer().save_pretrained(folder)
         return folder
 
-    def samples(self, count: int = 16, seed: int = 5) -> Samples:
-        """What the class reads."""
+    def samples(self, count: int | None = None, seed: int = 5) -> Samples:
+        """What the class reads: by default enough that every expert sees more tokens than it has columns."""
+        if count is None:
+            count = 16 if self.family.experts is None else 48
         if self.family.modality == "text":
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
         generator = torch.Generator().manual_seed(seed)
@@ -205,6 +227,10 @@ CASES = cases()
 
 
 ALIKE = {
+    "mixtral": "qwen3_moe",
+    "olmoe": "qwen3_moe",
+    "granitemoe": "qwen3_moe",
+    "qwen2_moe": "qwen3_moe",
     "qwen2": "mistral",
     "ernie4_5": "cohere2",
     "granite": "llama",

@@ -4,22 +4,27 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
+from ckpt_prune.architectures.spaces import first_of_experts, known_space
+from ckpt_prune.checkpoint.shard import stacked as stacked_up
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
 
 from .dense import Dense
 from .models import BLOCKS, CASES, Case, first_cases
+from .open_experts import unstacked
 
 
 def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
     """On-disk name → shape in the stock class, under a config with these changes; weights as (outputs, inputs)."""
-    config = parse_config(case.config.to_dict() | changes)
+    names = case.config.attribute_map  # what the class knows by several names is written under one
+    config = parse_config(case.config.to_dict() | {names.get(key, key): value for key, value in changes.items()})
     shapes = Names(build_skeleton(config, case.architecture)).shapes
     turned = {case.family.tensor(block, module) for block in range(BLOCKS) for module in case.family.transposed}
     return {name: shape[::-1] if name in turned else shape for name, shape in shapes.items()}
@@ -64,18 +69,37 @@ def test_named_modules_exist(case: Case) -> None:
         )
 
 
+def stacked(case: Case, values: dict[str, nn.Parameter], block: int, module: str) -> Tensor:
+    """The weight of a linear module of an expert in the stock class's stack of them."""
+    assert case.family.experts is not None
+    expert, role = case.family.expert_modules[module]
+    stack = "down_proj" if role == "down" else "gate_up_proj"
+    weight = values[f"{case.family.layers}.{block}.{case.family.experts.module}.{stack}"][expert]
+    if role == "down" or case.family.experts.gate == case.family.experts.up:
+        return weight
+    return weight.chunk(2)[int(role == "up")]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None:
     """And the tensor on disk is what the family's module holds, one parameter below the other."""
     stored = load_file(dense.folder(case) / "model.safetensors")
     values = dict(case.model().named_parameters())
     paths = module_paths(case.family)
+    stored = unstacked(case.family, stored)
     for index in range(BLOCKS):
         prefix = case.family.block.format(block=index)
         added = tuple(f"{path.format(block=index)}." for path in case.family.lookups if "{block}" in path)
         weights = {name for name, t in stored.items() if name.startswith(prefix) and t.dim() == 2}
         weights = {name for name in weights if not name.startswith(added)}
-        assert {case.family.tensor(index, module) for module in case.family.linears} == weights
+        routers = [] if case.family.experts is None else [case.family.experts.router]
+        routers += [space.gate for space in case.family.columns.values() if space.gate is not None]
+        linears = {case.family.tensor(index, module) for module in case.family.linears}
+        assert linears == weights - {case.family.tensor(index, module) for module in routers}
+        assert all(
+            torch.equal(stacked(case, values, index, module), stored[case.family.tensor(index, module)])
+            for module in case.family.expert_modules
+        )
         for module, held in paths.items():
             for kind in ("weight", "bias"):
                 name = case.family.tensor(index, module, kind)
@@ -99,12 +123,15 @@ def test_biases_are_where_their_slots_are_open(case: Case) -> None:
 def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
     """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
     model = dense.model(case)
-    for name, space in case.family.spaces.items():
+    for known, name in first_of_experts(case.family.spaces).items():
+        space = case.family.spaces[name]
         if (space.fixed or space.whole) is not None or space.units in case.family.multiples:
             continue
         for kept in range(1, min(3, model.units(name))):
             found = shapes_of(case, **model.config_values({name: kept}))
-            wanted = derived(model, [{name: kept}] * BLOCKS)
+            widths = {each: kept for each in case.family.spaces if known_space(each) == known}
+            wanted = derived(model, [widths] * BLOCKS)
+            wanted = stacked_up(wanted, model.checkpoint.stacks)
             assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}
 
 

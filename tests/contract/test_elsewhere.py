@@ -29,6 +29,9 @@ for folder, auto in json.loads(sys.argv[1]):
         text = model.eval().generate(batch["input_ids"][:1, :6], max_new_tokens=4, do_sample=False, eos_token_id=None)
     torch.save(text, folder + ".text")
     options = {"use_cache": False} if hasattr(model, "generate") else {}
+    for module in model.modules():
+        if hasattr(module, "is_concatenated"):  # experts, whose default implementation has no float64
+            module.config._experts_implementation = "eager"
     with torch.inference_mode():
         out = model.eval().double()(**batch, **options)
     torch.save({k: v for k, v in out.items() if isinstance(v, torch.Tensor)}, folder + ".out")
@@ -62,8 +65,9 @@ PAIRED = ("llama", "cohere")
 
 
 def methods(case: Case) -> dict[str, str]:
-    """With a bias for every consumer, whether its class has a slot or not."""
+    """With a bias for every consumer, whether its class has a slot or not; experts have none."""
     found = {space: "logit" if space in case.family.logits else "affine" for space in case.ratios}
+    found |= {"mlp": "ridge"} if case.family.experts is not None else {}
     return found | ({"rotary": "factors"} if case.model_type in PAIRED else {})
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.model import Model as PrunedModel
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
@@ -15,6 +14,7 @@ from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
 
 from .dense import Dense, spaces_recipe
 from .models import FIRST, LONG, Case, unlike_cases
+from .open_experts import open_up, paths_of
 from .whole import plain
 
 
@@ -30,11 +30,13 @@ def runs() -> list[tuple[Case, str, Target]]:
 
 def whole(case: Case) -> Model:
     """The stock model as the oracle of masks sees it, from the family's own description of what reads what."""
-    paths = module_paths(case.family)
+    paths = paths_of(case.family)
     inputs = tuple(
         tuple(Linear(module, paths[module]) for module in readers) for readers in case.family.inputs.values()
     )
-    return Model(plain(case.model()), inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
+    model = plain(case.model())
+    open_up(model, case.family)
+    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
 
 
 def name(value: object) -> str:
@@ -48,7 +50,9 @@ def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, ru
     expected = whole(case).mask(data, RULES[rule][1], target)
     turned = {case.family.tensor(block, module) for block in range(case.blocks) for module in case.family.transposed}
     expected = {name: tensor.T if name in turned else tensor for name, tensor in expected.items()}
-    assert_masked(tmp_path / "out", dense.folder(case), expected, updated="sparsegpt" in rule)
+    assert_masked(tmp_path / "out", dense.folder(case), expected, case.family, updated="sparsegpt" in rule)
+    for check in verify(tmp_path / "out", dense.folder(case)) if case.family.experts is not None else ():
+        assert check.passed, check
 
 
 @pytest.mark.parametrize("case", unlike_cases(), ids=str)

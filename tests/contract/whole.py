@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.spaces import ConsumerSpace
+from ckpt_prune.architectures.spaces import ConsumerSpace, expert_of, known_space
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.compensation.methods import METHODS
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores, values
 
 from .models import BLOCKS, Case
+from .open_experts import open_up, paths_of
 
 Array = NDArray[np.float64]
 Target = Literal["dense", "by block", "by site"]
@@ -87,8 +87,9 @@ class Whole:
     def __init__(self, case: Case) -> None:
         self.case, self.family = case, case.family
         self.model: PreTrainedModel = plain(case.model()).double()
+        open_up(self.model, case.family)
         self.kept: dict[tuple[int, str], list[int]] = {}
-        self._paths = module_paths(case.family)
+        self._paths = paths_of(case.family)
 
     def path(self, block: int, module: str) -> str:
         """Of a linear module of the family, the first where it is several."""
@@ -99,7 +100,7 @@ class Whole:
 
     def prune(self, data: Samples, methods: Mapping[str, str], target: Target = "dense") -> "Whole":
         """Prune every space that a method is named for, by the case's ratios, in the order of computation."""
-        spaces = [name for name in self.family.spaces if name in methods]
+        spaces = [name for name in self.family.spaces if known_space(name) in methods]
         sites = [(block, space) for block in range(BLOCKS) for space in spaces]
         stages = {
             "dense": [sites],
@@ -122,11 +123,11 @@ class Whole:
                         "rotary": self._rotary,
                         "values": self._values,
                     }[ends]
-                    prune(block, space, found, methods[space])
+                    prune(block, space, found, methods[known_space(space)])
         return self
 
     def _gone(self, space: str, units: int) -> int:
-        exact = units * self.case.ratio(space)
+        exact = units * self.case.ratio(known_space(space))
         return int(np.ceil(exact) if self.family.spaces[space].rounding == "ceil" else np.floor(exact))
 
     def _columns(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
@@ -152,7 +153,10 @@ class Whole:
         weight, bias = _fitted(method, W[:, K], X[:, K], X @ W.T)
         consumer.weight.zero_()
         consumer.weight[:, K] = torch.from_numpy(weight)
-        _add_bias(consumer, bias)
+        if expert_of(space) is None:
+            _add_bias(consumer, bias)
+        else:
+            assert not bias.any()
 
     def _values(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
         """Values stay as they are: what reads them goes through the directions that are kept."""
@@ -288,6 +292,9 @@ def _add_bias(consumer: Any, bias: Array) -> None:
 def outputs(model: nn.Module, data: Samples) -> dict[str, Tensor]:
     """Every tensor that a model returns, computed in float64."""
     model = model.double()
+    for module in model.modules():
+        if hasattr(module, "is_concatenated"):  # experts, whose default implementation has no float64
+            module.config._experts_implementation = "eager"
     options = {"use_cache": False} if hasattr(model, "generate") else {}
     found = {name: value for name, value in model(**wide(data), **options).items() if isinstance(value, Tensor)}
     assert found

@@ -25,6 +25,7 @@ SCORES = {
     "active-probability": _per_column(lambda w, x: np.mean(np.abs(x) > 1e-6)),
     "variance": _per_column(lambda w, x: deviation(x)),
     "wanda-sp": _per_column(lambda w, x: norm(w) * norm(x)),
+    "wanda-sp-code": _per_column(lambda w, x: np.mean(np.abs(w)) * norm(x)),
     "rcpu": _per_column(lambda w, x: norm(w) * norm(x) * deviation(x)),
     "rcpu-code": _per_column(lambda w, x: norm(w) * np.mean(np.abs(x)) * deviation(x)),
     "flap": _per_column(lambda w, x: deviation(x) * norm(w) ** 2),

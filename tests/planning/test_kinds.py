@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from ckpt_prune.architectures.spaces import BESIDE, ENDS, Ends, SpaceName
+from ckpt_prune.architectures.spaces import BESIDE, ENDS, SPACES, Ends
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS
 from ckpt_prune.compensation.rotary import ROTARY_METHODS
@@ -24,12 +24,12 @@ WISHES = {
 
 def test_every_end_has_a_kind_and_every_space_an_end():
     assert set(KINDS) == set(get_args(Ends))
-    assert set(ENDS) == set(get_args(SpaceName))
+    assert set(ENDS) == set(SPACES)
     assert all(isinstance(kind_of(space), type(KINDS[ends])) for space, ends in ENDS.items())
 
 
 def test_units_that_stand_side_by_side_are_not_ranked_over_blocks():
-    assert {space for space in ENDS if kind_of(space).unrankable} == BESIDE
+    assert {space for space in ENDS if kind_of(space).unrankable} == BESIDE | {"experts"}
 
 
 def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_of_it():
@@ -56,6 +56,8 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
             )
             told = {"taylor"} if wish.score in ("taylor1", "taylor2") else set()
             assert kind.collects(wish) == ({"gram"} if kind.gram_for(wish) else set()) | told
+        elif ends == "experts":
+            assert (kind.gram_for(wish), kind.collects(wish), kind.measures_more(wish)) == (None, set(), False)
         else:
             assert kind.gram_for(wish) is None
             assert kind.collects(wish) == ({ends} if kind.needs_moments(wish) or wish.by_error else set())

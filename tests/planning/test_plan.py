@@ -23,6 +23,6 @@ def test_a_site_without_an_expert_has_none_in_its_file():
 
 def test_a_site_of_an_expert_reads_back():
     plan = SitePlan.model_validate(VALUES | {"expert": 3})
-    assert plan.site == Site(1, "mlp", 3)
+    assert plan.site == Site(1, "mlp.3")
     assert SitePlan.model_validate_json(plan.model_dump_json()) == plan
     assert json.loads(plan.model_dump_json())["expert"] == 3

@@ -20,6 +20,7 @@ SHIPPED = {
     "ridge": ("rcpu", "ridge", "sequential"),
     "vbp": ("variance", "bias", "dense"),
     "wanda-sp": ("wanda-sp", "none", "sequential"),
+    "wanda-sp-code": ("wanda-sp-code", "none", "sequential"),
 }
 """The published methods: score, compensation, target."""
 
@@ -70,7 +71,8 @@ def test_what_a_recipe_needs():
     needs = {name: (load_recipe(name).needs_moments, load_recipe(name).needs_gram("mlp")) for name in SHIPPED}
     assert needs["magnitude"] == (False, False)
     assert {n for n, (moments, _) in needs.items() if not moments} == {"magnitude"}
-    assert {n for n, (_, gram) in needs.items() if not gram} == {"magnitude", "wanda-sp", "flap", "flap-global", "vbp"}
+    without = {"magnitude", "wanda-sp", "wanda-sp-code", "flap", "flap-global", "vbp"}
+    assert {n for n, (_, gram) in needs.items() if not gram} == without
 
 
 def test_a_recipe_says_what_it_says(tmp_path):
@@ -352,7 +354,7 @@ SIZE = "size={params: 5B}"
         (
             ("spaces.queries={score: taylor1}",),
             "spaces.queries: score taylor1 does not rank its units; allowed here: magnitude, activation-energy, "
-            "active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, auto",
+            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, corp, obs, auto",
         ),
         (
             ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),

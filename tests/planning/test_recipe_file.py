@@ -11,7 +11,7 @@ KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
     "layers, container, spaces, mask, rotation, recovery, export"
 )
-SPACES = "qk, rotary, queries, heads, values, mlp"
+SPACES = "qk, rotary, queries, heads, values, mlp, shared, experts"
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys"
 
@@ -53,8 +53,8 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             "score: wanda",
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
-            "activation-energy, active-probability, variance, wanda-sp, rcpu, rcpu-code, flap, corp, obs, taylor1, "
-            "taylor2, auto, logit-energy, principal",
+            "activation-energy, active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, corp, "
+            "obs, taylor1, taylor2, auto, logit-energy, routed-energy, frequency, reap, principal",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.scoring.logit_scores import logit_energy
-from ckpt_prune.scoring.scores import SCORES, column_norms
+from ckpt_prune.scoring.scores import SCORES, column_norms, wanda_sp_code
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from tests.oracles import scores as oracle
 
@@ -60,6 +60,9 @@ def test_column_norms_of_any_number_of_rows(rows):
     weight = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
     expected = np.linalg.norm(weight.astype(np.float64), axis=0)
     np.testing.assert_allclose(column_norms(torch.from_numpy(weight)), expected, rtol=1e-12)
+    x = np.eye(3)
+    means = np.abs(weight.astype(np.float64)).mean(0)
+    np.testing.assert_allclose(wanda_sp_code(torch.from_numpy(weight), moments_of(x)), means, rtol=1e-12)
 
 
 def test_half_precision_weights_are_widened_before_they_are_squared():

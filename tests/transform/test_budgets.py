@@ -99,7 +99,7 @@ def weighed(dense: Sources) -> Callable[[str], Statistics]:
             statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
             job = job_on(folder, wanted(variant), statistics)
             effects = {}
-            for (block, space, _), curve in curves_of(job).items():
+            for (block, space), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
                 own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
                 effects[job.model.moments_name(block, space)] = own
@@ -113,7 +113,7 @@ def groups_of(job: Settled, variant: str, kind: str) -> list[list[whole_best.Sit
     """The sites whose widths go together, space by space and block by block."""
     curves, recipe = curves_of(job), job.recipe
     sites = {}
-    for (block, space, _), curve in curves.items():
+    for (block, space), curve in curves.items():
         if recipe.weigh_by == "energy":
             errors = whole_best.as_shares(curve)
         else:
@@ -194,7 +194,7 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
 
     def lost(job: Settled) -> float:
         found = 0.0
-        for (block, space, _), curve in curves.items():
+        for (block, space), curve in curves.items():
             width = job.widths[block]
             # An error inside a head that goes is none.
             stays = width["heads"] / job.model.units("heads") if space == "qk" else 1.0
@@ -244,7 +244,7 @@ def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
     recipe = wanted(variant, spaces=(inner, "heads", "mlp"), weigh_by="energy", widths="uniform", size={kind: share})
     job = job_on(dense.folder(variant), recipe, dense.statistics(variant, 2))
     model, curves = job.model, {space: [] for space in recipe.spaces}
-    for (_, space, _), curve in curves_of(job).items():
+    for (_, space), curve in curves_of(job).items():
         curves[space].append(whole_best.as_shares(curve))
     errors = {space: sum(own) for space, own in curves.items()}
     units = {space: model.units(space) for space in recipe.spaces}

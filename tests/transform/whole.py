@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.planning.recipe import Recipe
 from tests import encoders, families
+from tests.contract.open_experts import unstacked
 from tests.families import prune
 from tests.measuring import measured
 from tests.oracles import masked_model
@@ -108,10 +110,14 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_masked(out: Path, source: Path, expected: dict[str, torch.Tensor], *, updated: bool = False) -> None:
+def assert_masked(
+    out: Path, source: Path, expected: dict[str, torch.Tensor], family: Family | None = None, *, updated: bool = False
+) -> None:
     """The linears of the blocks have these weights, everything else the source's bits."""
     found, before = tensors_of(out), tensors_of(source)
     assert found.keys() == before.keys()
+    if family is not None:
+        found, before = unstacked(family, found), unstacked(family, before)
     assert expected.keys() <= found.keys()
     for name, tensor in found.items():
         if name not in expected:

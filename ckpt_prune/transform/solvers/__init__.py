@@ -10,6 +10,7 @@ from ckpt_prune.architectures.spaces import Ends, SpaceName
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.solvers.base import Solver
 from ckpt_prune.transform.solvers.columns import ColumnSolver
+from ckpt_prune.transform.solvers.experts import ExpertSolver
 from ckpt_prune.transform.solvers.logits import LogitSolver
 from ckpt_prune.transform.solvers.rotary import RotarySolver
 from ckpt_prune.transform.solvers.values import ValueSolver
@@ -18,6 +19,7 @@ SOLVERS: dict[Ends, type[Solver]] = {
     "columns": ColumnSolver,
     "logits": LogitSolver,
     "rotary": RotarySolver,
+    "experts": ExpertSolver,
     "values": ValueSolver,
 }
 """What solves the sites of a space, by what it ends in."""

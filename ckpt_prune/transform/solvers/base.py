@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.spaces import SpaceName, expert_of, known_space
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.planning.plan import SitePlan
@@ -168,7 +168,8 @@ class Solver(ABC):
     def _plan(self, block: int, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:
         return SitePlan(
             block=block,
-            space=self.space,
+            space=known_space(self.space),
+            expert=expert_of(self.space),
             consumer=consumer,
             units=scores.numel(),
             kept=kept.tolist(),

@@ -157,6 +157,7 @@ class ColumnSolver(Solver):
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, name, kept, scores)
         plan.score = decision.score
+        plan.few = None if whole is None else whole.few
         if kept.numel() == scores.numel():
             return plan, None
         columns = self.columns_of(kept).to(self.device)

@@ -1,0 +1,43 @@
+"""Names and texts from files, where a terminal or a model card would obey them instead of showing them."""
+
+import re
+from contextlib import redirect_stdout
+from typing import Any, TextIO, cast
+
+# Controls but tab and newline, and what turns the direction of the text around it.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_MARKS = re.compile(r"[\\\[\]<`|]|^[#>+-]|^\d+(?=\.)")
+
+
+def plain(text: str) -> str:
+    r"""Text with every such character as Python writes it, such as \x1b."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def markdown(text: str) -> str:
+    """Text in one line of Markdown, without what makes links, pictures, code, cells, headings or HTML of it."""
+    return _MARKS.sub(lambda found: f"\\{found[0]}", " ".join(plain(text).split()))
+
+
+def coded(text: str) -> str:
+    """Text in one line of Markdown as code."""
+    return f"`{' '.join(plain(text).split()).replace('`', chr(39))}`"
+
+
+class _Plain:
+    """A text stream on which everything is written plain."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(plain(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def plain_output(stream: TextIO) -> redirect_stdout[TextIO]:
+    """Whatever is printed in this context is printed plain; commands print names from many files in many places."""
+    return redirect_stdout(cast(TextIO, _Plain(stream)))

@@ -1,0 +1,209 @@
+"""`--part`: one model inside another, through every command that takes it, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditionalGeneration
+
+import ckpt_prune
+from ckpt_prune.architectures import part
+from ckpt_prune.architectures.skeleton import quiet_transformers
+from tests.cli.running import TEXT, edit_weights, interrupted, misused, ok, read_json, refused, resumed, run, set_config
+from tests.contract.test_parts import PartCase
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.images import write_images, write_processor
+
+NOTE = (
+    "all figures are of the text part of this llava: it is calibrated on text alone: what its blocks see of images "
+    "plays no part in what goes\n"
+)
+RIDGE = ["prune", "llava", "--part", "text", "--recipe", "ridge", "--ratio", "0.5", *TEXT]
+
+
+def save(model_type: str) -> None:
+    with quiet_transformers():
+        PartCase(model_type, "text", ()).model.save_pretrained(model_type)
+    tiny_tokenizer("<s> $A").save_pretrained(model_type)
+
+
+@pytest.fixture
+def llava(place: Path) -> None:
+    save("llava")
+
+
+def changes(before: dict, after: dict, inside: str = "") -> dict:
+    """Keys whose values differ, dotted → the new value."""
+    found = {}
+    for key in sorted(before.keys() | after.keys()):
+        a, b = before.get(key), after.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= changes(a, b, f"{inside}{key}.")
+        elif a != b:
+            found[inside + key] = b
+    return found
+
+
+def test_the_text_part_is_pruned_in_place(llava):
+    said = ok(*RIDGE, "-o", "out")
+    assert NOTE in said
+    assert changes(read_json("llava/config.json"), read_json("out/config.json")) == {
+        "text_config.intermediate_size": 11,
+        "text_config.num_attention_heads": 2,
+        "text_config.num_key_value_heads": 1,
+    }
+    assert type(ckpt_prune.load("out")) is LlavaForConditionalGeneration
+    checked = ok("verify", "out", "--against", "llava")
+    assert "load: LlavaForConditionalGeneration by stock transformers: no key missing, unexpected" in checked
+    assert "other parts: 47 tensors outside the text part are the dense model's, bit for bit\n" in checked
+    assert "# llava, its text part pruned by recipe ridge\n" in Path("out/README.md").read_text()
+    found = json.loads(ok("evaluate", "out", "--against", "llava", "--text", "calib.txt", "--window", "16", "--json"))
+    assert found["perplexity"] > 1
+
+
+def test_measured_once_and_planned(llava):
+    ok("calibrate", "llava", "--part", "text", *TEXT, "-o", "own")
+    recipe = ("--recipe", "wanda-sp", "--ratio", "0.5")
+    ok("plan", "llava", "--part", "text", "--statistics", "own", *recipe, "-o", "plan.json")
+    assert NOTE in ok("prune", "llava", "--part", "text", "--plan", "plan.json", "-o", "planned")
+    ok("prune", "llava", "--part", "text", "--statistics", "own", *recipe, "-o", "out")
+    names = [path.name for path in Path("out").glob("*.safetensors")]
+    assert names
+    assert all(Path("out", name).read_bytes() == Path("planned", name).read_bytes() for name in names)
+    other = refused("prune", "llava", "--part", "vision", "--statistics", "own", *recipe, "-o", "other")
+    assert "own" in other
+
+
+def test_the_vision_tower_by_its_images(llava):
+    write_processor(Path("llava"), size={"height": 12, "width": 12})
+    write_images(Path("images"), [f"{index}.png" for index in range(8)])
+    said = ok("prune", "llava", "--part", "vision", "--recipe", "corp-heads", "--ratio", "0.5", "--images", "images",
+              "-o", "out")  # fmt: skip
+    assert "all figures are of the vision part of this llava: it is calibrated on its own images\n" in said
+    assert changes(read_json("llava/config.json"), read_json("out/config.json")) == {
+        "vision_config.head_dim": 4,
+        "vision_config.mlp_ratio": 1,
+        "vision_config.num_attention_heads": 2,
+    }
+    assert "FAILED" not in ok("verify", "out", "--against", "llava")
+
+
+def test_an_interrupted_run_goes_on(llava):
+    ok(*RIDGE, "-o", "whole")
+    for commit in (1, 4):  # between blocks, before what is outside the part
+        interrupted(RIDGE, commit)
+        resumed(RIDGE)
+
+
+def test_another_part_that_was_changed_is_noticed(llava):
+    ok(*RIDGE, "-o", "out")
+    shutil.copytree("llava", "other")
+
+    def shift(tensors):
+        tensors["multi_modal_projector.linear_1.bias"] += 1
+
+    edit_weights("other", shift)
+    assert refused("verify", "out", "--against", "other") == "out was not made from other: its report names llava"
+    edit_weights("out", shift)
+    assert "other parts: multi_modal_projector.linear_1.bias is not the dense model's\n" in run_verify()
+
+
+def run_verify() -> str:
+    result = run("verify", "out", "--against", "llava")
+    assert result.exit_code == 1
+    return result.stdout
+
+
+def test_configs_of_old_say_the_text_models_keys_beside_the_others(place):
+    save("qwen2_5_vl")
+    config = read_json("qwen2_5_vl/config.json")
+    flat = config.pop("text_config")
+    config |= {key: value for key, value in flat.items() if key not in ("model_type", "architectures", "dtype")}
+    Path("qwen2_5_vl/config.json").write_text(json.dumps(config))
+    Path("mlp.yaml").write_text(
+        "version: 1\nname: mlp\nspaces:\n"
+        "  mlp: {score: rcpu, ratio: 0.5, compensation: {method: ridge, lambda: 0.01}}\n"
+    )
+    ok("prune", "qwen2_5_vl", "--part", "text", "--recipe", "mlp.yaml", *TEXT, "-o", "out")
+    assert changes(config, read_json("out/config.json")) == {"intermediate_size": 11}
+    assert type(ckpt_prune.load("out")) is Qwen2_5_VLForConditionalGeneration
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------
+
+HEADS = "the stock class has heads of hidden size by number of heads, and no key for another width"
+
+
+def test_what_cannot_be_done_is_refused_by_name(llava):
+    assert refused("prune", "llava", *TEXT, "-o", "out") == (
+        "llava is made of several models: --part text or --part vision prunes one"
+    )
+    assert refused("inspect", "llava") == "llava is made of several models: --part text or --part vision prunes one"
+    assert refused(*RIDGE[:2], "--part", "encoder", *TEXT, "-o", "out") == (
+        "llava has no part encoder, but text or vision"
+    )
+    assert refused("prune", "dense", "--part", "text", *TEXT, "-o", "out") == (
+        "--part is for models that are made of several (clip, gemma3, llava, paligemma, qwen2_5_vl, qwen2_vl, siglip, "
+        "whisper), which a llama is not"
+    )
+    assert misused("prune", "llava", "--part", "audio", "-o", "out").startswith("Invalid value for '--part'")
+    assert refused(*RIDGE, "--container", "remote", "-o", "out") == (
+        "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "
+        "uniform and a compensation that opens no bias, such as ridge"
+    )
+    set_config("llava", model_type="whisper")
+    assert refused(*RIDGE[:2], "--part", "decoder", *TEXT, "-o", "out") == (
+        "--part decoder of whisper cannot be pruned: its blocks attend to what the encoder makes of audio, which "
+        "calibration cannot read"
+    )
+    assert refused("prune", "llava", *TEXT, "-o", "out").startswith(
+        "whisper is made of several models, and none of them can be pruned (encoder: it reads audio, which "
+    )
+
+
+def test_rotations_do_not_reach_what_feeds_a_part(llava):
+    recipe = ("--recipe", "denoise-rotator-shared-magnitude-50")
+    assert refused("prune", "llava", "--part", "text", *recipe, *TEXT, "-o", "out") == (
+        "--part text: what reads and writes its stream from outside does not follow rotations"
+    )
+
+
+def test_heads_that_another_class_cannot_narrow(place):
+    save("qwen2_5_vl")
+    assert refused("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out").startswith(
+        f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: "
+    )
+
+
+def test_biases_where_the_whole_has_slots_for_them(llava):
+    ok(*RIDGE[:4], "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out")
+    changed = changes(read_json("llava/config.json"), read_json("out/config.json"))
+    assert (changed["text_config.attention_bias"], changed["text_config.mlp_bias"]) == (True, True)
+    assert "FAILED" not in ok("verify", "out", "--against", "llava")
+    assert "language_model.model.layers.0.mlp.down_proj.bias" in load_file("out/model.safetensors")
+
+
+def test_a_tower_of_no_known_family_and_a_class_without_slots(place):
+    save("gemma3")
+    assert refused("prune", "gemma3", "--part", "text", "--recipe", "flap", *TEXT, "-o", "out").startswith(
+        "no stock container fits: gemma3_text has no slot for a bias on "
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "known_families", lambda: ())
+        assert refused("inspect", "gemma3", "--part", "vision") == (
+            "--part vision of gemma3 is a siglip_vision_model, which this version has no description of"
+        )
+
+
+def test_recovered_and_compared_in_place(llava):
+    ok(*RIDGE, "-o", "small")
+    ok("recover", "small", "--dense", "llava", "--part", "text", *TEXT, "--epochs", "1", "-o", "whole")
+    assert read_json("whole/config.json") == read_json("small/config.json")
+    checked = ok("verify", "whole", "--against", "llava")
+    assert "FAILED" not in checked
+    assert "other parts: 47 tensors outside the text part are the dense model's, bit for bit\n" in checked
+    said = ok("compare", "llava", "whole", "--part", "text", *TEXT)
+    assert said.startswith("block ")
+    assert said.endswith("nats, mean over 8 samples of 16 tokens\n")

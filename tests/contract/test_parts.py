@@ -1,0 +1,196 @@
+"""Parts of composites, pruned in place, against the whole composite in float64; all other bytes stay."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+import ckpt_prune
+from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.architectures.composite import load_composite
+from ckpt_prune.architectures.skeleton import quiet_transformers
+from ckpt_prune.calibration.measure import everything, measure
+from ckpt_prune.calibration.samples import Samples, TokenWindows
+from ckpt_prune.containers.opening import Opening, open_model
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.run import run
+from ckpt_prune.transform.settle import settle
+from tests.encoders import DEFAULTS, STRENGTH, Pixels, randomise
+from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
+
+from .models import BLOCKS, WINDOW
+from .whole import Whole, assert_same_outputs, outputs
+
+COMPUTED = 5e-4
+IMAGE = 5
+"""The token that stands for one patch of an image."""
+PATCHES = 9
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 22,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+EYES = {"hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "image_size": 12, "patch_size": 4}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}
+QWEN_EYES = {"depth": 2, "hidden_size": 16, "num_heads": 4, "patch_size": 4}
+LLAVA = {
+    "text_config": TEXT | {"model_type": "llama"},
+    "vision_config": EYES | {"model_type": "dinov2", "mlp_ratio": 2},
+    "image_token_index": IMAGE,
+    "vision_feature_layer": -1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": TEXT | {"head_dim": 8, "sliding_window": 5},
+        "vision_config": EYES | {"intermediate_size": 24},
+        "mm_tokens_per_image": PATCHES,
+        "image_token_id": IMAGE,
+    },
+    "llava": LLAVA,
+    "qwen2_5_vl": {
+        "text_config": TEXT | MROPE,
+        "vision_config": QWEN_EYES | {"intermediate_size": 24, "out_hidden_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen2_vl": {
+        "text_config": TEXT | MROPE,
+        "vision_config": QWEN_EYES | {"embed_dim": 16},
+    },
+}
+
+
+@dataclass(frozen=True)
+class PartCase:
+    model_type: str
+    part: str
+    ratios: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        return f"{self.model_type}-{self.part}"
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        config = AutoConfig.for_model(self.model_type, **CONFIGS[self.model_type])
+        made = getattr(transformers, load_composite(self.model_type).architecture)(config).eval()
+        randomise(made, 7)
+        return made
+
+    def samples(self, count: int = 16, seed: int = 5) -> Samples:
+        if self.part == "text":
+            return TokenWindows(random_windows(count, WINDOW, seed=seed))
+        pixels = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
+        return Pixels(pixels, PATCHES + 1)
+
+    def shown(self) -> Samples:
+        """What the whole model reads: text with an image in it, where a few numbers make one."""
+        windows = random_windows(4, WINDOW, seed=9).masked_fill_(torch.tensor(False), 0)
+        windows[windows == IMAGE] = IMAGE + 1
+        if self.model_type.startswith("qwen"):
+            return TokenWindows(windows)
+        windows[:, 1 : 1 + PATCHES] = IMAGE
+        return Shown(windows, torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(9)))
+
+
+class Shown(TokenWindows):
+    """Windows with an image each."""
+
+    def __init__(self, windows: Tensor, pixels: Tensor) -> None:
+        super().__init__(windows)
+        self._pixels = pixels
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        return super().batch(part) | {"pixel_values": self._pixels[part]}
+
+
+MLP = (("mlp", 0.25),)
+CASES = [
+    PartCase("gemma3", "text", (("heads", 0.5), *MLP)),
+    PartCase("llava", "text", (("heads", 0.5), *MLP)),
+    PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),
+    PartCase("qwen2_5_vl", "text", MLP),
+    PartCase("qwen2_vl", "text", MLP),
+]
+
+
+class InComposite(Whole):
+    """A part of a composite, in it."""
+
+    def __init__(self, case: PartCase, part: Any) -> None:
+        self.family, self.kept = part.family, {}
+        self.whole = case.model.double()
+        described = load_composite(case.model_type).part(case.part)
+        self._outer = next(iter(described.modules.items()))
+        self.model: Any = self.whole if self._outer[1] else self.whole.get_submodule(self._outer[0])
+        self._paths = module_paths(part.family)
+        self.case: Any = SimpleNamespace(units=part.units, ratio=dict(case.ratios).__getitem__, config=part.config)
+
+    def path(self, block: int, module: str) -> str:
+        inner = super().path(block, module)
+        outer, own = self._outer
+        return f"{outer}.{inner.removeprefix(f'{own}.')}" if own else inner
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Path) -> None:
+    folder, out = tmp_path / "dense", tmp_path / "out"
+    with quiet_transformers():
+        case.model.save_pretrained(folder, max_shard_size="30KB")
+    tiny_tokenizer().save_pretrained(folder)
+    model = open_model(str(folder), Opening(part=case.part))
+    cpu, data = torch.device("cpu"), case.samples()
+    statistics = measure(
+        model, data, tmp_path / "s", seed=0, folds=2, collect=everything(model), device=cpu, compute_dtype=torch.float32
+    )
+    spaces = {
+        space: DEFAULTS[space] | {"ratio": ratio, "compensation": {"method": "ridge", "lambda": STRENGTH}}
+        for space, ratio in case.ratios
+    }
+    recipe = Recipe.model_validate({"version": 1, "name": "test", "target": "dense", "spaces": spaces})
+    report = run(settle(Request(model, recipe, statistics)), out).report.data()
+    assert report["part"] == case.part
+
+    whole = InComposite(case, model)
+    dense_bytes = stored(folder)
+    whole.prune(data, dict.fromkeys(dict(case.ratios), "ridge"))
+    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
+    shown = case.shown()
+    assert_same_outputs(outputs(ckpt_prune.load(out), shown), outputs(whole.whole, shown), COMPUTED)
+
+    # What is not in the part's blocks is what it was, byte for byte.
+    written, consumers = stored(out), model.family.linears
+    assert written.keys() == dense_bytes.keys()
+    inside = {model.checkpoint.within.names[name] for b in range(BLOCKS) for name in model.block_names(b)}  # type: ignore[union-attr]
+    for name, tensor in written.items():
+        if name not in inside or not any(f".{module}." in name for module in consumers):
+            assert torch.equal(tensor, dense_bytes[name]), name
+    checks = {check.name: check for check in verify(out, folder)}
+    assert all(check.passed for name, check in checks.items() if name != "sparsity"), checks
+    assert "other parts" in checks
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_modules_of_parts_are_those_of_their_class() -> None:
+    """What a description names is there, in the composite."""
+    for case in CASES:
+        described = load_composite(case.model_type).part(case.part)
+        modules = dict[str, nn.Module](case.model.named_modules())
+        assert described.modules.keys() <= modules.keys()

@@ -1,0 +1,44 @@
+"""Names from files: what a terminal or a model card would obey is shown instead."""
+
+import io
+
+import pytest
+
+from ckpt_prune.plain import coded, markdown, plain, plain_output
+from ckpt_prune.report.card import model_card
+from ckpt_prune.report.model import Report
+from tests.reporting.examples import report
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("é 漢\tb\n", "é 漢\tb\n"),
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("a\rb\x7f\x9b", r"a\rb\x7f\x9b"),
+        ("\u202etxt.exe", r"\u202etxt.exe"),
+    ],
+)
+def test_plain(text, shown):
+    assert plain(text) == shown
+    stream = io.StringIO()
+    with plain_output(stream):
+        print(text, end="")
+    assert stream.getvalue() == shown
+
+
+def test_markdown():
+    assert markdown("W_o * 2, by A. Author (2024)") == "W_o * 2, by A. Author (2024)"
+    assert markdown("# a\n\n| b <img src=x> [c](http://d) `e") == r"\# a \| b \<img src=x> \[c\](http://d) \`e"
+    assert coded("a`b\n\x1b") == r"`a'b \x1b`"
+
+
+def test_a_card_holds_no_marks_of_its_recipe():
+    values = report([])
+    values["recipe"] |= {"summary": "one\n---\n<script>", "source": "![x](http://y)"}
+    values["source"]["name"] = "`m`\n# m"
+    card = model_card(Report.read(values))
+    assert r"\<script>" in card
+    assert r"!\[x\](http://y)" in card
+    assert card.count("\n---\n") == 1
+    assert card.count("\n# ") == 1

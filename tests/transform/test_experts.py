@@ -1,0 +1,289 @@
+"""Mixtures of experts: what is theirs alone. `tests/contract` holds everything that they share with other models."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+import ckpt_prune
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.cli.rendering import warning_lines
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.verify import verify
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.records import SiteRecord
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
+from ckpt_prune.transform.settle import settle
+from tests.contract.dense import Dense, spaces_recipe
+from tests.contract.models import BLOCKS, Case, first_cases
+from tests.contract.open_experts import open_up
+from tests.contract.whole import TARGETS, outputs, seen
+from tests.encoders import STRENGTH
+from tests.oracles import closed_forms, scores
+
+ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
+"""Every token goes to one of four experts."""
+TWO = Case("qwen3_moe", "Qwen3MoeForCausalLM")
+UNSEEN = 3
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory: pytest.TempPathFactory) -> Dense:
+    """A model of which two experts never see a token: those of logits x and -x are always before those of 0."""
+    dense = Dense(tmp_path_factory.mktemp("lonely"))
+    path = dense.folder(ONE) / "model.safetensors"
+    tensors = load_file(path)
+    for block in range(BLOCKS):
+        router = tensors[f"model.layers.{block}.mlp.gate.weight"]
+        router[1], router[2:] = -router[0], 0
+    save_file(tensors, path, {"format": "pt"})
+    return dense
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Dense:
+    """Dense models, each with statistics that are measured once."""
+    return Dense(tmp_path_factory.mktemp("dense"))
+
+
+def reported(out: Path) -> Sequence[SiteRecord]:
+    """Sites of an output's report."""
+    report = report_of(out)
+    assert report is not None
+    return report.sites
+
+
+def expected_of(dense: Dense, block: int) -> tuple[list[int], np.ndarray]:
+    """Columns that stay of the expert that sees nothing, and its last projection, from all tokens of the layer."""
+    model: Any = ckpt_prune.load(dense.folder(ONE)).double()
+    open_up(model, ONE.family)
+    path = f"model.layers.{block}.mlp.experts.{UNSEEN}"
+    expert: Any = model.get_submodule(path)
+    # Before it is known which tokens are whose.
+    gates = seen(model, ONE.samples(), inputs=[f"model.layers.{block}.mlp.gate"])
+    tokens = torch.from_numpy(next(iter(gates.values()))).flatten(0, -2)
+    with torch.no_grad():
+        X = (expert.activation(expert.gate(tokens)) * expert.up(tokens)).numpy()
+    W = expert.down.weight.detach().numpy()
+    kept = scores.kept_units(scores.SCORES["corp"](W, X), 1, 22 - 6)
+    strength = STRENGTH * float(np.mean(np.sum(X[:, kept] ** 2, axis=0)))
+    return kept, closed_forms.ridge(W[:, kept], X[:, kept], X @ W.T, strength)[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target: Any, tmp_path: Path) -> None:
+    wanted = spaces_recipe(ONE, {"mlp": "ridge"}, **TARGETS[target])
+    lonely.prune(ONE, wanted, tmp_path / "out", None if target == "dense" else ONE.samples())
+    sites = reported(tmp_path / "out")
+    few = {(site.block, site.expert): site.few for site in sites if site.few is not None}
+    assert few == {(block, expert): 0 for block in range(BLOCKS) for expert in (2, UNSEEN)}
+    assert next(iter(warning_lines(sites))) == (
+        "the router sent too few tokens to expert 2 of block 0 (0), 3 of block 0 (0), 2 of block 1 (0), "
+        "3 of block 1 (0): they were measured on all tokens of their layer; use more samples"
+    )
+    kept, weight = expected_of(lonely, 0)
+    (site,) = (site for site in sites if (site.block, site.expert) == (0, UNSEEN))
+    assert site.kept == kept
+    found = load_file(tmp_path / "out" / "model.safetensors")[f"model.layers.0.mlp.experts.{UNSEEN}.down_proj.weight"]
+    np.testing.assert_allclose(found.numpy(), weight, atol=1e-4 * float(np.abs(weight).max()))
+
+
+@pytest.mark.parametrize("name", ["best-uniform", "best"])
+def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tmp_path: Path) -> None:
+    """On folds, to the dense model's stream, from predicted errors."""
+    recipe = load_recipe(name, ratio=0.3)
+    lonely.prune(ONE, recipe, tmp_path / "out", ONE.samples())
+    report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
+    assert set(report["recipe"]["spaces"]) == {"heads", "mlp"}
+    widths: dict[int, set[int]] = {}
+    for site in report["sites"]:
+        if site["space"] == "mlp":
+            widths.setdefault(site["block"], set()).add(len(site["kept"]))
+            assert site["share"] is None or 0 <= site["share"] <= 1
+    assert all(len(own) == 1 for own in widths.values())
+    if name == "best-uniform":
+        (width,) = set.union(*widths.values())
+        assert width < 22
+    for check in verify(tmp_path / "out", lonely.folder(ONE)):
+        assert check.passed or check.name == "sparsity", check
+
+
+# ---- whole experts -------------------------------------------------------------------------------------------------
+
+WHOLE = [case for case in first_cases() if case.family.experts is not None]
+KEEP = 3
+
+
+@torch.no_grad()
+def ranked(case: Case, score: str) -> dict[int, list[int]]:
+    """Block → the experts that stay, from what every token of the stock model is given."""
+    model: Any = case.model().double()
+    assert case.family.experts is not None
+    found = {}
+    called: dict[int, Any] = {}
+    for block in range(BLOCKS):
+        stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
+        stacked.register_forward_pre_hook(lambda _, args, block=block: called.__setitem__(block, args))
+    outputs(model, case.samples())
+    for block, (tokens, chosen, weights) in called.items():
+        stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
+        values = []
+        for expert in range(4):
+            norms = []
+            for token, own, given in zip(tokens, chosen.tolist(), weights, strict=True):
+                if expert in own:
+                    gate, up = (stacked.gate_up_proj[expert] @ token).chunk(2)
+                    y = stacked.down_proj[expert] @ (stacked.act_fn(gate) * up)
+                    norms.append(float(given[own.index(expert)].double() * y.norm()))
+            told = {"routed-energy": np.square(norms).sum(), "frequency": len(norms), "reap": np.mean(norms)}
+            values.append(told[score])
+        found[block] = sorted(np.argsort(values)[-KEEP:].tolist())
+    return found
+
+
+def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
+    """The stock class of so many experts, with the weights of those that stay."""
+    (key,) = case.family.dimensions["experts"]
+    dense = case.model()
+    config = AutoConfig.for_model(**case.config.to_dict())
+    setattr(config, key, KEEP)
+    model: Any = type(dense)(config)
+    values = dict(dense.state_dict())
+    for name, tensor in values.items():
+        if ".experts." in name or name.endswith(("mlp.gate.weight", "router.weight")):
+            values[name] = tensor[kept[int(name.split(".")[2])]]
+    model.load_state_dict(values)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("case", "score"), list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False)), ids=str)
+def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case, score: str, tmp_path: Path) -> None:
+    values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": score}}}
+    live = None if score == "frequency" else case.samples()
+    dense.prune(case, Recipe.model_validate(values), tmp_path / "out", live)
+    kept = {site.block: site.kept for site in reported(tmp_path / "out")}
+    assert kept == ranked(case, score)
+    other = case.samples(6, seed=9)
+    found, expected = outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(smaller(case, kept), other)
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-9, atol=1e-9)
+    for check in verify(tmp_path / "out", dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check
+
+
+def test_experts_go_beside_heads_block_by_block(dense: Dense, tmp_path: Path) -> None:
+    heads = {"score": "corp", "ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
+    spaces = {"heads": heads, "experts": {"score": "routed-energy"}}
+    values = {"version": 1, "name": "test", "ratio": 0.25, "target": "sequential", "spaces": spaces}
+    dense.prune(TWO, Recipe.model_validate(values), tmp_path / "out", TWO.samples())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    # What the class knows by two names stands once, under the one that the source has.
+    assert (config["num_local_experts"], config.get("num_experts"), config["num_key_value_heads"]) == (KEEP, None, 1)
+    for check in verify(tmp_path / "out", dense.folder(TWO)):
+        assert check.passed or check.name == "sparsity", check
+
+
+def test_verify_sees_an_expert_that_is_another(dense: Dense, tmp_path: Path) -> None:
+    values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "frequency"}}}
+    dense.prune(TWO, Recipe.model_validate(values), tmp_path / "out", TWO.samples())
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (0, 1)]
+    tensors |= {names[0]: tensors[names[1]], names[1]: tensors[names[0]]}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    failed = [check for check in verify(tmp_path / "out", dense.folder(TWO)) if not check.passed]
+    assert any(f"{names[0]} is not the dense model's" in check.detail for check in failed)
+
+
+def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
+    experts = {"experts": {"score": "reap"}}
+    assert refused(dense, {"ratio": 0.75, "spaces": experts}) == (
+        "1 of 4 experts would stay, and the router sends every token to 2 (num_experts_per_tok in config.json): keep "
+        "as many"
+    )
+    with pytest.raises(ValidationError, match="for both, prune twice, whole experts first"):
+        Recipe.model_validate({"version": 1, "name": "test", "spaces": experts | {"mlp": {"score": "flap"}}})
+    with pytest.raises(ValidationError, match="every block keeps as many experts as the next: allocation: uniform"):
+        Recipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
+
+
+def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
+    wanted = Recipe.model_validate({"version": 1, "name": "test", **recipe})
+    with pytest.raises(UserError) as caught:
+        settle(dense.request(case, wanted, case.samples()))
+    return str(caught.value)
+
+
+def test_what_experts_cannot_have_is_refused(tmp_path: Path) -> None:
+    dense = Dense(tmp_path)
+    affine = {"score": "corp", "compensation": {"method": "affine"}}
+    assert refused(dense, {"spaces": {"mlp": affine}, "container": "any"}) == (
+        "experts of a qwen3_moe have no biases: choose a compensation of mlp without one"
+    )
+    assert refused(dense, {"spaces": {"mlp": {"score": "taylor1"}}}) == (
+        "recipe test ranks units by gradients of the loss, which are not gathered for experts: choose another score"
+    )
+
+
+def test_a_block_without_experts_is_refused(tmp_path: Path) -> None:
+    case = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"mlp_only_layers": [1]}')
+    with pytest.raises(UserError) as caught:
+        Dense(tmp_path).model(case)
+    assert str(caught.value) == (
+        "qwen3_moe with mlp_only_layers [1] in config.json is not supported: some of its blocks have one mlp in place "
+        "of experts"
+    )
+
+
+def test_experts_as_they_are_in_memory_are_refused(tmp_path: Path) -> None:
+    """transformers loads them, too."""
+    folder = Dense(tmp_path).folder(TWO)
+    tensors = {name: tensor.clone() for name, tensor in TWO.model().state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        ckpt_prune.inspect(str(folder))
+    assert str(caught.value) == (
+        f"{folder} lacks model.layers.0.mlp.experts.0.up_proj.weight: its experts are stored as transformers holds "
+        "them in memory; save it again by save_pretrained, which writes them as published"
+    )
+
+
+def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
+    dense = Dense(tmp_path)
+    statistics = Statistics(dense.statistics(TWO).folder)
+    options = {"statistics": statistics, "overrides": {"spaces.mlp.ratio": 0.5}, "recipe": "ridge"}
+    plan = ckpt_prune.plan(dense.folder(TWO), **options).plan  # type: ignore[arg-type]
+    places = [(site.block, site.space, site.expert) for site in plan.sites]
+    experts = [("heads", None), *(("mlp", expert) for expert in range(4))]
+    assert places == [(block, *own) for block in range(BLOCKS) for own in experts]
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert set(json.loads(plan.to_json())["recipe"]["spaces"]) == {"heads", "mlp"}
+    ckpt_prune.prune(dense.folder(TWO), plan=tmp_path / "plan.json", statistics=statistics, output=tmp_path / "out")
+    sites = {site.space: site for site in reported(tmp_path / "out")}
+    assert len(sites["mlp"].kept) == 11
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"] == 11
+    # The default implementation of transformers runs no such width.
+    assert (
+        "experts of 11 columns do not run by transformers' default, which wants a multiple of 8: say --set "
+        'spaces.mlp.multiple_of=8, or load them by ckpt_prune.load or with experts_implementation="eager"'
+    ) in list(warning_lines(reported(tmp_path / "out")))
+    with torch.no_grad():
+        logits = ckpt_prune.load(tmp_path / "out")(torch.arange(3, 12)[None]).logits
+    assert torch.isfinite(logits).all()
+
+
+def test_inspect_counts_the_columns_of_an_expert(tmp_path: Path) -> None:
+    spaces = ckpt_prune.inspect(str(Dense(tmp_path).folder(TWO)), ratios=[0.5]).spaces
+    assert list(spaces) == ["queries", "heads", "mlp", "experts"]
+    mlp = spaces["mlp"]
+    assert (mlp.unit, mlp.units, mlp.parameters) == ("column of each of 4 experts", 22, BLOCKS * 4 * 3 * 16 * 22)
+    assert mlp.containers == {"weights": "qwen3_moe", "weights and bias": "remote code"}
