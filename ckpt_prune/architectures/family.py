@@ -25,6 +25,7 @@ from ckpt_prune.architectures.spaces import (
     LogitSpace,
     RotarySpace,
     SpaceName,
+    ValueSpace,
     expert_of,
     product,
     rotary_space,
@@ -308,14 +309,16 @@ class Family(Description):
         """The same family with the spaces that blocks have under a config.
 
         A space inside another (`ConsumerSpace.within`) is left out where it has one unit, or where blocks differ in
-        width: there is no one number of its units, and nothing more goes of such a model. One of experts is there once
-        for each.
+        width: there is no one number of its units, and nothing more goes of such a model. Values stay, whose blocks say
+        how wide they are. One of experts is there once for each.
         """
         uneven = getattr(config, "is_heterogeneous", False)
         single = {
             name
             for name, space in self.columns.items()
-            if space.within is not None and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
+            if space.within is not None
+            and not (uneven and isinstance(space, ValueSpace))
+            and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }
         spaces: dict[str, AnySpace] = {}
         for name, space in self.spaces.items():

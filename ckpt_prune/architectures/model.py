@@ -20,6 +20,7 @@ from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_con
 from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of, expert_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.modeling_pruned import layer_config
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Shapes = Mapping[str, Shape]
@@ -130,8 +131,9 @@ class Model:
         if noted is not None:
             return dict(zip(spaces, noted.tolist(), strict=True))
         values = {name: space for name, space in spaces.items() if space.ends == "values"}
-        # Values may be narrower than the config's heads are wide: it says so, and all else is counted without.
-        known = {name: getattr(self.config, next(iter(space.config)), None) for name, space in values.items()}
+        # Values may be narrower than heads are wide: the block's config says so, and all else is counted without.
+        own_config = layer_config(self.config, block) if values else self.config
+        known = {name: getattr(own_config, next(iter(space.config)), None) for name, space in values.items()}
         found: dict[SpaceName, int] = {name: known[name] or self.units(name) for name in values}
         others = {name: space for name, space in spaces.items() if name not in values}
         inside = {(axis, i.module): name for name, space in values.items() for axis, i in space.incidences}

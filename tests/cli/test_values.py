@@ -46,6 +46,7 @@ spaces:
   values: {score: principal, compensation: {method: ridge}}
   mlp: {score: auto, compensation: {method: ridge}}
 """
+PAIRS = "  rotary: {score: obs, compensation: {method: factors, lambda: 0.01}}\n"
 
 
 @pytest.fixture
@@ -204,6 +205,15 @@ def test_widths_by_the_least_error(here):
     assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense
     for check in json.loads(ok("verify", "out", "--against", "dense", "--json"))["checks"]:
         assert check["passed"] is not False, check
+
+
+@pytest.mark.parametrize("more", ["", PAIRS], ids=["without-pairs", "with-pairs"])
+def test_blocks_that_differ_in_values_are_recovered(here, more):
+    Path("budget.yaml").write_text(BUDGET + more)
+    ok("prune", "dense", "--recipe", "budget.yaml", *TEXT, "--folds", "2", "--target-params", "50%", "-o", "out")
+    assert len({len(own) for own in kept("out", "values")}) == 2
+    ok("recover", "out", "--dense", "dense", *TEXT, "-o", "recovered")
+    assert [shapes("recovered", block) for block in range(2)] == [shapes("out", block) for block in range(2)]
 
 
 def test_padded_values_are_the_same_function(here):

@@ -363,8 +363,8 @@ def test_rope_families_refuse_corp(tmp_path):
         job_on(folder, load_recipe("corp"))
     assert str(caught.value) == (
         "recipe corp prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes "
-        "up for dropped dimensions cannot be absorbed there. Heads and mlp can be pruned: recipes "
-        "corp-heads and corp-mlp, or leave out spaces.qk"
+        "up for dropped dimensions cannot be absorbed there. Whole pairs can go: spaces.rotary. Heads and mlp can be "
+        "pruned: recipes corp-heads and corp-mlp, or leave out spaces.qk"
     )
 
 
