@@ -150,7 +150,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("turned", "fisher", "predicted", "spaces", "scores", "effects"):
+        for key in ("turned", "routers", "fisher", "predicted", "spaces", "scores", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values

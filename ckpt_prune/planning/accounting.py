@@ -19,7 +19,7 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
     # A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
-    tied = stock_names(model.checkpoint.config, family.architecture).tied
+    tied = stock_names(model.checkpoint.config, family.architecture).tied if model.tied else frozenset()
     parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     probe = family.architectures[family.architecture].probe

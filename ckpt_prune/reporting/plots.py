@@ -101,7 +101,7 @@ SPACES = {
     "queries": Space("Query heads in groups", "output", Style("queries", "wedge")),
     "values": Space("Values", "output", Style("values", "plus")),
     "qk": Space("Q/K", "logit", Style("qk", "diamond")),
-    "rotary": Space("Rotary pairs", "logit", Style("rotary", "plus")),
+    "rotary": Space("Rotary pairs", "logit", Style("rotary", "cross")),
 }
 KINDS = {
     kind: Space(kind, "output", Style(kind, mark))

@@ -310,8 +310,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         )
     for name in recipe.spaces:
         if family.spaces[name].whole is not None:
-            others = [other for other, space in family.columns.items() if space.whole is None and space.fixed is None]
-            others = others or [other for other, space in family.spaces.items() if space.whole is None]
+            left = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
+            plain = (each for each, own in left.items() if each in family.columns and own.fixed is None)
+            others = list(first_of_experts(plain)) or list(first_of_experts(left))
             alone = " and ".join(f"recipe corp-{other}" for other in others)
             reason = family.spaces[name].whole
             raise UserError(

@@ -235,6 +235,7 @@ class Rows:
     """A classifier, and images for it: image i, whose pixel is i, has the logits of row i."""
 
     device, dtype, labels, size = torch.device("cpu"), torch.float64, None, (1, 1, 1)
+    config = None
 
     def __init__(self, rows: list[list[float]]) -> None:
         self.rows = torch.tensor(rows, dtype=torch.float64)

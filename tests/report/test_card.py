@@ -59,6 +59,7 @@ def test_units():
         "| FLOPs of a sample of 1024 tokens | 4.00B | 3.00B | 75.0% |",
         "",
         "Calibrated on 128 windows of 2048 tokens, target sequential.",
+        "Units kept in each block: `mlp` 4 of 8 (columns of the MLP).",
         "",
         "```python",
         *STOCK.split("\n"),
@@ -159,7 +160,7 @@ def test_recovery():
     lines = card(report([site(0)], recovery=recovery(), layers=layers))
     assert "# tiny, pruned by recipe corp and recovered" in lines
     after = lines.index("Calibrated on 128 windows of 2048 tokens, target sequential.")
-    assert lines[after + 1 : after + 3] == [
+    assert lines[after + 2 : after + 4] == [
         f"{LACO}: the weights that pruning left were trained towards the hidden states of `dense`, block by block "
         "after pruning, on 128 windows of 256 tokens, 13 of them held out, up to 10 epochs at a learning rate of "
         "0.001. 1 of 2 blocks have new weights; zeros stay zero. On held-out samples, mean over blocks, before -> "

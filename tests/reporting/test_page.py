@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.errors import UserError
 from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
 from ckpt_prune.reporting.plots import KINDS, PLOTS, SPACES
@@ -594,10 +595,9 @@ def test_nothing_from_a_report_is_markup(rendered):
     assert "script" not in {element.tag for element in root.iter()}
 
 
-def test_half_a_surrogate_pair_can_be_written(rendered):
-    html = rendered(report([], calibration={"target": "\ud800"}))
-    assert facts(html)["Calibration"] == "target \ufffd"
-    html.encode()
+def test_half_a_surrogate_pair_is_no_text(rendered):
+    with pytest.raises(UserError, match=r"ckpt_prune\.json is damaged \(text that is not Unicode: '\\ud800'\)"):
+        rendered(report([], calibration={"target": "\ud800"}))
 
 
 # ---- colours ---------------------------------------------------------------------------------------------------
