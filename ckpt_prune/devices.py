@@ -43,5 +43,6 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     """Whether a device has instructions for products of bfloat16: others emulate them, slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    has = torch.cpu.get_capabilities()
+    # Versions of torch before this function cannot tell.
+    has: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
