@@ -524,8 +524,8 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     if model_type not in known_families():
         known = ", ".join(known_families())
         raise UserError(
-            f"model_type {model_type!r} is not a family this version knows ({known}): "
-            "`ckpt-prune inspect` says which of them it is like, --family takes a description of it"
+            f"model_type {model_type!r} is not a family this version knows: `ckpt-prune inspect` says which one it is "
+            f"like, --family takes a description of it; known are {known}"
         )
     return _family(_description(model_type), variant)
 

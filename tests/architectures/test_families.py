@@ -108,8 +108,8 @@ def refusal(config) -> str:
 @pytest.mark.parametrize("model_type", ["rwkv", "Llama", "", "../llama"])
 def test_an_unknown_family(model_type):
     assert refusal({"model_type": model_type}) == (
-        f"model_type {model_type!r} is not a family this version knows ({KNOWN}): "
-        "`ckpt-prune inspect` says which of them it is like, --family takes a description of it"
+        f"model_type {model_type!r} is not a family this version knows: `ckpt-prune inspect` says which one it is "
+        f"like, --family takes a description of it; known are {KNOWN}"
     )
 
 
