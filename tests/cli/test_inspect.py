@@ -31,10 +31,11 @@ parameters  5.20K
 blocks      2
 FLOPs       418K for one sample of 32 tokens
 
-space           units per block  parameters  container  with a bias
-queries  2 x grouped query head       1.02K      llama        llama
-heads              2 x KV group       1.54K      llama        llama
-mlp                 24 x column       2.30K      llama        llama
+space           units per block  parameters    container  with a bias
+rotary          2 x rotary pair         768  remote code  remote code
+queries  2 x grouped query head       1.02K        llama        llama
+heads              2 x KV group       1.54K        llama        llama
+mlp                 24 x column       2.30K        llama        llama
 """
 
 DENSE_PRUNED = """
