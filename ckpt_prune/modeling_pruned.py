@@ -462,7 +462,8 @@ def paired_forward(
         # As in `narrow_forward`.
         missing = max(0, value.shape[-1] - key.shape[-1])
         query, key = (nn.functional.pad(states, (0, missing)) for states in (query, key))
-    stock = sys.modules[type(self).__bases__[0].__module__]
+    modules = (sys.modules[each.__module__] for each in type(self).__mro__)
+    stock = next(module for module in modules if hasattr(module, "eager_attention_forward"))
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, stock.eager_attention_forward)
     softcap = getattr(self, "attn_logit_softcapping", None)
     output, weights = attend(
