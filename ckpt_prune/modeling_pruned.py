@@ -169,7 +169,6 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
         index: of the block.
     """
     layer = _resized(layer_class, config, blocks, index)
-    _drop_pairs(layer, config, blocks)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
@@ -196,6 +195,7 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
     layer = layer_class(*arguments[: len(inspect.signature(layer_class).parameters)])
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow)
+    _drop_pairs(layer, config, blocks)
     for key, paths in blocks["widths"].items():
         width = getattr(config, key, None)
         if width is not None and "units" in paths:
