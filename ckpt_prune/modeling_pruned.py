@@ -192,7 +192,6 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
         index: of the block.
     """
     layer = _resized(layer_class, config, blocks, index)
-    _drop_pairs(layer, config, blocks)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
@@ -221,6 +220,7 @@ def _resized(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blo
     layer = layer_class(*arguments, **dict.fromkeys(told, index))
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow, values)
+    _drop_pairs(layer, config, blocks)
     for key, paths in blocks["widths"].items():
         width = getattr(config, key, None)
         if width is not None and "units" in paths:
@@ -506,7 +506,8 @@ def paired_forward(
         missing = width - key.shape[-1]
         query, key = (nn.functional.pad(states, (0, max(0, missing))) for states in (query, key))
         value = nn.functional.pad(value, (0, max(0, -missing)))
-    stock = sys.modules[type(self).__bases__[0].__module__]
+    modules = (sys.modules[each.__module__] for each in type(self).__mro__)
+    stock = next(module for module in modules if hasattr(module, "eager_attention_forward"))
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, stock.eager_attention_forward)
     softcap = getattr(self, "attn_logit_softcapping", None)
     output, weights = attend(

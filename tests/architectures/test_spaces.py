@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.architectures.family import known_families, load_family, variants_of
-from ckpt_prune.architectures.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace
+from ckpt_prune.architectures.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace, rotary_space
 
 SIZES = {"head_dim": 3, "group": 2, "heads": 4, "mlp": 5}
 FAMILIES = [(name, variant) for name in known_families() for variant in (None, *variants_of(name))]
@@ -138,6 +138,24 @@ def test_a_module_with_two_incidences_is_named_once():
     whole = ["heads", "head_dim"]
     space = logits(rows=[Incidence(module="qkv"), Incidence(module="qkv", after=[whole])])
     assert space.modules == ["qkv"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "query", "key"),
+    [
+        # Two KV heads of two query heads of three pairs each: the last pair of the first, the first of the second.
+        ("halves", [2, 5, 8, 11, 12, 15, 18, 21], [2, 5, 6, 9]),
+        ("neighbours", [4, 5, 10, 11, 12, 13, 18, 19], [4, 5, 6, 7]),
+    ],
+)
+def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, query, key):
+    space = rotary_space("q", "k", pairs, pairs)
+    sizes = {"pairs": 3, "group": 2, "kv_heads": 2}
+    assert (space.count(sizes.__getitem__), space.site_units(sizes.__getitem__)) == (3, 6)
+    found = [each.lines(torch.tensor([2, 3]), 6, sizes.__getitem__).sort().values.tolist() for each in space.rows]
+    assert found == [query, key]
+    assert [each.per_unit(sizes.__getitem__) for each in space.rows] == [4, 2]
+    assert (space.rewritten("factors"), space.rewritten("none")) == (["q"], [])
 
 
 @pytest.mark.parametrize(("name", "variant"), FAMILIES)

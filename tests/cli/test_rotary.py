@@ -111,7 +111,7 @@ def test_a_budget_shares_out_pairs_heads_query_heads_and_columns(here):
 
 
 def test_interrupted_runs_go_on(here):
-    job = ["prune", "dense", "--recipe", "beside.yaml", *TEXT]
+    job = ["prune", "dense", "--recipe", "beside.yaml", "--set", "target=drift", *TEXT]
     ok(*job, "-o", "whole")
     interrupted(job, 3)
     resumed(job)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
@@ -121,3 +122,20 @@ def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, tmp_path)
     run(settled, tmp_path / "out", resume=True)
     run(settled, tmp_path / "once")
     assert contents(tmp_path / "out") == contents(tmp_path / "once")
+
+
+def test_costs_are_those_that_are_measured(dense: Dense, tmp_path) -> None:
+    """Blocks of different widths, beside fewer query heads and columns."""
+    case = next(each for each in PAIRED if each.model_type == "llama")
+    methods = {"rotary": "factors", "queries": "ridge", "mlp": "ridge"}
+    recipe = spaces_recipe(case, methods, layers="1:", widths="per_layer", target="sequential")
+    cost = dense.prune(case, recipe, tmp_path / "out", case.samples())["after"]
+    model = ckpt_prune.load(tmp_path / "out")
+    model.set_attn_implementation("eager")
+    ids = torch.zeros(1, cost["tokens"], dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    assert counter.get_total_flops() == cost["flops"]
+    assert cost["parameters"] == sum(p.numel() for p in model.parameters())
+    _, shapes = generated(model, ids)
+    assert [shape[3] for shape in shapes] == [case.units("rotary") * 2, case.units("rotary")]
