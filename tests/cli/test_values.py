@@ -186,13 +186,16 @@ def test_a_recipe_that_trains_goes_on_where_it_was_stopped(here):
     resumed(job)
 
 
-def test_an_output_is_recovered_and_exported(here):
+def test_an_output_is_measured_and_recovered(here):
     ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
     ok("recover", "out", "--dense", "dense", *TEXT, "--epochs", "2", "-o", "recovered")
     assert shapes("recovered") == shapes("out")
     ok("verify", "recovered", "--against", "dense")
     perplexity = json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"]
     assert perplexity > 1
+    assert refused("prune", "out", "--recipe", "wanda-50", *TEXT, "-o", "masked").endswith(
+        "(remote code): it cannot be pruned or measured again; start from the dense model"
+    )
 
 
 def test_widths_by_the_least_error(here):
