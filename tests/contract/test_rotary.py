@@ -138,4 +138,4 @@ def test_costs_are_those_that_are_measured(dense: Dense, tmp_path) -> None:
     assert counter.get_total_flops() == cost["flops"]
     assert cost["parameters"] == sum(p.numel() for p in model.parameters())
     _, shapes = generated(model, ids)
-    assert [shape[3] for shape in shapes] == [case.units("rotary") * 2, case.units("rotary")]
+    assert [keys[3] for keys, _ in shapes] == [case.units("rotary") * 2, case.units("rotary")]
