@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import PruneOptions, checked, has_data
-from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.planning.recipe_places import check_recipe
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
 
@@ -178,7 +178,7 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
     # Before torch is imported, what can be told without it.
     _check_together(options)
     if options.recipe is not None:
-        find_recipe(options.recipe)
+        check_recipe(options.recipe)
     if Path(options.model).is_dir():
         check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
     check_supported(options.model, options.family, options.part)

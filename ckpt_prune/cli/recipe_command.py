@@ -36,22 +36,27 @@ def list_recipes(as_json: bool) -> None:
 @command.command("show")
 @click.argument("name")
 def show(name: str) -> None:
-    """Print a recipe file, comments included."""
-    from ckpt_prune.planning.shipped import find_recipe, recipe_text
+    """Print a recipe file, comments included.
 
-    click.echo(recipe_text(find_recipe(name)), nl=False)
+    NAME is what --recipe takes: a shipped name, a file, ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address.
+    """
+    from ckpt_prune.planning.recipe_places import locate_recipe
+    from ckpt_prune.planning.shipped import recipe_text
+
+    click.echo(recipe_text(locate_recipe(name).path), nl=False)
 
 
 @command.command("copy")
 @click.argument("name")
 @click.argument("destination", type=click.Path(path_type=Path), required=False)
 def copy(name: str, destination: Path | None) -> None:
-    """Copy a shipped recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
+    """Copy a recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.shipped import find_recipe, recipe_text
+    from ckpt_prune.planning.recipe_places import locate_recipe
+    from ckpt_prune.planning.shipped import recipe_text
 
-    source = find_recipe(name)
+    source = locate_recipe(name).path
     target = destination or Path(source.name)
     if target.is_dir():
         target = target / source.name

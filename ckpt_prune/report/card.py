@@ -49,6 +49,7 @@ def model_card(report: Report) -> str:
         f"Made by ckpt_prune {report.ckpt_prune} from {coded(report.source.name)}. {markdown(recipe.summary)}"
         f"{_beside_shipped(report)}".rstrip(),
         f"Source of the method: {markdown(recipe.source)}." if recipe.source else "",
+        *([f"The recipe's file: {coded(report.origin.pinned)}."] if report.origin is not None else []),
         "",
         "| | before | after | share |",
         "|---|---|---|---|",

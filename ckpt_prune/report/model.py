@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, MaskedLinear, Origin, SiteRecord
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -193,6 +193,7 @@ class Report(Fixed):
         version: of the file's format.
         ckpt_prune, torch, transformers: versions of what wrote it.
         recipe, recipe_digest: as used.
+        origin: where the recipe was fetched from; None for one that was here.
         source: what was pruned.
         part: of it, where that is made of several models, which all other figures are about; or None.
         asked: what the recipe was changed for, or None.
@@ -217,6 +218,7 @@ class Report(Fixed):
     transformers: str = UNKNOWN
     recipe: UsedRecipe
     recipe_digest: str = ""
+    origin: Origin | None = None
     source: Source
     part: str | None = None
     asked: Asked | None = None
@@ -238,10 +240,12 @@ class Report(Fixed):
     job: str | None = None
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it; without a recovery, the keys of one are absent."""
+        """As JSON has it; the keys of a recovery, a part or a recipe's origin are absent without one."""
         values = self.model_dump(mode="json")
         if self.recovery is None:
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
+        if self.origin is None:
+            del values["origin"]
         return values

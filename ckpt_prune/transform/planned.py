@@ -42,6 +42,7 @@ def make_plan(settled: Settled) -> Plan:
         model_path=str(model.checkpoint.path),
         recipe=recipe,
         recipe_digest=recipe.digest,
+        origin=request.origin,
         statistics=statistics,
         container=container.model_type if container.remote_class is None else "remote",
         container_note=container.note,

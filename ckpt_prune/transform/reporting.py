@@ -71,6 +71,7 @@ def report_of_prune(
         transformers=used["transformers"],
         recipe=UsedRecipe.model_validate(recipe.model_dump(mode="json", by_alias=True)),
         recipe_digest=recipe.digest,
+        origin=settled.request.origin,
         source=source_of(settled.model.checkpoint),
         part=part_name(settled.model.checkpoint),
         asked=None if asked is None else _asked(asked),
