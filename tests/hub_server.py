@@ -55,7 +55,7 @@ class Hub:
     blobs: dict[str, bytes] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
     breaks: set[str] = field(default_factory=set)
-    """Kinds of request that fail with 500: blob, commit."""
+    """Kinds of request that fail: blob, commit."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes that are stated of files, in place of their own."""
 
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = self._body()
         oid = path.rpartition("/")[2]
         if "blob" in self.hub.breaks or hashlib.sha256(data).hexdigest() != oid:
-            self._refuse(500 if "blob" in self.hub.breaks else 400, message="the store is broken")
+            self._refuse(400, message="the store is broken")
             return
         self.hub.blobs[oid] = data
         self._reply(200)
@@ -161,6 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(200, {"name": USER, "type": "user", "orgs": orgs, "auth": {"accessToken": {"role": role}}})
 
     def _info(self, rest: str) -> None:
+        if "/tree/" in rest:
+            self._tree(*rest.split("/tree/", 1))
+            return
         name, _, revision = rest.partition("/revision/")
         repo = self._repo(name)
         if repo is None:
@@ -174,6 +177,13 @@ class _Handler(BaseHTTPRequestHandler):
             200,
             {"id": name, "modelId": name, "sha": found[0], "private": repo.private, "siblings": siblings, "tags": []},
         )
+
+    def _tree(self, name: str, revision: str) -> None:
+        repo = self._repo(name)
+        found = None if repo is None else repo.at(revision)
+        if found is not None:
+            entries = [("file", path, hashlib.sha1(data).hexdigest(), len(data)) for path, data in found[1].items()]
+            self._reply(200, [dict(zip(("type", "path", "oid", "size"), each, strict=True)) for each in entries])
 
     def _resolve(self, name: str, rest: str) -> None:
         repo = self._repo(name)

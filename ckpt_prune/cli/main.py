@@ -37,7 +37,8 @@ COMMANDS = {
     "report": "Show what pruning cost, block by block, as one HTML page.",
     "compare": "What leaves every block of two models, side by side.",
     "evaluate": "Perplexity, accuracy on images and KL divergence, or lm-eval tasks.",
-    "recipe": "List, show, copy and check recipes.",
+    "push": "Share an output through the Hub, verified first.",
+    "recipe": "List, show, copy, check and share recipes.",
     "statistics": "Show or add statistics folders.",
     "demo": "The whole path on the model the package carries.",
 }

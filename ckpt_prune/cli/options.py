@@ -113,6 +113,7 @@ provider_option = click.option(
     help="What onnxruntime runs on; where CUDA cannot be loaded, a line says so and the CPU is used. [default: what "
     "the graph is fused for, else cpu]",
 )
+public_option = click.option("--public", is_flag=True, help="Let all read what is pushed. [default: private]")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-from ckpt_prune.cli.options import echo_json, json_option
+from ckpt_prune.cli.options import echo_json, json_option, public_option
 
 
 @click.group("recipe")
 def command() -> None:
-    """List, show, copy and check recipes."""
+    """List, show, copy, check and share recipes."""
 
 
 @command.command("list")
@@ -80,6 +80,28 @@ def validate(file: str, as_json: bool) -> None:
         echo_json(recipe.model_dump(mode="json", by_alias=True))
         return
     click.echo(f"{file}: recipe {recipe.name} is valid")
+
+
+@command.command("push")
+@click.argument("file")
+@click.argument("repo")
+@public_option
+@click.option("--overwrite", is_flag=True, help="Replace a recipe of this name in REPO.")
+@json_option
+def push(file: str, repo: str, public: bool, overwrite: bool, as_json: bool) -> None:
+    """Share a recipe FILE in the Hub's repository REPO (ORG/NAME).
+
+    The repository is made where there is none: private, unless --public. The recipe is checked first. What is printed
+    is what others give to --recipe for just this file.
+    """
+    from ckpt_prune.sharing.recipes import push_recipe
+
+    reference, done = push_recipe(file, repo, public=public, overwrite=overwrite)
+    if as_json:
+        echo_json({"reference": reference, "url": done.url})
+        return
+    kind = "public" if public else "private"
+    click.echo(f"pushed {Path(file).name} to {done.url} ({kind}): --recipe {reference}")
 
 
 @command.command("schema")

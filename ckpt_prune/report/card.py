@@ -12,6 +12,7 @@ from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
+from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
 
 _PACKED = (
@@ -39,10 +40,7 @@ def model_card(report: Report) -> str:
     recipe, container = report.recipe, report.container
     embeds = MODULES in (report.side_files or ())
     lines = [
-        "---",
-        f"library_name: {'sentence-' if embeds else ''}transformers",
-        "tags: [ckpt-prune, pruned]",
-        "---",
+        *front_matter(metadata(report)),
         "",
         f"# {markdown(f'{report.source.name}, {_how(report)}')}",
         "",

@@ -46,11 +46,32 @@ class UsedRecipe(Record):
         return Record.read(mask).figure("damp") if isinstance(mask, dict) else None
 
 
+class SourceCard(Fixed):
+    """What the model card of the source says, under the Hub's keys, as far as it holds of the output too."""
+
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    language: list[str] = Field(default_factory=list)
+    datasets: list[str] = Field(default_factory=list)
+    pipeline_tag: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_found(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value}
+
+
 class Source(Fixed):
-    """Which model: the name of its folder, and `Checkpoint.fingerprint`."""
+    """Which model: its Hub id or the name of its folder, `Checkpoint.fingerprint`, and what its card says."""
 
     name: str
     fingerprint: str
+    card: SourceCard | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "card" or value is not None}
 
 
 class Asked(Fixed):

@@ -30,6 +30,7 @@ from ckpt_prune.report.model import (
     StrengthSearch,
     UsedRecipe,
 )
+from ckpt_prune.report.source_card import source_card
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.versions import versions
 
@@ -128,7 +129,7 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
     chosen = settings.model_dump(mode="json", exclude={"samples", "seed"})
     perplexities = recoverer.perplexities()
     return Recovery(
-        dense=source_of(dense),
+        dense=source_of(dense).model_copy(update={"card": None}),
         on_the_fly=on_the_fly,
         settings=Record.model_validate(chosen | {"lr": recoverer.rate, "seed": recoverer.seed}),
         data=Record.model_validate(
@@ -160,7 +161,7 @@ def _within(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
 
 def source_of(checkpoint: Checkpoint) -> Source:
     """Which model a checkpoint is."""
-    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint)
+    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path))
 
 
 def stored_as(container: Container, family: Family) -> StoredAs:

@@ -24,6 +24,7 @@ VERBS = [
     "inspect",
     "plan",
     "prune",
+    "push",
     "recover",
     "validate",
     "verify",
