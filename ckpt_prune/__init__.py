@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt_prune.api.plan import plan
     from ckpt_prune.api.prune import prune
     from ckpt_prune.api.push import push
+    from ckpt_prune.api.quantize import quantize
     from ckpt_prune.api.recover import recover
     from ckpt_prune.api.sweep import sweep
     from ckpt_prune.api.validate import validate
@@ -41,6 +42,7 @@ __all__ = [
     "plan",
     "prune",
     "push",
+    "quantize",
     "recover",
     "sweep",
     "validate",

@@ -294,6 +294,18 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
+class QuantizeOptions(Options):
+    """What to quantise, how, and into what."""
+
+    model: Folder = Field(description="Folder of a model, or a Hub id.")
+    output: Path = Field(description="Folder to write.")
+    format: Literal["int8", "int4"] = Field(description="What weights are stored as.")
+    group_size: Annotated[
+        str | None, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)
+    ] = Field(None, description="Columns that share a scale, or channel.")
+    overwrite: bool = Field(False, description="Replace an existing output.")
+
+
 class PushOptions(Options):
     """What to share, and where."""
 

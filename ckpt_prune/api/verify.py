@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.checkpoint.hub import output_folder, resolve
-from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, QUANTISED
 from ckpt_prune.options import path_of
 from ckpt_prune.progress import progress_shown
 
@@ -53,9 +53,12 @@ def verify(
     from ckpt_prune.evaluation import verify as checking
     from ckpt_prune.exporting.session import GRAPH
     from ckpt_prune.exporting.verify import verify_graph
+    from ckpt_prune.quantising.verify import verify_quantised
 
     with progress_shown(progress):
         dense = None if against is None else resolve(path_of(against))
+        if (place / QUANTISED).is_file():
+            return Verification(tuple(verify_quantised(place, dense)))
         holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))

@@ -31,6 +31,7 @@ COMMANDS = {
     "prune": "Write a smaller checkpoint, or one with zeros, that transformers loads.",
     "recover": "Train what a pruned checkpoint has left, one block at a time (LaCo).",
     "verify": "Prove that an output is whole and loads.",
+    "quantize": "Write weights of 8 or 4 bits, for transformers and vLLM.",
     "export": "Write an ONNX graph, compared with PyTorch in onnxruntime.",
     "validate": "Compare an exported graph with its model again.",
     "benchmark": "Latency, throughput, size and memory of two models side by side.",

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from ckpt_prune.checkpoint.modules import MODULES
-from ckpt_prune.report.model import Report
+from ckpt_prune.report.model import Report, SourceCard
 
 _PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
@@ -18,24 +18,30 @@ _PIPELINES = {
 """Auto class → task, where the class leaves no doubt of it and the source's card says nothing."""
 
 
+PRUNED = "finetune"
+"""How a pruned model is related to its base: the Hub has no word for that, and guesses a finetune."""
+
+
 def metadata(report: Report) -> dict[str, Any]:
     """What an output's card tells the Hub: what it was made from and may be used for."""
     embeds = MODULES in (report.side_files or ())
     values: dict[str, Any] = {"library_name": "sentence-transformers" if embeds else "transformers"}
     if "/" in report.source.name:
-        values |= based_on(report.source.name)
-    card = report.source.card
-    if card is not None:
-        values |= card.model_dump(exclude_defaults=True)
-    task = _PIPELINES.get(report.container.auto_class)
-    if task is not None and "pipeline_tag" not in values and not embeds:
-        values["pipeline_tag"] = task
+        values |= {"base_model": report.source.name, "base_model_relation": PRUNED}
+    values |= described_by_card(report.source.card, "" if embeds else report.container.auto_class)
     return values | {"tags": ["ckpt-prune", "pruned"]}
 
 
-def based_on(model: str) -> dict[str, str]:
-    """That a model was made from one of the Hub: the Hub has no word for pruning, and a finetune is what it guesses."""
-    return {"base_model": model, "base_model_relation": "finetune"}
+def described_by_card(card: SourceCard | None, auto_class: str) -> dict[str, Any]:
+    """What the source's card says that holds of what is made from it, and the task where it says none.
+
+    Args:
+        card: of the source.
+        auto_class: of transformers, which tells the task.
+    """
+    values = {} if card is None else card.model_dump(exclude_defaults=True)
+    task = _PIPELINES.get(auto_class)
+    return values if task is None or "pipeline_tag" in values else values | {"pipeline_tag": task}
 
 
 def front_matter(values: dict[str, Any]) -> list[str]:

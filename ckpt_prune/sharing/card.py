@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ckpt_prune.report.metadata import based_on, front_matter, metadata
-from ckpt_prune.report.model import Report
+from ckpt_prune.report.metadata import front_matter
 from ckpt_prune.report.source_card import split_card
 from ckpt_prune.sharing.measured import Measured, figures_table, model_index
 
@@ -13,8 +12,9 @@ PATH = '"PATH"'
 
 def shared_card(
     text: str,
-    report: Report,
+    known: dict[str, Any],
     repo: str,
+    relation: str,
     *,
     base_model: str | None = None,
     license_id: str | None = None,
@@ -24,8 +24,9 @@ def shared_card(
 
     Args:
         text: README.md of the output, which its user may have changed: what it says stays.
-        report: of the output; says what the card does not.
+        known: what the output itself can tell the Hub, where the card does not.
         repo: where it goes, which the card's snippets load it from.
+        relation: to the base model, as the Hub calls it.
         base_model: Hub id of the dense model, where the card is to say another one, or says none.
         license_id: of the output, likewise.
         figures: that were measured.
@@ -34,9 +35,9 @@ def shared_card(
         ValueError: the card's first lines are no YAML mapping.
     """
     own, body = split_card(text)
-    values: dict[str, Any] = metadata(report) | own
+    values: dict[str, Any] = known | own
     if base_model is not None:
-        values |= based_on(base_model)
+        values |= {"base_model": base_model, "base_model_relation": relation}
     if license_id is not None:
         values["license"] = license_id
     if figures:

@@ -1,12 +1,17 @@
 """An output's way to the Hub: what it may replace there, and the card it gets."""
 
+from typing import Any
+
 from ckpt_prune.checkpoint.hub_file import hub_file
 from ckpt_prune.checkpoint.inputs import MOST_BYTES, read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
 from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options import PushOptions
+from ckpt_prune.quantising.card import QUANTISED_FROM, quantised_metadata
+from ckpt_prune.quantising.record import QUANTISATION_KIND, read_quantised
+from ckpt_prune.report.metadata import PRUNED, metadata
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD
 from ckpt_prune.sharing.card import shared_card
@@ -26,12 +31,13 @@ def removed_from(place: Place, own: Contents, *, overwrite: bool) -> tuple[str, 
         return ()
     if not overwrite:
         raise UserError(f"{place.repo} is on the Hub and not empty: choose another name or say --overwrite")
-    if REPORT not in place.files:
+    kind = next((kind for kind in (OUTPUT, QUANTISATION_KIND) if kind.record in place.files), None)
+    if kind is None:
         raise UserError(
-            f"{place.repo} holds what this tool did not push (it has no {REPORT}), so it is never replaced; choose "
-            "another name"
+            f"{place.repo} holds what this tool did not push (it has no {own.kind.record}), so it is never replaced; "
+            "choose another name"
         )
-    theirs = set(_pushed(place, OUTPUT, REPORT))
+    theirs = set(_pushed(place, kind, kind.record))
     graph = f"{GRAPH_FOLDER}/{GRAPH_RECORD}"
     if graph in place.files:
         theirs |= {f"{GRAPH_FOLDER}/{name}" for name in _pushed(place, EXPORT, graph)}
@@ -53,21 +59,38 @@ def _pushed(place: Place, kind: Kind, record: str) -> frozenset[str]:
         raise UserError(f"{record} of {place.repo} is damaged, so it is not replaced; choose another name") from error
 
 
+def _metadata(own: Contents) -> dict[str, Any]:
+    """What the card of such an output tells the Hub."""
+    if own.kind is QUANTISATION_KIND:
+        return quantised_metadata(read_quantised(own.folder))
+    report = report_of(own.folder)
+    assert report is not None
+    return metadata(report)
+
+
+def _relation(own: Contents) -> str:
+    return QUANTISED_FROM if own.kind is QUANTISATION_KIND else PRUNED
+
+
 def pushed_card(own: Contents, repo: str, options: PushOptions) -> bytes:
     """README.md for the Hub.
 
     Raises:
         UserError: it cannot be read, or the figures for it cannot.
     """
-    report = report_of(own.folder)
-    assert report is not None
     name = own.folder.resolve().name
     figures = [each for given in options.evaluation for each in read_measured(given, name)]
     path = own.folder / CARD
     try:
         text = read_input(path).decode("utf-8") if CARD in own.files else ""
         return shared_card(
-            text, report, repo, base_model=options.base_model, license_id=options.license, figures=figures
+            text,
+            _metadata(own),
+            repo,
+            _relation(own),
+            base_model=options.base_model,
+            license_id=options.license,
+            figures=figures,
         ).encode()
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no model card ({' '.join(str(error).split())}); mend or remove it") from error

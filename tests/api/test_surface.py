@@ -25,6 +25,7 @@ VERBS = [
     "plan",
     "prune",
     "push",
+    "quantize",
     "recover",
     "validate",
     "verify",

@@ -163,7 +163,10 @@ def refuse_push(hub: Hub, *words: str) -> str:
     ("words", "message"),
     [
         (("none", "team/x"), "none does not exist; give a folder that this tool wrote"),
-        (("dense", "team/x"), "dense has no ckpt_prune.json; give a folder that `ckpt-prune prune` or `recover` wrote"),
+        (
+            ("dense", "team/x"),
+            "dense has no ckpt_prune.json; give a folder that `prune`, `recover` or `quantize` wrote",
+        ),
         (("out", "a/b/c"), "'a/b/c' is no name of a Hub repository; give one such as org/name"),
         (("out", "team/-"), "'team/-' is no name of a Hub repository; give one such as org/name"),
         (("out", "other/x"), "the token is ada's, who is no member of other: choose a name such as ada/NAME"),
