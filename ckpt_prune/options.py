@@ -269,7 +269,9 @@ class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOpti
     """What to recover, against what, and into what."""
 
     pruned: Folder = Field(description="Folder of the pruned model, or a Hub id.")
-    dense: Folder = Field(description="The dense model that it was made from.")
+    dense: Annotated[str | None, BeforeValidator(path_of)] = Field(
+        None, description="The dense model that it was made from."
+    )
     output: Path = Field(description="Folder to write.")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
     overwrite: bool = Field(False, description="Replace an existing output.")

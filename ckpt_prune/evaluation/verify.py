@@ -247,7 +247,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
-    if report.recovery is not None and report.rotation is None:
+    if (report.recovery is not None or report.lora is not None) and report.rotation is None:
         return _kept_outside(checkpoint, dense)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"

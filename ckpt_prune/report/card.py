@@ -66,6 +66,7 @@ def model_card(report: Report) -> str:
         *_mask(report),
         *_rotation(report),
         *_recovery(report),
+        *_lora(report),
     ]
     if container.note:
         lines.append(f"Container: {container.note}.")
@@ -101,7 +102,7 @@ def _how(report: Report) -> str:
     pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
     if report.part is not None:
         pruned = f"its {report.part} part {pruned}"
-    return f"{pruned} and recovered" if report.recovery else pruned
+    return f"{pruned} and recovered" if report.recovery or report.lora else pruned
 
 
 def _calibration(report: Report) -> list[str]:
@@ -254,6 +255,22 @@ def _recovery(report: Report) -> list[str]:
     if changes:
         sentences.append(f"On held-out samples, mean over blocks, before -> after: {', '.join(changes)}.")
     return [" ".join(sentences)]
+
+
+def _lora(report: Report) -> list[str]:
+    """What adapters were trained and what they gave."""
+    lora = report.lora
+    if lora is None:
+        return []
+    if not lora.modules:
+        return ["LoRA was tried, and no epoch was better on held-out samples: the weights are as they were."]
+    gained = ""
+    if lora.loss_before is not None and lora.loss_after is not None:
+        gained = f" Loss on held-out samples, before -> after: {lora.loss_before:.4g} -> {lora.loss_after:.4g}."
+    return [
+        f"Recovered by LoRA of rank {lora.rank} on {lora.modules} linear modules, merged; {lora.samples} samples, "
+        f"{lora.epochs or 0:.3g} epochs; zeros stay zero.{gained}"
+    ]
 
 
 def _record(report: Report) -> str:

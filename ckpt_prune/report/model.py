@@ -190,6 +190,39 @@ class Recovery(Fixed):
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
+class Lora(Fixed):
+    """How a model was recovered by LoRA.
+
+    Attributes:
+        rank, alpha: of the adapters.
+        lr: the highest learning rate.
+        seed: of the adapters and the order of samples.
+        settings: of training, as `RecoverySettings` has them.
+        data: fingerprint of the samples.
+        samples, window: how many, and their tokens; no window of images.
+        modules: that were changed; 0 where no epoch was better on held-out samples.
+        parameters: that were trained.
+        steps, epochs, seconds: of training.
+        loss_before, loss_after: cross entropy on held-out samples, of the model as it was and as it is stored, nats.
+    """
+
+    rank: Count
+    alpha: Figure = None
+    lr: Figure = None
+    seed: Amount = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    data: str = ""
+    samples: Amount = None
+    window: Amount = None
+    modules: Count = 0
+    parameters: Amount = None
+    steps: Amount = None
+    epochs: Figure = None
+    seconds: Figure = None
+    loss_before: Figure = None
+    loss_after: Figure = None
+
+
 class Stage(Fixed):
     """What one stage of the run took; of a resumed run, what was left of it.
 
@@ -226,6 +259,7 @@ class Report(Fixed):
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
+        lora: what LoRA did after pruning, absent without it.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
         files: file → sha256.
@@ -253,6 +287,7 @@ class Report(Fixed):
     rotation: Rotation | None = None
     sites: list[SiteRecord]
     linears: list[MaskedLinear] = Field(default_factory=list)
+    lora: Lora | None = None
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
     stages: list[Stage] = Field(default_factory=list)
@@ -267,6 +302,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        if self.origin is None:
-            del values["origin"]
+        for key in ("origin", "lora"):
+            if values[key] is None:
+                del values[key]
         return values

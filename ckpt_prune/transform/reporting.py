@@ -20,6 +20,7 @@ from ckpt_prune.report.model import (
     Asked,
     Earlier,
     Learned,
+    Lora,
     Mask,
     Perplexity,
     Recovery,
@@ -115,6 +116,19 @@ def report_of_recovery(
     base = _elsewhere(pruned, dense, container) if own is None else own
     told = recovery.model_copy(update={"earlier": earlier})
     return base.model_copy(update={**versions(), "recovery": told, "layers": list(layers)})
+
+
+def report_of_adapters(own: Report | None, pruned: Model, container: Container, lora: Lora) -> Report:
+    """What LoRA did to a checkpoint: its own report, and what was added.
+
+    Args:
+        own: what the pruned checkpoint says of itself; None where another tool made it.
+        pruned: what was recovered.
+        container: what it and the output are stored as.
+        lora: what was done.
+    """
+    base = _elsewhere(pruned, pruned, container) if own is None else own
+    return base.model_copy(update={**versions(), "lora": lora})
 
 
 def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:

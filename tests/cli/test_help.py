@@ -26,7 +26,7 @@ TAKES = {
         *["PRUNED", "--dense MODEL", "--text", "--images", "--samples", "--window", "--seed", "--choose", "--bos"],
         *["--epochs", "--lr", "--batch", "--accumulate", "--schedule", "--only", "--layers", "--held-out"],
         *["--patience", "--perplexity-after", "--state-memory", "--resume", "--overwrite", "--device", "--json"],
-        *["--compute-dtype", "--labels", "--max-corrupt", "--output"],
+        *["--compute-dtype", "--labels", "--max-corrupt", "--output", "--method", "--rank", "--alpha", "--seconds"],
     ],
     "convert": ["MODEL", "--output", "--overwrite", "--json"],
     "compare": [

@@ -223,8 +223,8 @@ def test_what_transformers_cannot_load_is_refused(here: Path, model_type: str, m
         (("dense", "--group-size", "0"), "--group-size 0: kernels take groups of 128, 64, 32, or whole rows (channel)"),
         (
             ("dense", "--group-size", "128"),
-            "--group-size 128 does not divide the 64 columns of model.layers.0.mlp.gate_proj.weight: all are divided by "
-            "64, 32 or channel",
+            "--group-size 128 does not divide the 64 columns of model.layers.0.mlp.gate_proj.weight: all are divided "
+            "by 64, 32 or channel",
         ),
         (
             ("odd",),
