@@ -130,8 +130,8 @@ def test_schema():
     assert "lambda" in schema["$defs"]["Compensation"]["properties"]
     recovery = schema["$defs"]["RecoveryRecipe"]
     assert list(recovery["properties"]) == [
-        *["epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "held_out", "patience", "samples"],
-        "seed",
+        *["epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "norms"],
+        *["teacher", "held_out", "patience", "samples", "seed"],
     ]
     assert recovery["additionalProperties"] is False
     assert all(field["description"] for field in recovery["properties"].values())
