@@ -2,6 +2,7 @@ import pytest
 import yaml
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.recipe import Recipe, json_schema
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe, RecoverySettings
@@ -156,6 +157,24 @@ def test_shipped_recipes_with_recovery_are_those_without_and_the_papers_settings
     assert ours.recovery == RecoveryRecipe(**papers)
     assert ours.source == f"LaCo (ACL 2026 long.1342), Algorithm 1; {backbone.source}"
     assert ours.summary.endswith("; what stays of each block trained right after (LaCo).")
+
+
+@pytest.mark.parametrize(
+    "mask", ["magnitude-50", "magnitude-2-4", "wanda-50", "wanda-2-4", "sparsegpt-50", "sparsegpt-2-4"]
+)
+def test_denoise_rotator_learns_as_its_paper_says_and_ours_differ_in_nothing_else(mask):
+    paper, ours, shared = (
+        load_recipe(f"{name}-{mask}") for name in ("denoise-rotator", "cayley-rotator", "cayley-rotator-shared")
+    )
+    learned = {"retraction": "qr", "learning_rate": 0.01, "steps": 2000, "tolerance": 0.0, "patience": 2000}
+    assert paper.rotation == RotationRecipe(kind="per-layer", **learned)
+    assert ours.rotation == RotationRecipe(kind="per-layer")
+    assert shared.rotation == RotationRecipe(kind="shared")
+    described = {"name", "summary", "source", "time", "rotation"}
+    plain = load_recipe(mask).model_dump(exclude={*described, "target"})
+    for each in (paper, ours, shared):
+        assert each.model_dump(exclude={*described, "target"}) == plain
+        assert each.target == "sequential"
 
 
 def test_which_shipped_recipes_recover():
