@@ -74,13 +74,14 @@ def modules_of(request: LoraRequest) -> dict[str, tuple[str, torch.dtype]]:
         UserError: transformers holds none of them as a tensor of its own.
     """
     model, raw = request.pruned, Checkpoint.open(request.pruned.checkpoint.path)
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in raw.tensors.items()}
     known = container_of(model).names()
     found = {}
     for block in request.settings.blocks(model.blocks):
-        for name in trained_tensors(model.family, block, raw.tensors, request.settings.only):
-            parameters = known.parameters(name) if name.endswith(_WEIGHT) and raw.tensors[name].numel else ()
+        for name in trained_tensors(model.family, block, tensors, request.settings.only):
+            parameters = known.parameters(name) if name.endswith(_WEIGHT) and tensors[name].numel() else ()
             if len(parameters) == 1:
-                found[parameters[0].removesuffix(_WEIGHT)] = (name, raw.tensors[name].dtype)
+                found[parameters[0].removesuffix(_WEIGHT)] = (name, tensors[name].dtype)
     if not found:
         raise UserError(f"{raw.path}: transformers holds its linear modules as others, which peft gives no adapters")
     return found

@@ -100,7 +100,7 @@ def adapt(
         adapted = peft.get_peft_model(model, config)
         trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
         adapters = {name: adapted.base_model.model.get_submodule(name) for name in dtypes}
-        before = _loss(adapted, examples, split.held_out, size)
+        before = _loss(adapted, examples, split.measured, size)
         best, kept, waited = before, dict[str, Tensor](), 0
         start, steps, seen = time.monotonic(), 0, 0
         per_epoch = len(cut(split.train, settings.batch))
@@ -127,9 +127,11 @@ def adapt(
                     break
             adapted.eval()
             with _as_stored(adapted, adapters, stored) as merged:
-                found = _loss(adapted, examples, split.held_out, size)
-                waited = 0 if found < best else waited + 1
-                if found < best:
+                found = _loss(adapted, examples, split.measured, size)
+                # Where nothing is held out, nothing is chosen: the last epoch's, unless it diverged.
+                better = found < best if settings.held_out else math.isfinite(found)
+                waited = 0 if better else waited + 1
+                if better:
                     best, kept = found, {name: weight.clone() for name, weight in merged.items()}
             told(epoch, found)
             if over() >= 1 or waited >= settings.patience:

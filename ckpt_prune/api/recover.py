@@ -13,7 +13,7 @@ from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked, has_data
-from ckpt_prune.planning.recovery_recipe import LoraSettings, Part, RecoverySettings
+from ckpt_prune.planning.recovery_recipe import LoraSettings, Part, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def recover(
     schedule: Literal["cosine", "constant"] = "cosine",
     only: Part | None = None,
     layers: str | None = None,
+    norms: bool = False,
+    teacher: Teacher = "dense",
     held_out: float = 0.1,
     patience: int = 3,
     method: Literal["laco", "lora"] = "laco",
@@ -103,7 +105,9 @@ def recover(
         schedule: of the learning rate over a block's steps.
         only: train these linear modules alone.
         layers: recover blocks A to B - 1 only, as "A:B".
-        held_out: share of the samples that decides which epoch's weights are kept, if any.
+        norms: train what blocks have beside linear modules, too.
+        teacher: the stream that the dense block is given: the dense model's or the pruned one's.
+        held_out: share of the samples that decides which epoch's weights are kept, if any; 0 keeps the last epoch's.
         patience: epochs without less error on them before a block is left.
         method: laco: block by block towards the dense model; lora: adapters on the whole model, merged.
         rank: of lora's adapters.
@@ -131,7 +135,7 @@ def recover(
     out, trust = options.output, options.trust_remote_code
     # Before torch is imported, what can be told without it.
     if lora.method == "lora":
-        _check_lora(options)
+        _check_lora(options, settings)
     elif options.dense is None:
         raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
     if options.dense is not None and Path(options.dense).is_dir():
@@ -190,13 +194,15 @@ def recover(
         return Recovered(out, report, tuple(say.lines))
 
 
-def _check_lora(options: RecoverOptions) -> None:
+def _check_lora(options: RecoverOptions, settings: RecoverySettings) -> None:
     """What LaCo alone can do."""
     for given, said in (
         (options.dense, "--dense"),
         (options.resume, "--resume"),
         (options.perplexity_after, "--perplexity-after"),
         (options.part, "--part"),
+        (settings.norms, "--norms"),
+        (settings.teacher != "dense", f"--teacher {settings.teacher}"),
     ):
         if given:
             raise UserError(f"{said} is for --method laco: lora trains the pruned model by itself, in one go")

@@ -25,7 +25,7 @@ def held_out_loss(folder: str) -> float:
     """Of a folder as anybody loads it, on the windows that are held out, token by token."""
     stream = token_stream(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
     windows = calibration_windows(stream, samples=32, window=16, seed=0, choose="random")
-    windows = windows[Split.of(len(windows), 0.1).held_out]
+    windows = windows[Split.of(len(windows), 0.1).measured]
     with torch.no_grad():
         logits = ckpt_prune.load(folder, dtype=torch.float32)(windows).logits
     each = [cross_entropy(logits[w, t], windows[w, t + 1]) for w in range(len(windows)) for t in range(15)]
@@ -81,6 +81,13 @@ def test_where_nothing_is_gained_weights_stay(place: Path):
     assert changed("out") == set()
     lora = report_of("out")["lora"]
     assert (lora["modules"], lora["loss_after"]) == (0, lora["loss_before"])
+
+
+def test_without_held_out_samples_the_last_epoch_is_kept(place: Path):
+    ok("recover", "pruned", *LORA[:-4], "--lr", "0.5", "--held-out", "0", "-o", "out")
+    assert changed("out") == linears(0, 1)
+    lora = report_of("out")["lora"]
+    assert lora["loss_after"] != lora["loss_before"]
 
 
 def test_seconds_end_it(place: Path):
@@ -145,6 +152,8 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
             ("--perplexity-after", "1"),
             "--perplexity-after is for --method laco: lora trains the pruned model by itself, in one go",
         ),
+        (("--norms",), "--norms is for --method laco: lora trains the pruned model by itself, in one go"),
+        (("--teacher", "pruned"), "--teacher pruned is for --method laco: lora trains "),
         (("--compute-dtype", "float16"), "--compute-dtype float16: gradients underflow in it; recovery runs in "),
         (("--layers", "5:9"), "layers 5:9"),
     ],
