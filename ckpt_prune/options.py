@@ -305,6 +305,7 @@ class QuantizeOptions(Options):
     group_size: Annotated[
         str | None, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)
     ] = Field(None, description="Columns that share a scale, or channel.")
+    statistics: Annotated[Path | None, BeforeValidator(path_of)] = Field(None, description="To round by: GPTQ.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 

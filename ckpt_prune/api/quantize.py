@@ -11,6 +11,7 @@ from ckpt_prune.progress import progress_shown
 from ckpt_prune.quantising.scheme import Format
 
 if TYPE_CHECKING:
+    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.quantising.record import Quantised
 
 
@@ -37,6 +38,7 @@ def quantize(
     output: AnyPath,
     format: Format,
     group_size: str | int | None = None,
+    statistics: "AnyPath | Statistics | None" = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> QuantizedModel:
@@ -48,6 +50,8 @@ def quantize(
         format: int8 or int4.
         group_size: columns that share a scale, 32, 64 or 128, or "channel" for whole rows; None: rows for int8, the
             largest size that fits for int4.
+        statistics: of the model, with Grams of all inputs (collect moments, gram, linears): round by GPTQ, which keeps
+            outputs, in place of rounding to nearest.
         overwrite: replace what this function wrote before.
         progress: show bars on stderr.
 
@@ -61,5 +65,5 @@ def quantize(
     from ckpt_prune.quantising.quantise import job_of, quantise
 
     with progress_shown(progress):
-        job = job_of(open_checkpoint(options.model, Opening()), options.format, options.group_size)
+        job = job_of(open_checkpoint(options.model, Opening()), options.format, options.group_size, options.statistics)
         return QuantizedModel(options.output, quantise(job, options.output, overwrite=options.overwrite))

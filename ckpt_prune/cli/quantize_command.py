@@ -20,15 +20,21 @@ from ckpt_prune.quantising.scheme import BITS
     help="Columns that share a scale: 32, 64 or 128, or channel for whole rows. [default: channel for int8; for int4 "
     "the largest that divides every weight]",
 )
+@click.option(
+    "--statistics",
+    type=click.Path(path_type=Path),
+    help="Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`): round by GPTQ, so that "
+    "later columns make up for earlier ones, in place of rounding to nearest.",
+)
 @overwrite_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:
     """Write MODEL (a folder or a Hub id, any output with a stock class included) with weights of 8 or 4 bits.
 
     The linear weights of the blocks are rounded to nearest, symmetric, each group of columns with the scale that
-    changes it least. Embeddings, norms and heads stay as they are. OUT is in the form of compressed-tensors
-    (pack-quantized), which transformers loads where that package is installed, and which vLLM reads. Nothing is
-    calibrated, and no more than one tensor is in memory. Zeros stay zeros.
+    changes it least; with --statistics by GPTQ. Embeddings, norms and heads stay as they are. OUT is in the form of
+    compressed-tensors (pack-quantized), which transformers loads where that package is installed, and which vLLM reads.
+    No more than one tensor is in memory, with --statistics also one Gram. Zeros stay zeros.
 
     `verify OUT --against MODEL` proves it, `evaluate OUT --against MODEL` says what it cost.
 

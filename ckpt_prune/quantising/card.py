@@ -26,6 +26,7 @@ def quantised_card(record: Quantised) -> str:
     errors = [each.error for each in record.weights if each.error is not None]
     mean = f" Rounding changed a weight by {sum(errors) / len(errors):.2%} of its energy on average." if errors else ""
     share = record.after / record.before
+    rounded = "to nearest" if record.rounding == "nearest" else "by GPTQ"
     return "\n".join(
         [
             *front_matter(quantised_metadata(record)),
@@ -33,8 +34,8 @@ def quantised_card(record: Quantised) -> str:
             f"# {markdown(f'{record.source.name}, {record.format}')}",
             "",
             f"Made by ckpt_prune {record.ckpt_prune} from {coded(record.source.name)}: "
-            f"{counted(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded to "
-            f"nearest; embeddings, norms and heads stay as they were.{mean}",
+            f"{counted(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded "
+            f"{rounded}; embeddings, norms and heads stay as they were.{mean}",
             f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "
             f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED}`.",
             "",

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.quantising.gptq import gptq_codes
 from ckpt_prune.quantising.rounding import codes_of, scales_of, weights_of
 from ckpt_prune.quantising.scheme import LIBRARY, Scheme
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.sparsity.sparsegpt import inverse_factor
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22
@@ -79,20 +82,24 @@ def shapes_of(module: str, shape: tuple[int, int], scheme: Scheme, dtype: torch.
     }
 
 
-def packed(module: str, weight: Tensor, scheme: Scheme) -> tuple[dict[str, Tensor], float]:
+def packed(
+    module: str, weight: Tensor, scheme: Scheme, hessian: Tensor | None = None
+) -> tuple[dict[str, Tensor], float]:
     """What stands for a weight, and the sum of squared differences that rounding makes.
 
     Args:
         module: its name.
         weight: (rows, columns), in the model's type.
         scheme: how it is stored.
+        hessian: Gram of its inputs, for GPTQ; None rounds to nearest.
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
+    factor = None if hessian is None else inverse_factor(hessian, DAMP, MOST_DAMP)
     words, scales, change, rows = [], [], 0.0, max(1, _MOST_AT_ONCE // weight.shape[1])
     for part in weight.tensor_split(list(range(rows, len(weight), rows))):
         scale = scales_of(part, scheme, weight.dtype)
-        codes = codes_of(part, scale, scheme)
+        codes = codes_of(part, scale, scheme) if factor is None else gptq_codes(part, factor, scale, scheme)
         change += float((weights_of(codes, scale, scheme) - part).square().sum())
         words.append(pack_to_int32(codes, scheme.bits))
         scales.append(scale)

@@ -1,5 +1,6 @@
 """Writing a checkpoint with weights of few bits, one tensor at a time."""
 
+import re
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -7,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitted
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
+from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.quantised import QUANTISATION
 from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
@@ -36,6 +40,7 @@ from ckpt_prune.sparsity.zeros import weights_by_module
 from ckpt_prune.versions import versions
 
 _WEIGHT = ".weight"
+_COLLECT = "calibrate with --collect moments,gram,linears"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Job:
         weights: names of the weights, in the order of the files.
         ignored: names of the other linear modules.
         scheme: how the weights are stored.
+        hessians: to round by (GPTQ), or None.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +61,7 @@ class Job:
     weights: tuple[str, ...]
     ignored: tuple[str, ...]
     scheme: Scheme
+    hessians: "Hessians | None" = None
 
     @property
     def layout(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
@@ -71,7 +78,46 @@ class Job:
         return files
 
 
-def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None) -> Job:
+class Hessians:
+    """Grams of the inputs of weights, one at a time.
+
+    Args:
+        model: whose.
+        statistics: of it.
+    """
+
+    def __init__(self, model: Model, statistics: Statistics) -> None:
+        before, after = (re.escape(part) for part in model.family.block.split("{block}"))
+        self._name = re.compile(rf"{before}(\d+){after}(.+)\.weight")
+        self._model, self._statistics = model, statistics
+        self._first = {module: first for first, modules in model.family.inputs.items() for module in modules}
+        self._held: tuple[str, Tensor] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of the statistics."""
+        return self._statistics.index.digest
+
+    def of(self, weight: str) -> Tensor:
+        """The Gram of a weight's inputs.
+
+        Raises:
+            UserError: the statistics have none.
+        """
+        found = self._name.fullmatch(weight)
+        assert found is not None
+        block, module = int(found[1]), found[2]
+        name = self._model.moments_name(block, self._first.get(module, module))
+        if self._held is None or self._held[0] != name:
+            folds = self._statistics.block(block, {name}).get(name)
+            whole = total(folds) if folds else None
+            if not isinstance(whole, Moments) or whole.gram is None:
+                raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
+            self._held = (name, whole.gram)
+        return self._held[1]
+
+
+def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None, statistics: Path | None = None) -> Job:
     """What is to be done with a checkpoint: the linear modules of its blocks are quantised, everything else stays.
 
     Raises:
@@ -106,7 +152,17 @@ def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None) -> Job:
     linears = [name for name, module in known.model.named_modules() if isinstance(module, nn.Linear)]
     ignored = tuple(name for name in linears if name not in modules)
     _check_loads(stored_container(checkpoint).skeleton(), scheme, ignored, checkpoint)
-    return Job(checkpoint, family, ordered, ignored, scheme)
+    by = None if statistics is None else _hessians(checkpoint, statistics)
+    return Job(checkpoint, family, ordered, ignored, scheme, by)
+
+
+def _hessians(checkpoint: Checkpoint, folder: Path) -> Hessians:
+    """Those of statistics of this very model."""
+    found, model = Statistics(folder), Model.of(checkpoint)
+    found.check_model(model)
+    if not {"gram", "linears"} <= set(found.index.collect):
+        raise UserError(f"{folder} has no Grams of the inputs of all linear weights: {_COLLECT}")
+    return Hessians(model, found)
 
 
 def _check_loads(model: Any, scheme: Scheme, ignored: tuple[str, ...], checkpoint: Checkpoint) -> None:
@@ -156,7 +212,8 @@ def quantise(job: Job, out: Path, *, overwrite: bool = False) -> Quantised:
             if name not in weights:
                 writer.write(name, tensor)
                 continue
-            made, change = packed(name.removesuffix(_WEIGHT), tensor, job.scheme)
+            hessian = None if job.hessians is None else job.hessians.of(name)
+            made, change = packed(name.removesuffix(_WEIGHT), tensor, job.scheme, hessian)
             energy = float(tensor.double().square().sum())
             rounded.append(Rounded(weight=name, error=change / energy if energy else 0.0))
             for each, value in made.items():
@@ -192,6 +249,8 @@ def _record(
         auto_class=job.family.auto_class,
         format=job.scheme.format,
         group_size=job.scheme.group_size,
+        rounding="nearest" if job.hessians is None else "gptq",
+        statistics=None if job.hessians is None else job.hessians.digest,
         before=sum(info.nbytes for info in checkpoint.tensors.values()),
         after=after,
         weights=rounded,

@@ -35,6 +35,8 @@ class Quantised(Fixed):
         format: int8 or int4.
         group_size: columns that share a scale; None for whole rows.
         before, after: bytes of tensors.
+        rounding: nearest, or gptq.
+        statistics: digest of those that gptq rounded by; None of nearest.
         weights: that were quantised.
         report: `ckpt_prune.json` of the source, where it has one.
         files: file → sha256.
@@ -52,6 +54,8 @@ class Quantised(Fixed):
     group_size: int | None
     before: Count
     after: Count
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    statistics: str | None = None
     weights: list[Rounded]
     report: dict[str, Any] | None = None
     files: dict[str, str] = Field(default_factory=dict)

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.progress import track
 from ckpt_prune.quantising.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
 from ckpt_prune.quantising.record import Quantised, read_quantised
-from ckpt_prune.quantising.rounding import codes_of
+from ckpt_prune.quantising.rounding import codes_of, scales_of
 
 
 def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:
@@ -113,13 +113,14 @@ def _rounded(folder: Path, record: Quantised, tensors: dict[str, TensorInfo], so
         codes = unpacked(_read(folder, tensors, f"{module}.{PACKED}"), theirs.shape[1], record.scheme)
         scales = _read(folder, tensors, f"{module}.{SCALE}")
         shape = _read(folder, tensors, f"{module}.{SHAPE}").tolist()
-        if shape != list(theirs.shape) or not torch.equal(codes, codes_of(theirs, scales, record.scheme)):
+        if record.rounding == "gptq":
+            if shape != list(theirs.shape) or not torch.equal(scales, scales_of(theirs, record.scheme, scales.dtype)):
+                return False, f"{name} has scales that are not its source's"
+        elif shape != list(theirs.shape) or not torch.equal(codes, codes_of(theirs, scales, record.scheme)):
             return False, f"{name} is not the source's, rounded to nearest"
+    how = "rounded to nearest" if record.rounding == "nearest" else "by their scales; how GPTQ rounded is not compared"
     others = len(source.tensors) - len(weights)
-    return (
-        True,
-        f"{len(weights)} weights are the source's, rounded to nearest; {others} tensors are its own, bit for bit",
-    )
+    return True, f"{len(weights)} weights are the source's, {how}; {others} tensors are its own, bit for bit"
 
 
 def _read(folder: Path, tensors: dict[str, TensorInfo], name: str) -> Tensor:

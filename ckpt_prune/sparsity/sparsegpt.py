@@ -147,6 +147,22 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
     W.masked_fill_(~keep, 0)
 
 
+def inverse_factor(hessian: Tensor, damp: float, most_damp: float) -> Tensor:
+    """U, upper triangular float64, of H⁻¹ = UᵀU for a damped Gram H in units of its mean diagonal.
+
+    Args:
+        hessian: H, (d_in, d_in).
+        damp: share of the mean diagonal that is added to the diagonal.
+        most_damp: the most that is tried.
+
+    Raises:
+        SingularHessianError: H cannot be factorised.
+    """
+    factor, _ = _factorise(hessian, hessian.diagonal() == 0, damp, most_damp)
+    inverse: Tensor = torch.linalg.solve_triangular(factor.flip(0, 1), torch.eye(len(factor)).to(factor), upper=True)
+    return inverse
+
+
 def _factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> tuple[Tensor, float]:
     """Cholesky factor L (lower, float64) of H + damping with its inputs in reverse order, and the damping it took."""
     # In units of the mean diagonal, so that neither the scale of H nor the 1 of a dead input matters.

@@ -52,7 +52,7 @@ TAKES = {
         *["A B", "--onnx", "--batch", "--tokens", "--generate", "--rounds", "--warmup", "--threads", "--provider"],
         *["--device", "--optimize", "--dtype", "--trust-remote-code", "--json"],
     ],
-    "quantize": ["MODEL", "--output", "--format", "--group-size", "--overwrite", "--json"],
+    "quantize": ["MODEL", "--output", "--format", "--group-size", "--statistics", "--overwrite", "--json"],
     "push": [
         "OUT",
         "REPO",

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt_prune.quantising.gptq import gptq_codes
 from ckpt_prune.quantising.packing import packed, unpacked
 from ckpt_prune.quantising.rounding import SHRINKS, codes_of, scales_of, weights_of
 from ckpt_prune.quantising.scheme import Scheme
+from ckpt_prune.sparsity.sparsegpt import inverse_factor
 
 
 def slow(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,3 +90,37 @@ def test_words_hold_the_codes_bit_by_bit(monkeypatch, format, bits, columns):
     again, _ = packed("m", weight, scheme)
     assert all(torch.equal(again[name], made[name]) for name in made)
     assert torch.equal(unpacked(made["m.weight_packed"], columns, scheme), codes)
+
+
+def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """GPTQ as its paper states it: after every column the inverse is taken anew, of the inputs that are left."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    damped = gram / np.diag(gram).mean() + 0.01 * np.eye(len(gram))
+    moved, codes, size = weight.copy(), np.zeros_like(weight), weight.shape[1] // scales.shape[1]
+    for j in range(weight.shape[1]):
+        inverse = np.linalg.inv(damped[j:, j:])
+        scale = scales[:, j // size]
+        codes[:, j] = np.clip(np.round(moved[:, j] / scale), low, high)
+        codes[weight[:, j] == 0, j] = 0
+        moved[:, j:] -= ((moved[:, j] - codes[:, j] * scale) / inverse[0, 0])[:, None] * inverse[0]
+    return codes
+
+
+@pytest.mark.parametrize("group", [32, None])
+def test_gptq_is_the_textbook_one_and_keeps_outputs(group):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(600, 160, generator=generator, dtype=torch.float64) @ torch.randn(
+        160, 160, generator=generator, dtype=torch.float64
+    )
+    weight = torch.randn(6, 160, generator=generator, dtype=torch.float64)
+    weight[:, ::5] = 0
+    gram, scheme = inputs.T @ inputs, Scheme("int4", group)
+    scales = scales_of(weight, scheme, torch.float64)
+    codes = gptq_codes(weight, inverse_factor(gram, 0.01, 1.0), scales, scheme)
+    assert (codes.double().numpy() == slow_gptq(weight.numpy(), gram.numpy(), scales.numpy(), 4)).all()
+    assert (codes[weight == 0] == 0).all()
+
+    def lost(found):
+        return float((inputs @ (weights_of(found, scales, scheme) - weight).T).square().sum())
+
+    assert lost(codes) < 0.8 * lost(codes_of(weight, scales, scheme))
