@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.compressing.scheme import Format
 from ckpt_prune.options import QuantizeOptions, checked
 from ckpt_prune.progress import progress_shown
-from ckpt_prune.quantising.scheme import Format
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
-    from ckpt_prune.quantising.record import Quantised
+    from ckpt_prune.compressing.record import Quantised
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def quantize(
     options = checked(QuantizeOptions, locals())
     check_supported(options.model, None, None)
 
+    from ckpt_prune.compressing.quantise import job_of, quantise
     from ckpt_prune.containers.opening import Opening, open_checkpoint
-    from ckpt_prune.quantising.quantise import job_of, quantise
 
     with progress_shown(progress):
         job = job_of(open_checkpoint(options.model, Opening()), options.format, options.group_size, options.statistics)

@@ -50,10 +50,10 @@ def verify(
     """
     place = output_folder(Path(path_of(folder)))
 
+    from ckpt_prune.compressing.verify import verify_quantised
     from ckpt_prune.evaluation import verify as checking
     from ckpt_prune.exporting.session import GRAPH
     from ckpt_prune.exporting.verify import verify_graph
-    from ckpt_prune.quantising.verify import verify_quantised
 
     with progress_shown(progress):
         dense = None if against is None else resolve(path_of(against))

@@ -6,9 +6,9 @@ from pathlib import Path
 from ckpt_prune.checkpoint.hub import output_folder
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind, strangers
+from ckpt_prune.compressing.record import QUANTISATION_KIND
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
-from ckpt_prune.quantising.record import QUANTISATION_KIND
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from ckpt_prune.checkpoint.hub_file import hub_file
 from ckpt_prune.checkpoint.inputs import MOST_BYTES, read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
+from ckpt_prune.compressing.card import QUANTISED_FROM, quantised_metadata
+from ckpt_prune.compressing.record import QUANTISATION_KIND, read_quantised
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options import PushOptions
-from ckpt_prune.quantising.card import QUANTISED_FROM, quantised_metadata
-from ckpt_prune.quantising.record import QUANTISATION_KIND, read_quantised
 from ckpt_prune.report.metadata import PRUNED, metadata
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD

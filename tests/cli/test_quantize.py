@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import edit_weights, ok, refused, run
+from tests.compressing.test_rounding import bits_of
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
 from tests.hub_server import Hub
 from tests.once import once, run_folder
-from tests.quantising.test_rounding import bits_of
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -8,9 +8,9 @@ from pydantic import Field
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.written import Kind
+from ckpt_prune.compressing.scheme import Format, Scheme
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import QUANTISED
-from ckpt_prune.quantising.scheme import Format, Scheme
 from ckpt_prune.records import Count, Figure, Fixed
 from ckpt_prune.report.model import Source
 

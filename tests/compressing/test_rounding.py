@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.quantising.gptq import gptq_codes
-from ckpt_prune.quantising.packing import packed, unpacked
-from ckpt_prune.quantising.rounding import SHRINKS, codes_of, scales_of, weights_of
-from ckpt_prune.quantising.scheme import Scheme
+from ckpt_prune.compressing.gptq import gptq_codes
+from ckpt_prune.compressing.packing import packed, unpacked
+from ckpt_prune.compressing.rounding import SHRINKS, codes_of, scales_of, weights_of
+from ckpt_prune.compressing.scheme import Scheme
 from ckpt_prune.sparsity.sparsegpt import inverse_factor
 
 
@@ -86,7 +86,7 @@ def test_words_hold_the_codes_bit_by_bit(monkeypatch, format, bits, columns):
     assert made["m.weight_shape"].tolist() == [7, columns]
     assert change == pytest.approx(float((weights_of(codes, scales, scheme) - weight.double()).square().sum()))
     # A few rows at a time come to the same.
-    monkeypatch.setattr("ckpt_prune.quantising.packing._MOST_AT_ONCE", 2 * columns)
+    monkeypatch.setattr("ckpt_prune.compressing.packing._MOST_AT_ONCE", 2 * columns)
     again, _ = packed("m", weight, scheme)
     assert all(torch.equal(again[name], made[name]) for name in made)
     assert torch.equal(unpacked(made["m.weight_packed"], columns, scheme), codes)

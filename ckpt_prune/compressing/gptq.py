@@ -7,8 +7,8 @@ and the columns after it move by −((w_j − ŵ_j) / U_jj) U_j,later.
 import torch
 from torch import Tensor
 
-from ckpt_prune.quantising.rounding import codes_of
-from ckpt_prune.quantising.scheme import Scheme
+from ckpt_prune.compressing.rounding import codes_of
+from ckpt_prune.compressing.scheme import Scheme
 
 _BLOCK = 128
 """Columns that are updated at once by those before them."""

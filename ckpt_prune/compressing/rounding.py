@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ckpt_prune.quantising.scheme import Scheme
+from ckpt_prune.compressing.scheme import Scheme
 
 SHRINKS = tuple(1 - step / 20 for step in range(8))
 """Shares of the largest weight of a group that its range may end at: what is beyond is cut off, the others gain."""

@@ -22,6 +22,10 @@ from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.checkpoint.written import SHADOWS
+from ckpt_prune.compressing.card import quantised_card
+from ckpt_prune.compressing.packing import packed, packed_skeleton, quantisation_config, require_library, shapes_of
+from ckpt_prune.compressing.record import QUANTISATION_KIND, Quantised, Rounded
+from ckpt_prune.compressing.scheme import Format, Scheme, chosen_scheme
 from ckpt_prune.containers.checking import check_stored
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import remote_class
@@ -29,10 +33,6 @@ from ckpt_prune.containers.side_files import carried, top_names
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import QUANTISED
 from ckpt_prune.progress import track
-from ckpt_prune.quantising.card import quantised_card
-from ckpt_prune.quantising.packing import packed, packed_skeleton, quantisation_config, require_library, shapes_of
-from ckpt_prune.quantising.record import QUANTISATION_KIND, Quantised, Rounded
-from ckpt_prune.quantising.scheme import Format, Scheme, chosen_scheme
 from ckpt_prune.report.model import Source
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD, source_card

@@ -9,13 +9,13 @@ from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
+from ckpt_prune.compressing.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
+from ckpt_prune.compressing.record import Quantised, read_quantised
+from ckpt_prune.compressing.rounding import codes_of, scales_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.progress import track
-from ckpt_prune.quantising.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
-from ckpt_prune.quantising.record import Quantised, read_quantised
-from ckpt_prune.quantising.rounding import codes_of, scales_of
 
 
 def verify_quantised(folder: Path, against: Path | None = None) -> list[Check]:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from ckpt_prune.checkpoint.units import counted, human_bytes
+from ckpt_prune.compressing.record import Quantised
 from ckpt_prune.filenames import QUANTISED
 from ckpt_prune.plain import coded, markdown
-from ckpt_prune.quantising.record import Quantised
 from ckpt_prune.report.metadata import described_by_card, front_matter
 
 QUANTISED_FROM = "quantized"
