@@ -122,7 +122,9 @@ def measure_fisher(
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     states = states_at_ends(model, stream, allocate)
-    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), samples, states.pop(), allocate)
+    gradients = gradients_at_the_end(
+        Readout(factory, checkpoint.tensors, checkpoint.read), samples, states.pop(), allocate
+    )
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
         if watcher is not None:
@@ -138,7 +140,7 @@ def measure_fisher(
         yield block, named
 
 
-def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
+def gradients_at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
     """Gradients at the states that leave the last block."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[Drawn] = []

@@ -20,6 +20,7 @@ from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
 from ckpt_prune.transform.output import unlearned
 from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.shortening import check_depth
 from ckpt_prune.transform.sizing import check_reachable
 from ckpt_prune.transform.solvers import solver_of
 
@@ -45,6 +46,8 @@ def check_fit(request: Request) -> None:
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
+    if request.recipe.depth is not None:
+        check_depth(request)
     _mask(request)
     _taylor(request)
     if request.statistics is not None:
@@ -255,8 +258,12 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask.
+        UserError: a mask, or whole blocks.
     """
+    if recipe.depth is not None:
+        raise UserError(
+            f"recipe {recipe.name} drops whole blocks, which a plan does not list: `ckpt-prune prune` chooses them"
+        )
     if recipe.mask is not None:
         raise UserError(
             f"recipe {recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"

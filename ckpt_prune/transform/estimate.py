@@ -170,7 +170,7 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         settled: the job. Without anything to measure on, the default number of windows stands for it.
     """
     request, recipe, model = settled.request, settled.recipe, settled.model
-    if _uncounted(recipe) or settled.known is None:
+    if _uncounted(recipe) or settled.known is None or request.shortened is not None:
         return None
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1
     if request.live is not None:

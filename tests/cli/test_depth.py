@@ -1,0 +1,269 @@
+"""Whole blocks that go, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import ckpt_prune
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.families import stock
+from tests.oracles.gap import ridge_map
+
+RECIPE = """\
+version: 1
+name: mine
+depth: {blocks: [1, 3, 4], compensation: {method: linear, lambda: 0.1}}
+"""
+LINEAR = ("prune", "deep", "--recipe", "mine.yaml", *TEXT)
+GIVEN = ("prune", "deep", "--recipe", "shortgpt", "--set", "depth={blocks: [1, 3, 4]}")
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A llama of six blocks, and a recipe that drops three of them in two gaps."""
+    Path("mine.yaml").write_text(RECIPE)
+    torch.manual_seed(3)
+    with quiet_transformers():
+        tiny_llama(max_position_embeddings=32, num_hidden_layers=6).save_pretrained("deep")
+    tiny_tokenizer("<s> $A").save_pretrained("deep")
+    return place
+
+
+def windows() -> Tensor:
+    """What the commands here calibrate on."""
+    from ckpt_prune.architectures.model import Model
+    from ckpt_prune.calibration.choosing import chosen_samples
+    from ckpt_prune.options import PruneOptions
+
+    options = PruneOptions.model_validate(
+        {"model": "deep", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
+    )
+    samples = chosen_samples(Model.open("deep"), options, options, trust=False, say=print)
+    return samples.batch(slice(len(samples)))["input_ids"]
+
+
+def states(model: Any, ids: Tensor) -> list[Tensor]:
+    """States that enter every block and leave the last one."""
+    found: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, args: found.append(args[0])) for layer in model.model.layers]
+    hooks.append(model.model.layers[-1].register_forward_hook(lambda _, args, out: found.append(out)))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_given_blocks_go_without_any_data(here) -> None:
+    said = ok(*GIVEN, "-o", "out")
+    assert said.splitlines()[-3:] == [
+        "gone: block 1, blocks 3 to 4",
+        "blocks #.#..# 3 of 6 stay (. is gone)",
+        "written to out",
+    ]
+    assert read_json("out/config.json") == read_json("deep/config.json") | {"num_hidden_layers": 3}
+    model = stock(Path("deep"))
+    model.model.layers = torch.nn.ModuleList([model.model.layers[block] for block in (0, 2, 5)])
+    ids = windows()
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        assert torch.equal(stock(Path("out"))(input_ids=ids, use_cache=False).logits, expected)
+    assert run("verify", "out", "--against", "deep").exit_code == 0
+
+
+def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
+    said = ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out")
+    assert said.splitlines()[-4:] == [
+        "3 of 6 blocks stay: which ones is measured first",
+        "to be stored as llama",
+        "to be measured: how far blocks move the residual stream; give --text FILE for it (128 windows of 32 tokens, "
+        "unless you say --samples)",
+        "everything that needs no measuring is checked, nothing written",
+    ]
+
+
+def test_two_gaps_and_their_maps(here) -> None:
+    """The second map is fitted behind the first, to the dense model's own stream."""
+    said = ok(*LINEAR, "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    assert said[-5:-3] == ["gone: block 1, blocks 3 to 4", "blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"]
+    first, second = report["depth"]["gaps"]
+    assert said[-3] == (
+        f"block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
+        "(lambda 0.1) in model.layers.0.mlp.down_proj.weight"
+    )
+    dense, edited, ids = stock(Path("deep")).double(), stock(Path("deep")).double(), windows()
+    layers, ends = edited.model.layers, states(dense, ids)
+    for gap, before, kept in ((first, 0, (0, 2, 3, 4, 5)), (second, 1, (0, 2, 5))):
+        entered: list[Tensor] = []
+        down = edited.model.layers[before].mlp.down_proj
+        hook = down.register_forward_hook(lambda _, args, out, seen=entered: seen.append(out.flatten(0, 1)))
+        own = states(edited, ids)
+        hook.remove()
+        reached = ends[gap["first"] + gap["blocks"]]
+        z = entered[0].numpy()
+        y = z + (reached - own[before + 1]).flatten(0, 1).numpy()
+        T, _ = ridge_map(z, y, 0.1, biased=False)
+        down.weight.data = torch.tensor(T) @ down.weight.data
+        edited.model.layers = torch.nn.ModuleList([layers[block] for block in kept])
+    with torch.no_grad():
+        expected = edited(input_ids=ids, use_cache=False).logits
+        found = stock(Path("out")).double()(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+    assert first["error_compensated"] < first["error_uncompensated"]
+
+
+@pytest.mark.parametrize("commit", [1, 3])
+def test_an_interrupted_run_goes_on(here, commit: int) -> None:
+    job = list(LINEAR)
+    ok(*job, "-o", "whole")
+    interrupted(job, commit)
+    resumed(job)
+
+
+def test_a_run_that_has_chosen_by_loss_does_not_choose_again(here) -> None:
+    job = ["prune", "deep", "--recipe", "sleb", "--set", "depth.drop=2", *TEXT]
+    ok(*job, "-o", "whole")
+    interrupted(job, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_prune.transform.depth.losses_without", None)
+        resumed(job)
+
+
+def test_influence_and_cosine(here) -> None:
+    ids = windows()
+    ends = [each.flatten(0, 1) for each in states(stock(Path("deep")), ids)]
+
+    def apart(a: int, b: int) -> float:
+        return 1 - float(functional.cosine_similarity(ends[a], ends[b], dim=-1).mean())
+
+    ok("prune", "deep", "--recipe", "shortgpt", "--set", "depth.drop=2", *TEXT, "-o", "a")
+    least = sorted(range(6), key=lambda block: apart(block, block + 1))[:2]
+    depth = read_json("a/ckpt_prune.json")["depth"]
+    assert depth["kept"] == [block for block in range(6) if block not in least]
+    assert depth["gaps"][0]["distance"] == pytest.approx(
+        apart(depth["gaps"][0]["first"], depth["gaps"][0]["first"] + depth["gaps"][0]["blocks"]), rel=1e-4
+    )
+    ok("prune", "deep", "--recipe", "replaceme", "--set", "depth.drop=3", *TEXT, "-o", "b")
+    start = min(range(1, 4), key=lambda first: apart(first, first + 3))
+    assert [(gap["first"], gap["blocks"]) for gap in read_json("b/ckpt_prune.json")["depth"]["gaps"]] == [(start, 3)]
+
+
+def test_loss(here) -> None:
+    """SLEB: one after the other, by the loss of whole models without them."""
+    ids, gone = windows(), []
+    while len(gone) < 2:
+        losses = {}
+        for block in set(range(6)) - set(gone):
+            model = stock(Path("deep"))
+            model.model.layers = torch.nn.ModuleList(
+                [layer for index, layer in enumerate(model.model.layers) if index not in (*gone, block)]
+            )
+            with torch.no_grad():
+                losses[block] = float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        gone.append(min(losses, key=lambda block: losses[block]))
+    ok("prune", "deep", "--recipe", "sleb", "--set", "depth.drop=2", *TEXT, "-o", "out")
+    assert read_json("out/ckpt_prune.json")["depth"]["kept"] == [block for block in range(6) if block not in gone]
+
+
+def test_a_size_takes_the_fewest_blocks(here) -> None:
+    said = ok("prune", "deep", "--recipe", "shortgpt", "--target-params", "80%", *TEXT, "-o", "out")
+    before, after = (read_json("out/ckpt_prune.json")[key]["parameters"] for key in ("before", "after"))
+    gone = 6 - len(read_json("out/ckpt_prune.json")["depth"]["kept"])
+    block = (before - after) / gone
+    assert after <= 0.8 * before < after + block
+    assert ", for 80% of the parameters" in said
+    said = ok("prune", "deep", "--recipe", "shortgpt", "--target-params", "100%", *TEXT, "-o", "same")
+    assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in said
+    assert Path("same/model.safetensors").read_bytes() == Path("deep/model.safetensors").read_bytes()
+
+
+def test_verify_finds_what_is_not_the_dense_models(here) -> None:
+    ok(*LINEAR, "-o", "out")
+    said = run("verify", "out", "--against", "deep")
+    assert said.exit_code == 0
+    assert said.stdout.splitlines()[-1] == (
+        "kept units: 28 tensors of the 3 blocks that stay and of what is outside them are the dense ones, bit for bit; "
+        "2 weights with a map absorbed not compared"
+    )
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+
+    edit_weights("out", change)
+    said = run("verify", "out", "--against", "deep")
+    assert said.exit_code == 1
+    assert said.stdout.splitlines()[-1] == (
+        "kept units: model.layers.1.mlp.up_proj.weight is not the dense model's tensor of the block that stays"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            ["--ratio", "0.05"],
+            "recipe replaceme drops none of 6 blocks at ratio 0.05: say --ratio 0.17 or more, or --set depth.drop=1",
+        ),
+        (["--set", "depth.drop=6"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
+        (["--ratio", "0.95"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
+        (["--set", "depth={blocks: [6]}"], "recipe replaceme drops block 6: the model has blocks 0 to 5"),
+        (
+            ["--set", "depth={blocks: [0], compensation: {method: linear}}"],
+            "recipe replaceme drops block 0, and no block before it could make up for it: say --set "
+            "depth.compensation.method=none, or keep it",
+        ),
+        (
+            ["--set", "layers=2:4", "--set", "depth.drop=3"],
+            "recipe replaceme drops 3 of 6 blocks, and 2 of them may go: drop fewer",
+        ),
+        (
+            ["--target-params", "1"],
+            "1 parameters: out of reach of recipe replaceme, whose blocks leave 3,248 at the least, of 13,008: did you "
+            "mean 1%?",
+        ),
+        (["--set", "depth.blocks=[2]"], "line 9: depth: blocks says which go: choose does not go with it"),
+        (["--set", "depth.runs=0"], "--set: depth.runs: input should be greater than or equal to 1, got 0"),
+        (
+            ["--set", "depth.compensation.lambda_by=folds"],
+            "line 9: depth.compensation: lambda_by: folds chooses lambda: give one of them",
+        ),
+        (
+            ["--set", "recovery.epochs=1"],
+            "depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`",
+        ),
+        (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with depth"),
+    ],
+)
+def test_what_cannot_be(here, changes: list[str], why: str) -> None:
+    said = refused("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
+    assert said.endswith(why), said
+
+
+def test_statistics_and_plans(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    said = refused("prune", "deep", "--recipe", "depth", "--statistics", "deep-stats", "-o", "out")
+    assert said == "recipe depth runs the model itself: give --text in place of --statistics"
+    said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
+    assert said == "recipe depth drops whole blocks, which a plan does not list: `ckpt-prune prune` chooses them"
+
+
+def test_blocks_that_share_keys_and_values_stay(here) -> None:
+    config = read_json("deep/config.json") | {"num_kv_shared_layers": 2}
+    Path("deep/config.json").write_text(json.dumps(config))
+    said = refused(*GIVEN, "-o", "out")
+    assert "num_kv_shared_layers" in said
+
+
+def test_an_output_is_pruned_and_exported_like_any_other(here) -> None:
+    ok(*LINEAR, "-o", "short")
+    ok("prune", "short", "--recipe", "wanda-sp", "--ratio", "0.5", *TEXT, "-o", "out")
+    assert ckpt_prune.load("out").config.num_hidden_layers == 3
+    ok("verify", "out", "--against", "short")
