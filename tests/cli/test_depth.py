@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.recovery.training import Split
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
+from tests.interrupting import interrupt_at
 from tests.oracles.gap import ridge_map
 
 RECIPE = """\
@@ -267,3 +270,44 @@ def test_an_output_is_pruned_and_exported_like_any_other(here) -> None:
     ok("prune", "short", "--recipe", "wanda-sp", "--ratio", "0.5", *TEXT, "-o", "out")
     assert ckpt_prune.load("out").config.num_hidden_layers == 3
     ok("verify", "out", "--against", "short")
+
+
+def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> None:
+    ok(*LINEAR, "-o", "short")
+    job = ["recover", "short", "--dense", "deep", *TEXT, "--epochs", "3", "--lr", "0.003"]
+    ok(*job, "-o", "whole")
+    report, before = (read_json(f"{folder}/ckpt_prune.json") for folder in ("whole", "short"))
+    assert (report["depth"], report["source"]) == (before["depth"], before["source"])
+    dense, pruned = stock(Path("deep")), stock(Path("short"))
+    held_out = windows()[Split.of(8, 0.1).held_out]
+    target, own = states(dense, held_out), states(pruned, held_out)
+    for layer, end in zip(report["layers"], (2, 5, 6), strict=True):
+        # The last block of what is left ends where the dense model does, the others where their gaps do.
+        told = float((own[layer["block"] + 1] - target[end]).square().mean())
+        assert layer["mse_before"] == pytest.approx(told, rel=1e-3)
+    assert any(layer["recovered"] for layer in report["layers"])
+    assert run("verify", "whole", "--against", "deep").exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        assert run(*job, "-o", "out").exit_code == 130
+    resumed(job)
+
+
+def test_compare_holds_blocks_against_the_dense_ones_behind_the_gap(here) -> None:
+    ok(*GIVEN, "-o", "out")
+    found = json.loads(ok("compare", "deep", "out", *TEXT, "--json"))
+    ids = windows()
+    target, own = states(stock(Path("deep")), ids), states(stock(Path("out")), ids)
+    for block, end in enumerate((2, 5, 6)):
+        apart = 1 - functional.cosine_similarity(target[end], own[block + 1], dim=-1).mean()
+        assert 1 - found["blocks"][block]["cosine"] == pytest.approx(float(apart), abs=1e-4)
+
+
+def test_a_model_that_lost_blocks_before_it_lost_columns_is_compared_with_its_own_source(here) -> None:
+    ok(*GIVEN, "-o", "short")
+    ok("prune", "short", "--recipe", "magnitude", "-o", "out")
+    said = refused("recover", "out", "--dense", "deep", *TEXT, "-o", "again")
+    assert said == (
+        "out has 3 blocks and deep has 6: a model is recovered against the dense one it was made from, block by block"
+    )
+    ok("recover", "out", "--dense", "short", *TEXT, "--epochs", "1", "-o", "again")
