@@ -4,7 +4,7 @@ See calibration/README.md, section 6.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,60 @@ class Distances:
     divergence: Matrix | None = None
 
 
+@dataclass
+class EndDistances:
+    """Adds up distances between the ends of blocks while they are passed (`fisher.EndWatcher`).
+
+    Attributes:
+        samples: how many there are.
+        cosine: as of `Distances`, once the ends are known.
+    """
+
+    samples: int
+    cosine: Matrix = field(default_factory=list)
+    _sums: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+
+    def begin(self, stream: HiddenStream, states: Sequence[Tensor]) -> None:
+        """Take the cosines between all ends."""
+        ends, tokens = len(states), 0
+        sums = torch.zeros(ends, ends, dtype=torch.float64)
+        for _, rows in stream.batches:
+            own = [each[rows].flatten(0, -2) for each in states]
+            # A few tokens at all ends at a time: a processor's cache holds them.
+            for start in range(0, len(own[0]), ROWS):
+                part = torch.stack([each[start : start + ROWS] for each in own]).to(stream.factory.device)
+                unit = functional.normalize(part.float(), dim=-1)
+                sums += torch.einsum("atd,btd->ab", unit, unit).double().cpu()
+                tokens += unit.shape[1]
+        if not bool(torch.isfinite(sums).all()):
+            raise UserError(f"hidden states are not finite: the model overflows in {stream.factory.dtype}")
+        self.cosine = (1 - sums / tokens).clamp_min(0).triu(1).tolist()
+        self._sums = torch.zeros(ends, ends, dtype=torch.float64)
+
+    def see(self, stream: HiddenStream, before: Sequence[Tensor], end: Tensor, drawn: Sequence[Drawn]) -> None:
+        """Add up (g·(h_a − h_b))² of all ends a before an end b."""
+        for _, rows in stream.batches:
+            here = end[rows].to(stream.factory.device).float()
+            for own in drawn:
+                gradient = own.values[rows].to(here)
+                for first, states in enumerate(before):
+                    moved = (gradient * (states[rows].to(here) - here)).sum(-1).double()
+                    # Over all tokens of a sample where it has one prediction, else token by token.
+                    moved = moved.sum(-1) if own.whole else moved
+                    self._sums[first, len(before)] += own.weight * float(moved.square().sum())
+
+    @property
+    def found(self) -> Distances:
+        """What was added up, once all ends are passed.
+
+        Raises:
+            UserError: gradients are not finite.
+        """
+        if not bool(torch.isfinite(self._sums).all()):
+            raise UserError("gradients at the ends of blocks are not finite: the model overflows")
+        return Distances(self.cosine, (self._sums / 2 / self.samples).tolist())
+
+
 def measure_distances(
     model: Model,
     samples: Samples,
@@ -73,56 +127,17 @@ def measure_distances(
     checkpoint = model.checkpoint
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
-    states = states_at_ends(model, stream, allocate)
-    cosine = _cosines(stream, states)
-    if not all(value == value for row in cosine for value in row):
-        raise UserError(f"hidden states are not finite: the model overflows in {compute_dtype}")
-    return Distances(cosine, _divergences(model, stream, states, samples, allocate) if gradients else None)
-
-
-def _cosines(stream: HiddenStream, states: Sequence[Tensor]) -> Matrix:
-    ends, tokens = len(states), 0
-    sums = torch.zeros(ends, ends, dtype=torch.float64)
-    for _, rows in stream.batches:
-        own = [each[rows].flatten(0, -2) for each in states]
-        # A few tokens at all ends at a time: a processor's cache holds them.
-        for start in range(0, len(own[0]), ROWS):
-            part = torch.stack([each[start : start + ROWS] for each in own]).to(stream.factory.device)
-            unit = functional.normalize(part.float(), dim=-1)
-            sums += torch.einsum("atd,btd->ab", unit, unit).double().cpu()
-            tokens += unit.shape[1]
-    return (1 - sums / tokens).clamp_min(0).where(sums == sums, torch.nan).triu(1).tolist()
-
-
-def _divergences(
-    model: Model, stream: HiddenStream, states: list[Tensor], samples: Samples, allocate: Allocate
-) -> Matrix:
-    factory, ends = stream.factory, len(states)
-    drawn = gradients_at_the_end(
-        Readout(factory, model.checkpoint.tensors, model.checkpoint.read), samples, states[-1], allocate
-    )
-    found = torch.zeros(ends, ends, dtype=torch.float64)
-    _add_divergences(found, stream, states, drawn)
+    states, found = states_at_ends(model, stream, allocate), EndDistances(len(samples))
+    found.begin(stream, states)
+    if not gradients:
+        return Distances(found.cosine)
+    end = states.pop()
+    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    drawn = gradients_at_the_end(readout, samples, end, allocate)
+    found.see(stream, states, end, drawn)
     for block in track(range(model.blocks - 1, 0, -1), "gradients", total=model.blocks - 1):
-        states.pop()
-        module = factory.block(block, model.read_block(block)).requires_grad_(False)
-        for _ in pass_back(stream, module, block, states[-1], [each.values for each in drawn], ()):
+        module, end = factory.block(block, model.read_block(block)).requires_grad_(False), states.pop()
+        for _ in pass_back(stream, module, block, end, [each.values for each in drawn], ()):
             pass
-        _add_divergences(found, stream, states, drawn)
-    if not bool(torch.isfinite(found).all()):
-        raise UserError(f"gradients are not finite: the model overflows in {factory.dtype}")
-    return (found / 2 / len(samples)).tolist()
-
-
-def _add_divergences(found: Tensor, stream: HiddenStream, states: Sequence[Tensor], drawn: Sequence[Drawn]) -> None:
-    """Σ (g·(h_a − h_b))² of all a for the b that the last of the states is."""
-    last = len(states) - 1
-    for _, rows in stream.batches:
-        end = states[last][rows].to(stream.factory.device).float()
-        for own in drawn:
-            gradient = own.values[rows].to(end)
-            for first in range(last):
-                moved = (gradient * (states[first][rows].to(end) - end)).sum(-1).double()
-                # Over all tokens of a sample where it has one prediction, else token by token.
-                moved = moved.sum(-1) if own.whole else moved
-                found[first, last] += own.weight * float(moved.square().sum())
+        found.see(stream, states, end, drawn)
+    return found.found

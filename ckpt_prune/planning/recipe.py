@@ -360,7 +360,7 @@ class Recipe(Strict):
         found: set[Collect] = {"moments"}
         for space in self.spaces:
             found |= kind_of(space).collects(self.wish(space))
-        if self.weighed_by_effect:
+        if self.weighed_by_effect or (self.depth is not None and self.depth.choice not in (None, "loss")):
             found.add("fisher")
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}

@@ -219,4 +219,5 @@ class PlanFile(Fixed, Generic[RecipeT, SiteT]):
     container_note: str | None = None
     before: Cost
     after: Cost
+    depth: Depth | None = None
     sites: list[SiteT]

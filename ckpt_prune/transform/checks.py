@@ -157,11 +157,16 @@ def _taylor(request: Request) -> None:
 
 
 def check_trained(request: Request) -> None:
-    """Refuse to prune by a recipe with recovery without samples to train on.
+    """Refuse to prune without samples by a recipe with recovery, or one that fits maps on the model itself.
 
     Raises:
         UserError: there are none.
     """
+    depth = request.recipe.depth
+    settled = request.statistics is not None or request.plan is not None
+    if depth is not None and depth.compensation.linear and settled and request.live is None:
+        data = "--images" if request.model.family.modality == "image" else "--text"
+        raise UserError(f"recipe {request.recipe.name} fits maps on the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(
@@ -258,11 +263,11 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, or whole blocks.
+        UserError: a mask, or blocks that the loss chooses.
     """
-    if recipe.depth is not None:
+    if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(
-            f"recipe {recipe.name} drops whole blocks, which a plan does not list: `ckpt-prune prune` chooses them"
+            f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
         )
     if recipe.mask is not None:
         raise UserError(

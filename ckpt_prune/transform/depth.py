@@ -73,18 +73,42 @@ def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: St
 
 def _measured(request: Request, journal: Journal) -> tuple[Depth, dict[str, Tensor]]:
     """Which blocks go, and the tensors of the output that maps are absorbed in."""
-    model, depth = request.model, depth_of(request)
-    gone, distances = _chosen(request, journal)
-    record = depth_record(model, gone, depth.choice)
-    check_shortened(model, record.kept)
-    gaps = [_with_distances(gap, distances) for gap in record.gaps]
+    depth, record = depth_of(request), chosen_depth(request, journal)
+    gaps = record.gaps
     maps: dict[str, Tensor] = {}
     if depth.compensation.linear and gaps:
         gaps, maps = _mapped(request, gaps)
     return record.model_copy(update={"gaps": gaps}), maps
 
 
-def _chosen(request: Request, journal: Journal) -> tuple[list[int], Distances | None]:
+def chosen_depth(request: Request, journal: Journal | None = None) -> Depth:
+    """Which blocks go, and what is known of the gaps that they leave; nothing makes up for these yet.
+
+    Args:
+        request: of a recipe that drops blocks.
+        journal: of the run, where blocks that were chosen one by one are entered.
+
+    Raises:
+        UserError: no runs of blocks are as few as the recipe says, or the class cannot have them.
+    """
+    if request.plan is not None:
+        assert request.plan.depth is not None
+        return request.plan.depth
+    gone, distances = _chosen(request, journal)
+    record = depth_record(request.model, gone, depth_of(request).choice)
+    check_shortened(request.model, record.kept)
+    return record.model_copy(update={"gaps": [_with_distances(gap, distances) for gap in record.gaps]})
+
+
+def planned_depth(settled: Settled) -> Settled:
+    """The job with the blocks chosen that its recipe drops, for a plan: no map is fitted."""
+    request = settled.request
+    if request.recipe.depth is None:
+        return settled
+    return settle(at_depth(request, chosen_depth(request)))
+
+
+def _chosen(request: Request, journal: Journal | None) -> tuple[list[int], Distances | None]:
     """The blocks that go, ascending, and what was measured of all runs to choose them.
 
     Raises:
@@ -99,7 +123,8 @@ def _chosen(request: Request, journal: Journal) -> tuple[list[int], Distances | 
     if depth.choice == "influence":
         costs = [distances.cosine[block][block + 1] for block in range(request.model.blocks)]
         return least_blocks(costs, wanted.count, wanted.allowed), distances
-    matrix = distances.cosine if distances.divergence is None else distances.divergence
+    matrix = distances.divergence if depth.choice == "divergence" else distances.cosine
+    assert matrix is not None
     found = least_runs(matrix, wanted.count, depth.most_runs, wanted.allowed)
     if found is None:
         raise UserError(
@@ -109,11 +134,12 @@ def _chosen(request: Request, journal: Journal) -> tuple[list[int], Distances | 
     return found, distances
 
 
-def _by_loss(request: Request, wanted: Wanted, journal: Journal) -> list[int]:
+def _by_loss(request: Request, wanted: Wanted, journal: Journal | None) -> list[int]:
     """The blocks that go one after the other, each the one without which the loss is least; of equal ones the first."""
     live = _live(request)
     some = Part(live.samples, 0, min(len(live.samples), max(1, TOKENS // live.samples.tokens)))
-    gone = [journal.notes[unit] for unit in journal.units if unit.startswith(f"{_REMOVED} ")]
+    units = {} if journal is None else journal.notes
+    gone = [block for unit, block in units.items() if unit.startswith(f"{_REMOVED} ")]
     while len(gone) < wanted.count:
         losses = losses_without(
             request.model,
@@ -125,12 +151,18 @@ def _by_loss(request: Request, wanted: Wanted, journal: Journal) -> list[int]:
             allocate=live.allocate,
         )
         gone.append(min(losses, key=lambda block: (losses[block], block)))
-        with disk_failures(journal.folder):
-            journal.record(f"{_REMOVED} {len(gone)}", note=gone[-1])
+        if journal is not None:
+            with disk_failures(journal.folder):
+                journal.record(f"{_REMOVED} {len(gone)}", note=gone[-1])
     return sorted(gone)
 
 
 def _distances(request: Request, *, gradients: bool) -> Distances:
+    """What is known of runs of blocks by statistics, or is measured."""
+    if request.statistics is not None:
+        known = request.statistics.index.stream
+        assert known is not None
+        return Distances(known.cosine, known.divergence)
     live = _live(request)
     most = LIMITS[request.model.family.modality] if gradients else SAMPLES
     some = Part(live.samples, 0, min(len(live.samples), most))

@@ -136,6 +136,8 @@ class Request:
     @property
     def lacks_moments(self) -> bool:
         """Whether the recipe needs moments, and there is nothing to have them from."""
+        if self.recipe.depth is not None and self.plan is not None:
+            return False  # its blocks are chosen; what maps need is asked for before the run (`checks.check_trained`)
         return self.recipe.needs_moments and self.statistics is None and self.live is None
 
     @property

@@ -10,6 +10,7 @@ from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.depth_recipe import DepthRecipe
+from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import runs_of
 from ckpt_prune.planning.sizes import cost_in
@@ -108,9 +109,14 @@ def check_depth(request: Request) -> None:
     """
     model, recipe, depth = request.model, request.recipe, depth_of(request)
     family = model.family
-    if request.statistics is not None:
-        data = "--images" if family.modality == "image" else "--text"
+    data = "--images" if family.modality == "image" else "--text"
+    if request.statistics is not None and depth.choice == "loss":
         raise UserError(f"recipe {recipe.name} runs the model itself: give {data} in place of --statistics")
+    if request.statistics is not None and depth.choice is not None and request.statistics.index.stream is None:
+        raise UserError(
+            f"{request.statistics.folder} does not say what blocks do, by which recipe {recipe.name} chooses them: run "
+            f"`{recipe.calibration}` again"
+        )
     if model.checkpoint.within is not None:
         raise UserError(
             f"recipe {recipe.name} drops whole blocks, and --part {model.checkpoint.within.part} of a composite keeps "
@@ -123,6 +129,9 @@ def check_depth(request: Request) -> None:
         )
     if depth.choice == "loss" and not family.causal:
         raise UserError("depth.choose: loss is for causal language models: choose: cosine, or divergence")
+    if request.plan is not None:
+        _check_planned(model, request.plan)
+        return
     wanted = wanted_depth(request)
     check_shortened(model, range(model.blocks))
     if depth.blocks is not None:
@@ -134,6 +143,27 @@ def check_depth(request: Request) -> None:
         check_shortened(model, [block for block in range(model.blocks) if block not in wanted.allowed])
 
 
+def _check_planned(model: Model, plan: Plan) -> None:
+    """Refuse a plan whose blocks are not the model's."""
+    depth = plan.depth
+    kept = [] if depth is None else depth.kept
+    if (
+        depth is None
+        or depth.blocks != model.blocks
+        or not kept
+        or kept != sorted(set(kept))
+        or kept[-1] >= model.blocks
+    ):
+        raise UserError(
+            f"the plan keeps blocks that are not among the model's {counted(model.blocks, 'block')}: plan again "
+            "instead of editing it"
+        )
+    gone = [block for block in range(model.blocks) if block not in set(kept)]
+    if [(gap.first, gap.blocks) for gap in depth.gaps] != [(gap.first, gap.blocks) for gap in gaps_of(gone)]:
+        raise UserError("the plan's gaps are not the blocks that it drops: plan again instead of editing it")
+    check_shortened(model, kept)
+
+
 def gaps_of(gone: Sequence[int]) -> list[Gap]:
     """A record of every run of blocks that go, without figures."""
     return [Gap(first=run.start, blocks=len(run)) for run in runs_of(sorted(gone))]
@@ -141,6 +171,8 @@ def gaps_of(gone: Sequence[int]) -> list[Gap]:
 
 def standing_in(request: Request) -> Request:
     """The request as it goes on once blocks are gone: those given, or as many that stand in for the choice."""
+    if request.plan is not None and request.plan.depth is not None:
+        return at_depth(request, request.plan.depth)
     wanted, model = wanted_depth(request), request.model
     return at_depth(request, depth_record(model, wanted.allowed[-wanted.count :] if wanted.count else [], None))
 

@@ -1,6 +1,7 @@
 """Whole blocks that go, from the command line."""
 
 import json
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -250,12 +251,73 @@ def test_what_cannot_be(here, changes: list[str], why: str) -> None:
     assert said.endswith(why), said
 
 
-def test_statistics_and_plans(here) -> None:
+def test_statistics_choose_the_blocks_and_text_fits_the_maps(here) -> None:
     ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
-    said = refused("prune", "deep", "--recipe", "depth", "--statistics", "deep-stats", "-o", "out")
-    assert said == "recipe depth runs the model itself: give --text in place of --statistics"
+    asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
+    ok("prune", "deep", *asked, *TEXT, "-o", "live")
+    both = ("--statistics", "deep-stats", *TEXT)
+    ok("prune", "deep", *asked, *both, "-o", "both")
+    assert Path("live/model.safetensors").read_bytes() == Path("both/model.safetensors").read_bytes()
+    gaps = [read_json(f"{folder}/ckpt_prune.json")["depth"]["gaps"] for folder in ("live", "both")]
+    assert gaps[0][0]["divergence"] == pytest.approx(gaps[1][0]["divergence"], rel=1e-5)
+    said = refused("prune", "deep", *asked, "--statistics", "deep-stats", "-o", "out")
+    assert said == "recipe depth fits maps on the model itself: give --text as well"
+    said = refused("prune", "deep", "--recipe", "sleb", "--statistics", "deep-stats", "-o", "out")
+    assert said == "recipe sleb runs the model itself: give --text in place of --statistics"
+    ok("prune", "deep", "--recipe", "shortgpt", "--statistics", "deep-stats", "-o", "out")
+
+
+def test_a_plan_chooses_the_blocks(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
+    said = ok("plan", "deep", *asked, "--statistics", "deep-stats", "-o", "plan.json").split("\n\n")
+    plan = read_json("plan.json")
+    (gap,) = plan["depth"]["gaps"]
+    blocks = f"blocks {gap['first']} to {gap['first'] + 1}"
+    picture = "".join("." if gap["first"] <= block < gap["first"] + 2 else "#" for block in range(6))
+    assert said[1:-1] == [
+        f"blocks {picture} 4 of 6 stay (. is gone)\n"
+        f"{blocks}: cosine distance {gap['distance']:.4f}; predicted divergence {gap['divergence']:.4f}",
+        f"gone: {blocks}\npredicted: a divergence (KL) of {gap['divergence']:.4f} nats from the dense model's output, "
+        f"about {exp(gap['divergence']):.2f} times its perplexity; by second order, so more where much goes",
+    ]
+    ok("prune", "deep", "--plan", "plan.json", *TEXT, "-o", "out")
+    ok("prune", "deep", *asked, *TEXT, "-o", "direct")
+    assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
+    said = refused("prune", "deep", "--plan", "plan.json", "-o", "bare")
+    assert said == "recipe depth fits maps on the model itself: give --text as well"
+    said = refused("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "bare")
+    assert said.startswith("the plan was made for another model (")
+    for change, why in (
+        ({"kept": [0, 1, 2, 7]}, "the plan keeps blocks that are not among the model's 6 blocks"),
+        ({"blocks": 7}, "the plan keeps blocks that are not among the model's 6 blocks"),
+        ({"gaps": []}, "the plan's gaps are not the blocks that it drops"),
+    ):
+        Path("edited.json").write_text(json.dumps(plan | {"depth": plan["depth"] | change}))
+        said = refused("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
+        assert said == f"{why}: plan again instead of editing it"
+    said = refused("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
+    assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+
+
+def test_depth_beside_width_in_one_table(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    said = ok(
+        *("plan", "deep", "--recipe", "shortgpt", "--recipe", "wanda-sp", "--statistics", "deep-stats"),
+        *("--target-params", "80%", "--json"),
+    )
+    first, second = json.loads(said)["recipes"]
+    assert (first["recipe"], second["recipe"]) == ("shortgpt", "wanda-sp")
+    assert min(first["divergence"], second["divergence"]) > 0
+
+
+def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
+    ok("calibrate", "deep", *TEXT, "--collect", "moments,gram", "-o", "deep-stats")
     said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
-    assert said == "recipe depth drops whole blocks, which a plan does not list: `ckpt-prune prune` chooses them"
+    assert said == (
+        "deep-stats does not say what blocks do, by which recipe depth chooses them: run `ckpt-prune calibrate --folds "
+        "4` again"
+    )
 
 
 def test_blocks_that_share_keys_and_values_stay(here) -> None:
