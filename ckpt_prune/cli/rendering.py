@@ -9,7 +9,7 @@ from ckpt_prune.architectures.spaces import first_of_experts, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.depth import depth_lines, named
+from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     cost_changes,
     held_out_errors,
@@ -70,7 +70,7 @@ def _depth_line(settled: Settled, shortened: Shortened) -> str:
         return f"nothing is dropped: the model is within {'its size' if size is None else size.words} as it is"
     if settled.foreseen:
         return f"{len(record.kept)} of {record.blocks} blocks stay{why}: which ones is measured first"
-    return f"gone: {', '.join(map(named, record.gaps))}{why}"
+    return f"gone: {named_all(record)}{why}"
 
 
 def _foreseen_line(settled: Settled) -> str:

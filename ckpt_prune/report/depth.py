@@ -20,6 +20,11 @@ def named(gap: Gap) -> str:
     return f"block {gap.first}" if last == gap.first else f"blocks {gap.first} to {last}"
 
 
+def named_all(depth: Depth) -> str:
+    """The blocks that are gone in words."""
+    return ", ".join(map(named, depth.gaps))
+
+
 def depth_lines(depth: Depth) -> Iterable[str]:
     """What is left, and a line for every gap."""
     legend = f"{GONE} is gone" + (f", {MAPPED} makes up for it" if MAPPED in picture(depth) else "")

@@ -373,3 +373,26 @@ def test_a_model_that_lost_blocks_before_it_lost_columns_is_compared_with_its_ow
         "out has 3 blocks and deep has 6: a model is recovered against the dense one it was made from, block by block"
     )
     ok("recover", "out", "--dense", "short", *TEXT, "--epochs", "1", "-o", "again")
+
+
+def test_the_card_and_the_page_show_what_is_left(here) -> None:
+    ok(*LINEAR, "-o", "out")
+    first, second = read_json("out/ckpt_prune.json")["depth"]["gaps"]
+    card = Path("out/README.md").read_text()
+    told = (
+        f"Block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
+        "(lambda 0.1) in model.layers.0.mlp.down_proj.weight; blocks 3 to 4: error "
+        f"{second['error_uncompensated']:.4f} bare, {second['error_compensated']:.4f} compensated; ridge (lambda 0.1) in "
+        "model.layers.1.mlp.down_proj.weight."
+    )
+    assert (
+        "Whole blocks are gone, and those that stay are numbered anew: block 1, blocks 3 to 4.\n\n```\n"
+        f"blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)\n```\n\n{told}\n" in card
+    )
+    assert card.endswith(
+        "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`.\n"
+    )
+    ok("report", "out", "-o", "page.html")
+    page = Path("page.html").read_text()
+    assert "<h2>Blocks</h2>\n<pre>blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)</pre>" in page
+    assert '<td class="left">blocks 3 to 4</td><td class="left">model.layers.1.mlp.down_proj.weight</td>' in page
