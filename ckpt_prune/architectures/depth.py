@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import as_said, parse_config, stock_names
 from ckpt_prune.errors import UserError
@@ -20,6 +21,21 @@ _STAGES = ("out_features", "out_indices", "stage_names")
 """What a backbone gives of its blocks, by their numbers. No class with a description reads it: it is left to the
 config class, which takes the last."""
 _SIMPLE = (bool, int, float, str, type(None), tuple)
+
+
+def outputs_of(model: Model, block: int, part: str) -> list[str]:
+    """On-disk names of the tensors by which a part of a block gives to the stream; as zeros they give nothing.
+
+    Args:
+        model: the dense model.
+        block: its index.
+        part: attention or mlp, that of every expert and of shared ones.
+    """
+    family = model.family
+    modules = {space.consumer for space in family.consumers.values()}
+    own = {each for each in modules if (each == family.attention.output) == (part == "attention")}
+    names = [model.tensor(block, module, kind) for module in sorted(own) for kind in KINDS]
+    return [name for name in names if name in model.checkpoint.tensors]
 
 
 def shortened(model: Model, kept: Sequence[int]) -> Model:

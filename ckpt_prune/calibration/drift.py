@@ -212,9 +212,13 @@ class Residual:
         if self.ends(space):
             return _rows(self.left)
         before = self._entered if self._attention(space) else self.inputs[self._columns[space].readers[0]]
+        return _rows(before) + self.added(space)
+
+    def added(self, space: SpaceName) -> Tensor:
+        """What a space's consumer adds to the residual stream, (tokens, hidden) float64."""
         output = self.outputs[self._columns[space].consumer]
         added = _rows(self._norms[space](output) if space in self._norms else output)
-        return _rows(before) + (added * self._scales[space] if space in self._scales else added)
+        return added * self._scales[space] if space in self._scales else added
 
     def unscaled(self, space: SpaceName, residual: Tensor) -> Tensor:
         """What a space's consumer would have to give for a difference of the residual stream; 0 where its scale is."""

@@ -69,7 +69,8 @@ def _depth_line(settled: Settled, shortened: Shortened) -> str:
     if not record.gaps:
         return f"nothing is dropped: the model is within {'its size' if size is None else size.words} as it is"
     if settled.foreseen:
-        return f"{len(record.kept)} of {record.blocks} blocks stay{why}: which ones is measured first"
+        what = "blocks stay" if record.part == "block" else f"blocks keep their {record.part}"
+        return f"{len(record.kept)} of {record.blocks} {what}{why}: which ones is measured first"
     return f"gone: {named_all(record)}{why}"
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ckpt_prune.architectures.depth import shortened
+from ckpt_prune.architectures.depth import outputs_of, shortened
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
@@ -22,7 +22,13 @@ def dense_at_depth(dense: Checkpoint, depth: Depth) -> Checkpoint:
     kept = depth.kept
     if depth.blocks != model.blocks or not kept or kept != sorted(set(kept)) or kept[-1] >= model.blocks:
         raise UserError(f"{REPORT} keeps blocks that the dense model has not")
-    return shortened(model, kept).checkpoint
+    return shortened(model, kept).checkpoint if depth.part == "block" else model.checkpoint
+
+
+def zeroed_parts(dense: Checkpoint, depth: Depth) -> list[str]:
+    """Names of the tensors that are zeros because a part of a block is gone."""
+    model = Model.of(dense)
+    return [name for gap in depth.gaps if depth.part != "block" for name in outputs_of(model, gap.first, depth.part)]
 
 
 def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tuple[bool, str]:
@@ -37,11 +43,17 @@ def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tupl
     mapped |= {f"{name.removesuffix('weight')}bias" for name in mapped}
     if checkpoint.tensors.keys() != dense.tensors.keys():
         return False, "the tensors are not those of the dense model's blocks that stay"
-    compared = [name for name in checkpoint.tensors if name not in mapped]
+    zeroed = zeroed_parts(dense, depth)
+    for name in zeroed:
+        if bool(checkpoint.read([name])[name].any()):
+            return False, f"{name} is not zero, though the {depth.part} of its block is gone"
+    compared = [name for name in checkpoint.tensors if name not in mapped and name not in zeroed]
     for name in track(compared, "comparing", unit="tensor"):
         ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
         if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
             return False, f"{name} is not the dense model's tensor of the block that stays"
+    if depth.part != "block":
+        return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {len(zeroed)} are zeros"
     maps = sum(gap.into is not None for gap in depth.gaps)
     more = f"; {counted(maps, 'weight')} with a map absorbed not compared" if maps else ""
     return True, (

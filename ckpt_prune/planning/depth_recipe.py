@@ -9,6 +9,8 @@ from ckpt_prune.planning.fields import Strict
 
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""
+DepthPart = Literal["block", "attention", "mlp"]
+"""What of a block goes."""
 
 
 class DepthCompensation(Strict):
@@ -62,6 +64,11 @@ class DepthCompensation(Strict):
 class DepthRecipe(Strict):
     """Which blocks go."""
 
+    part: DepthPart = Field(
+        "block",
+        description="What of a block goes: all of it, or its attention or mlp, whose last projection is then zeros. "
+        "These load with a stock class and save nothing there.",
+    )
     drop: int | None = Field(None, ge=1, description="Blocks to drop. Default: the recipe's ratio of them, rounded.")
     blocks: list[int] | None = Field(
         None, min_length=1, description="These blocks go, counted from 0; nothing is chosen."
@@ -71,7 +78,7 @@ class DepthRecipe(Strict):
         description="influence: the blocks that turn the stream least, one by one (ShortGPT); cosine: runs of blocks "
         "between whose ends it turns least (ReplaceMe); divergence: runs that are predicted to change the model's own "
         "output least, by its gradients; loss: one after the other, the one without which the loss is least (SLEB). "
-        "Default: cosine.",
+        "Default: cosine; influence for a part.",
     )
     runs: int | None = Field(
         None, ge=1, description="Runs of consecutive blocks at most, with choose: cosine or divergence. Default: 1."
@@ -92,6 +99,10 @@ class DepthRecipe(Strict):
         beside = [key for key in ("drop", "choose", "runs") if getattr(self, key) is not None]
         if self.blocks is not None and beside:
             raise ValueError(f"blocks says which go: {beside[0]} does not go with it")
+        if self.part != "block" and self.compensation.linear:
+            raise ValueError(f"part: {self.part} has no map: say compensation method none")
+        if self.part != "block" and (self.runs is not None or self.choose == "cosine"):
+            raise ValueError(f"part: {self.part} goes one by one: choose influence, divergence or loss, without runs")
         if self.runs is not None and self.choice in ("influence", "loss"):
             raise ValueError(f"choose: {self.choice} takes blocks one by one: runs is for cosine and divergence")
         return self
@@ -99,7 +110,8 @@ class DepthRecipe(Strict):
     @property
     def choice(self) -> Choice | None:
         """How blocks are chosen; None where they are given."""
-        return None if self.blocks is not None else self.choose or "cosine"
+        usual: Choice = "cosine" if self.part == "block" else "influence"
+        return None if self.blocks is not None else self.choose or usual
 
     @property
     def most_runs(self) -> int:

@@ -184,15 +184,17 @@ class Gap(Fixed):
 
 
 class Depth(Fixed):
-    """Which blocks of a model are gone.
+    """Which blocks of a model are gone, or which have zeros in place of a part.
 
     Attributes:
+        part: what of them: all (block), attention or mlp; blocks without a part stay under their numbers.
         blocks: of the dense model.
         kept: those that stay, ascending; in the output they are numbered anew.
         choose: how the others were chosen; None where they were given.
         gaps: runs of those that are gone, in order.
     """
 
+    part: Literal["block", "attention", "mlp"] = "block"
     blocks: Annotated[int, Field(ge=1, le=10**6)]
     kept: list[Block]
     choose: str | None = None

@@ -126,13 +126,10 @@ def _depth(report: Report) -> list[str]:
         return []
     what, *gaps = depth_lines(depth)
     told = "; ".join(gaps)
-    found = [
-        f"Whole blocks are gone, and those that stay are numbered anew: {named_all(depth)}.",
-        "",
-        "```",
-        what,
-        "```",
-    ]
+    head = "Whole blocks are gone, and those that stay are numbered anew"
+    if depth.part != "block":
+        head = f"The {depth.part} of some blocks gives nothing: its last projection is zeros there"
+    found = [f"{head}: {named_all(depth)}.", "", "```", what, "```"]
     return [*found, "", f"{told[0].upper()}{told[1:]}." if told else "", ""]
 
 

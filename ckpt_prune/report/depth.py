@@ -21,14 +21,20 @@ def named(gap: Gap) -> str:
 
 
 def named_all(depth: Depth) -> str:
-    """The blocks that are gone in words."""
-    return ", ".join(map(named, depth.gaps))
+    """What is gone in words."""
+    return ("" if depth.part == "block" else f"{depth.part} of ") + ", ".join(map(named, depth.gaps))
 
 
 def depth_lines(depth: Depth) -> Iterable[str]:
     """What is left, and a line for every gap."""
     legend = f"{GONE} is gone" + (f", {MAPPED} makes up for it" if MAPPED in picture(depth) else "")
-    yield f"blocks {picture(depth)} {len(depth.kept)} of {depth.blocks} stay" + (f" ({legend})" if depth.gaps else "")
+    what = "blocks" if depth.part == "block" else f"{depth.part} of blocks"
+    yield f"{what} {picture(depth)} {len(depth.kept)} of {depth.blocks} stay" + (f" ({legend})" if depth.gaps else "")
+    if depth.part != "block" and depth.gaps:
+        yield (
+            f"the last projection of {depth.part} is zeros in {len(depth.gaps)} of them: a stock class computes it all "
+            "the same, and nothing is saved"
+        )
     for gap in depth.gaps:
         words = gap_words(gap)
         if words:

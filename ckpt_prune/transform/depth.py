@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_prune.architectures.depth import check_shortened, shortened
+from ckpt_prune.architectures.depth import check_shortened, outputs_of, shortened
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.distances import SAMPLES, Distances, measure_distances
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.gaps import map_space, observe_gap
 from ckpt_prune.calibration.losses import TOKENS, losses_without
+from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
@@ -63,8 +64,8 @@ def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: St
                     save_file(found, folder / _MAPS)
                     sync(folder / _MAPS)
                 journal.record(DEPTH, note=record.model_dump(mode="json"))
-    model = shortened(request.model, record.kept)
-    if any(gap.into is not None for gap in record.gaps):
+    model = shortened(request.model, record.kept) if record.part == "block" else request.model
+    if (folder / _MAPS).is_file():
         file = folder / _MAPS
         maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
         model = replace(model, checkpoint=replace(model.checkpoint, replaced=maps))
@@ -76,7 +77,9 @@ def _measured(request: Request, journal: Journal) -> tuple[Depth, dict[str, Tens
     depth, record = depth_of(request), chosen_depth(request, journal)
     gaps = record.gaps
     maps: dict[str, Tensor] = {}
-    if depth.compensation.linear and gaps:
+    if depth.part != "block":
+        maps = _zeros(request.model, record)
+    elif depth.compensation.linear and gaps:
         gaps, maps = _mapped(request, gaps)
     return record.model_copy(update={"gaps": gaps}), maps
 
@@ -95,8 +98,9 @@ def chosen_depth(request: Request, journal: Journal | None = None) -> Depth:
         assert request.plan.depth is not None
         return request.plan.depth
     gone, distances = _chosen(request, journal)
-    record = depth_record(request.model, gone, depth_of(request).choice)
-    check_shortened(request.model, record.kept)
+    record = depth_record(request.model, gone, depth_of(request))
+    if record.part == "block":
+        check_shortened(request.model, record.kept)
     return record.model_copy(update={"gaps": [_with_distances(gap, distances) for gap in record.gaps]})
 
 
@@ -119,6 +123,8 @@ def _chosen(request: Request, journal: Journal | None) -> tuple[list[int], Dista
         return list(wanted.allowed[: wanted.count]), None
     if depth.choice == "loss":
         return _by_loss(request, wanted, journal), None
+    if depth.part != "block":
+        return _parts(request, wanted)
     distances = _distances(request, gradients=depth.choice == "divergence")
     if depth.choice == "influence":
         costs = [distances.cosine[block][block + 1] for block in range(request.model.blocks)]
@@ -149,12 +155,44 @@ def _by_loss(request: Request, wanted: Wanted, journal: Journal | None) -> list[
             device=request.device,
             compute_dtype=live.compute_dtype,
             allocate=live.allocate,
+            part=depth_of(request).part,
         )
         gone.append(min(losses, key=lambda block: (losses[block], block)))
         if journal is not None:
             with disk_failures(journal.folder):
                 journal.record(f"{_REMOVED} {len(gone)}", note=gone[-1])
     return sorted(gone)
+
+
+def _parts(request: Request, wanted: Wanted) -> tuple[list[int], Distances]:
+    """The blocks whose part does least, each by itself."""
+    live, depth = _live(request), depth_of(request)
+    gradients = depth.choice == "divergence"
+    found = measure_parts(
+        request.model,
+        _some(request, gradients=gradients),
+        depth.part,
+        device=request.device,
+        compute_dtype=live.compute_dtype,
+        gradients=gradients,
+        allocate=live.allocate,
+    )
+    costs = found.cosine if found.divergence is None else found.divergence
+    return least_blocks(costs, wanted.count, wanted.allowed), found.distances
+
+
+def _zeros(model: Model, record: Depth) -> dict[str, Tensor]:
+    """What stands in place of parts that are gone."""
+    names = [name for gap in record.gaps for name in outputs_of(model, gap.first, record.part)]
+    infos = model.checkpoint.tensors
+    return {name: torch.zeros(infos[name].shape, dtype=infos[name].dtype) for name in names}
+
+
+def _some(request: Request, *, gradients: bool) -> Part:
+    """The samples that blocks are compared on."""
+    samples = _live(request).samples
+    most = LIMITS[request.model.family.modality] if gradients else SAMPLES
+    return Part(samples, 0, min(len(samples), most))
 
 
 def _distances(request: Request, *, gradients: bool) -> Distances:
@@ -164,11 +202,9 @@ def _distances(request: Request, *, gradients: bool) -> Distances:
         assert known is not None
         return Distances(known.cosine, known.divergence)
     live = _live(request)
-    most = LIMITS[request.model.family.modality] if gradients else SAMPLES
-    some = Part(live.samples, 0, min(len(live.samples), most))
     return measure_distances(
         request.model,
-        some,
+        _some(request, gradients=gradients),
         device=request.device,
         compute_dtype=live.compute_dtype,
         gradients=gradients,

@@ -62,7 +62,7 @@ def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[M
         The dense model, and None, where no block is gone; else its blocks that stay, and how far the whole runs.
     """
     depth = None if report is None else report.depth
-    if depth is None or depth.blocks != dense.blocks or len(depth.kept) != pruned.blocks:
+    if depth is None or depth.part != "block" or depth.blocks != dense.blocks or len(depth.kept) != pruned.blocks:
         return dense, None
     if depth.kept != sorted(set(depth.kept)) or depth.kept[-1] >= dense.blocks:
         raise UserError(f"{pruned.checkpoint.path / REPORT} keeps blocks that the dense model has not: prune again")

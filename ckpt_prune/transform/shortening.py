@@ -51,6 +51,8 @@ def wanted_depth(request: Request) -> Wanted:
         _check_some_stay(name, len(depth.blocks), blocks)
         return Wanted(len(depth.blocks), depth.blocks)
     allowed = _allowed(request)
+    if recipe.size is not None and depth.part != "block":
+        raise UserError(f"depth.part: {depth.part} leaves zeros, which save nothing: say --ratio, or part: block")
     if recipe.size is not None:
         count = _count_for_size(request, allowed)
     else:
@@ -77,6 +79,8 @@ def _allowed(request: Request) -> list[int]:
     """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
     model = request.model
     found = list(request.recipe.blocks(model.blocks))
+    if depth_of(request).part != "block":
+        return found
     first_stays = depth_of(request).compensation.linear or not movable(model, range(1, model.blocks))
     return [block for block in found if block or not first_stays]
 
@@ -127,12 +131,22 @@ def check_depth(request: Request) -> None:
             f"recipe {recipe.name} maps what one projection gives, and a block of {family.model_type} ends in several "
             "(experts): say --set depth.compensation.method=none"
         )
+    several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
+    if several and depth.choice in ("influence", "divergence"):
+        raise UserError(
+            f"recipe {recipe.name} measures what one projection gives, and a block of {family.model_type} ends in "
+            "several (experts): choose loss, or give blocks"
+        )
+    if request.statistics is not None and depth.part != "block" and depth.choice is not None:
+        raise UserError(f"statistics do not say what the {depth.part} of a block does: give {data} in their place")
     if depth.choice == "loss" and not family.causal:
         raise UserError("depth.choose: loss is for causal language models: choose: cosine, or divergence")
     if request.plan is not None:
         _check_planned(model, request.plan)
         return
     wanted = wanted_depth(request)
+    if depth.part != "block":
+        return
     check_shortened(model, range(model.blocks))
     if depth.blocks is not None:
         if depth.compensation.linear and 0 in depth.blocks:
@@ -159,13 +173,18 @@ def _check_planned(model: Model, plan: Plan) -> None:
             "instead of editing it"
         )
     gone = [block for block in range(model.blocks) if block not in set(kept)]
-    if [(gap.first, gap.blocks) for gap in depth.gaps] != [(gap.first, gap.blocks) for gap in gaps_of(gone)]:
+    if [(gap.first, gap.blocks) for gap in depth.gaps] != [
+        (gap.first, gap.blocks) for gap in gaps_of(gone, depth.part)
+    ]:
         raise UserError("the plan's gaps are not the blocks that it drops: plan again instead of editing it")
-    check_shortened(model, kept)
+    if depth.part == "block":
+        check_shortened(model, kept)
 
 
-def gaps_of(gone: Sequence[int]) -> list[Gap]:
-    """A record of every run of blocks that go, without figures."""
+def gaps_of(gone: Sequence[int], part: str = "block") -> list[Gap]:
+    """A record of every run of blocks that go, or of every one that loses a part, without figures."""
+    if part != "block":
+        return [Gap(first=block, blocks=1) for block in sorted(gone)]
     return [Gap(first=run.start, blocks=len(run)) for run in runs_of(sorted(gone))]
 
 
@@ -174,13 +193,14 @@ def standing_in(request: Request) -> Request:
     if request.plan is not None and request.plan.depth is not None:
         return at_depth(request, request.plan.depth)
     wanted, model = wanted_depth(request), request.model
-    return at_depth(request, depth_record(model, wanted.allowed[-wanted.count :] if wanted.count else [], None))
+    gone = wanted.allowed[-wanted.count :] if wanted.count else []
+    return at_depth(request, depth_record(model, gone, depth_of(request)))
 
 
-def depth_record(model: Model, gone: Sequence[int], choose: str | None) -> Depth:
+def depth_record(model: Model, gone: Sequence[int], depth: DepthRecipe) -> Depth:
     """What is gone of a model."""
     kept = [block for block in range(model.blocks) if block not in set(gone)]
-    return Depth(blocks=model.blocks, kept=kept, choose=choose, gaps=gaps_of(gone))
+    return Depth(blocks=model.blocks, kept=kept, part=depth.part, choose=depth.choice, gaps=gaps_of(gone, depth.part))
 
 
 def at_depth(request: Request, record: Depth, model: Model | None = None) -> Request:
@@ -191,7 +211,9 @@ def at_depth(request: Request, record: Depth, model: Model | None = None) -> Req
         record: what is gone.
         model: of what stays; its tensors are the dense model's by default.
     """
-    short = shortened(request.model, record.kept) if model is None else model
+    short = request.model if model is None else model
+    if model is None and record.part == "block":
+        short = shortened(request.model, record.kept)
     return replace(
         request,
         model=short,

@@ -382,8 +382,8 @@ def test_the_card_and_the_page_show_what_is_left(here) -> None:
     told = (
         f"Block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
         "(lambda 0.1) in model.layers.0.mlp.down_proj.weight; blocks 3 to 4: error "
-        f"{second['error_uncompensated']:.4f} bare, {second['error_compensated']:.4f} compensated; ridge (lambda 0.1) in "
-        "model.layers.1.mlp.down_proj.weight."
+        f"{second['error_uncompensated']:.4f} bare, {second['error_compensated']:.4f} compensated; ridge (lambda 0.1) "
+        "in model.layers.1.mlp.down_proj.weight."
     )
     assert (
         "Whole blocks are gone, and those that stay are numbered anew: block 1, blocks 3 to 4.\n\n```\n"
@@ -396,3 +396,81 @@ def test_the_card_and_the_page_show_what_is_left(here) -> None:
     page = Path("page.html").read_text()
     assert "<h2>Blocks</h2>\n<pre>blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)</pre>" in page
     assert '<td class="left">blocks 3 to 4</td><td class="left">model.layers.1.mlp.down_proj.weight</td>' in page
+
+
+def silenced(model: Any, block: int, part: str) -> Any:
+    """The model without what the attention or the mlp of a block gives."""
+    layer = model.model.layers[block]
+    module = layer.self_attn.o_proj if part == "attention" else layer.mlp.down_proj
+    module.weight.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_parts_by_influence(here, part: str) -> None:
+    ids, model, given = windows(), stock(Path("deep")), []
+    for layer in model.model.layers:
+        module = layer.self_attn.o_proj if part == "attention" else layer.mlp.down_proj
+        module.register_forward_hook(lambda _, args, out: given.append(out))
+    ends = states(model, ids)
+    apart = []
+    for block, own in enumerate(given):
+        after = ends[block] + own if part == "attention" else ends[block + 1]
+        apart.append(1 - float(functional.cosine_similarity(after - own, after, dim=-1).mean()))
+    said = ok(
+        "prune", "deep", "--recipe", "shortgpt", "--set", f"depth.part={part}", "--ratio", "0.34", *TEXT, "-o", "a"
+    )
+    depth = read_json("a/ckpt_prune.json")["depth"]
+    least = sorted(sorted(range(6), key=lambda block: apart[block])[:2])
+    assert [gap["first"] for gap in depth["gaps"]] == least
+    assert [gap["distance"] for gap in depth["gaps"]] == pytest.approx([apart[block] for block in least], rel=1e-4)
+    picture = "".join("." if block in least else "#" for block in range(6))
+    assert said.splitlines()[-6:-3] == [
+        f"gone: {part} of block {least[0]}, block {least[1]}",
+        f"{part} of blocks {picture} 4 of 6 stay (. is gone)",
+        f"the last projection of {part} is zeros in 2 of them: a stock class computes it all the same, and nothing is "
+        "saved",
+    ]
+    assert (
+        ok("verify", "a", "--against", "deep")
+        .splitlines()[-1]
+        .endswith("are the dense ones, bit for bit, and 2 are zeros")
+    )
+
+
+def test_parts_by_loss_and_by_divergence(here) -> None:
+    ids, losses = windows(), []
+    for block in range(6):
+        model = silenced(stock(Path("deep")), block, "attention")
+        with torch.no_grad():
+            losses.append(float(model(input_ids=ids, labels=ids, use_cache=False).loss))
+    job = ("prune", "deep", "--set", "depth.part=attention", "--set", "depth.drop=1", *TEXT)
+    ok(*job, "--recipe", "sleb", "-o", "a")
+    least = min(range(6), key=lambda block: losses[block])
+    assert [gap["first"] for gap in read_json("a/ckpt_prune.json")["depth"]["gaps"]] == [least]
+    ok(*job, "--recipe", "depth", "--set", "depth.compensation={method: none}", "-o", "b")
+    (gap,) = read_json("b/ckpt_prune.json")["depth"]["gaps"]
+    assert gap["divergence"] > 0
+    assert run("verify", "b", "--against", "deep").exit_code == 0
+    ok("recover", "b", "--dense", "deep", *TEXT, "--epochs", "1", "-o", "c")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            "depth={part: mlp, choose: cosine}",
+            "part: mlp goes one by one: choose influence, divergence or loss, without runs",
+        ),
+        (
+            "depth={part: mlp, blocks: [1], compensation: {method: linear}}",
+            "part: mlp has no map: say compensation method none",
+        ),
+    ],
+)
+def test_parts_that_cannot_be(here, change: str, why: str) -> None:
+    assert refused("prune", "deep", "--recipe", "shortgpt", "--set", change, *TEXT, "-o", "out").endswith(why)
+    said = refused(
+        "prune", "deep", "--recipe", "shortgpt", "--set", "depth.part=mlp", "--target-params", "90%", *TEXT, "-o", "o"
+    )
+    assert said == "depth.part: mlp leaves zeros, which save nothing: say --ratio, or part: block"

@@ -23,6 +23,7 @@ from tests.oracles.gap import ridge_map
 
 from .dense import Dense
 from .models import ALIKE, FIRST, Case, unlike_cases
+from .open_experts import open_up, paths_of
 from .whole import assert_same_outputs, outputs, plain, seen
 
 KEPT, COMPUTED = 1e-5, 5e-4
@@ -89,8 +90,7 @@ class Mapped:
         assert space is not None
         own: ConsumerSpace = family.consumers[space]
         block = f"{family.layers}.0"
-        held = {path.removesuffix(".weight") for path in _paths(case, model, family.tensor(0, own.consumer))}
-        (path,) = held
+        path = path_of(case, 0, own.consumer)
         self.path, layers = path, [block, f"{family.layers}.1"]
         norms = [
             f"{block}.{name}"
@@ -139,11 +139,10 @@ def _inputs(model: nn.Module, data: Samples, path: str) -> Any:
     return _rows(seen(model, data, inputs=[path])[path])
 
 
-def _paths(case: Case, model: PreTrainedModel, disk: str) -> list[str]:
-    from ckpt_prune.architectures.blocks import module_paths
-
-    module = next(m for m in case.family.linears if case.family.tensor(0, m) == disk)
-    return [f"{case.family.layers}.0.{path}" for path in module_paths(case.family)[module]]
+def path_of(case: Case, block: int, module: str) -> str:
+    """Path of a linear module of a block in a model whose experts are open."""
+    (path,) = paths_of(case.family)[module]
+    return f"{case.family.layers}.{block}.{path}"
 
 
 @pytest.mark.parametrize("case", [c for c in unlike_cases() if c.family.experts is None], ids=str)
@@ -159,6 +158,27 @@ def test_a_map_equals_the_same_put_between_by_hand(dense: Dense, case: Case, tmp
     expected = outputs(mapped.put_between(without(case, [1])), other)
     assert_same_outputs(outputs(ckpt_prune.load(out), other), expected, COMPUTED)
     assert all(check.passed is not False for check in verify(out, dense.folder(case)))
+
+
+@pytest.mark.parametrize("case", unlike_cases(), ids=str)
+def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Case, tmp_path) -> None:
+    case, other = deep(case), deep(case).samples(4, seed=9)
+    for block, part in ((1, "attention"), (2, "mlp")):
+        out = tmp_path / part
+        depth = {"blocks": [block], "part": part}
+        recipe = Recipe.model_validate({"version": 1, "name": "test", "depth": depth})
+        report = run(settle(dense.request(case, recipe)), out).report
+        assert report.before == report.after
+        model = plain(case.model()).double()
+        open_up(model, case.family)
+        consumers = {own.consumer for own in case.family.consumers.values()}
+        for module in consumers:
+            if (module == case.family.attention.output) == (part == "attention"):
+                model.get_submodule(path_of(case, block, module)).register_forward_hook(
+                    lambda _, args, output: torch.zeros_like(output)
+                )
+        assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(model, other), KEPT)
+        assert all(check.passed is not False for check in verify(out, dense.folder(case)))
 
 
 def test_experts_take_no_map(dense: Dense) -> None:
