@@ -14,7 +14,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.evaluation.loading import quiet_transformers
 from ckpt_prune.recovery.training import Split
-from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
+from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -83,7 +83,7 @@ def test_given_blocks_go_without_any_data(here) -> None:
 
 
 def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
-    said = ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out")
+    said = untimed(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
     assert said.splitlines()[-4:] == [
         "3 of 6 blocks stay: which ones is measured first",
         "to be stored as llama",
@@ -91,6 +91,18 @@ def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
         "unless you say --samples)",
         "everything that needs no measuring is checked, nothing written",
     ]
+
+
+@pytest.mark.parametrize("recipe", ["depth", "shortgpt", "sleb"])
+def test_what_it_takes_is_told_beforehand(here, recipe: str) -> None:
+    told = [
+        json.loads(ok("prune", "deep", "--recipe", recipe, "--ratio", share, *TEXT, "--dry-run", "--json", "-o", "out"))
+        for share in ("0.17", "0.5")
+    ]
+    few, many = (each["estimate"] for each in told)
+    assert set(few["stages"]) == {"depth", "rest"}
+    # Blocks that the loss chooses go one by one; any others are chosen at once.
+    assert (many["stages"]["depth"] > 1.2 * few["stages"]["depth"]) == (recipe == "sleb")
 
 
 def test_two_gaps_and_their_maps(here) -> None:
