@@ -98,7 +98,9 @@ def check_data(request: Request) -> None:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     folds = request.live.folds if request.live else request.statistics.index.folds if request.statistics else 0
-    if request.recipe.needs_folds and folds < 2 and request.plan is None:
+    # Maps of whole blocks are fitted on live samples alone, also where a plan or statistics choose the blocks.
+    maps_later = request.recipe.depth is not None and request.live is None
+    if request.recipe.needs_folds and folds < 2 and request.plan is None and not maps_later:
         chosen = {own.compensation.method for own in request.recipe.spaces.values() if own.compensation.by_folds}
         what = "method auto" if AUTO in chosen else "lambda_by: folds"
         remedy = "calibrate with --folds 4"

@@ -283,6 +283,7 @@ def test_a_plan_chooses_the_blocks(here) -> None:
     ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
     asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
     said = ok("plan", "deep", *asked, "--statistics", "deep-stats", "-o", "plan.json").split("\n\n")
+    assert said.pop(-2).startswith("pruning by it takes about ")
     plan = read_json("plan.json")
     (gap,) = plan["depth"]["gaps"]
     blocks = f"blocks {gap['first']} to {gap['first'] + 1}"
@@ -308,6 +309,8 @@ def test_a_plan_chooses_the_blocks(here) -> None:
         Path("edited.json").write_text(json.dumps(plan | {"depth": plan["depth"] | change}))
         said = refused("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
         assert said == f"{why}: plan again instead of editing it"
+    said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
+    assert said == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
     said = refused("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
     assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
 
@@ -353,7 +356,7 @@ def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> N
     report, before = (read_json(f"{folder}/ckpt_prune.json") for folder in ("whole", "short"))
     assert (report["depth"], report["source"]) == (before["depth"], before["source"])
     dense, pruned = stock(Path("deep")), stock(Path("short"))
-    held_out = windows()[Split.of(8, 0.1).held_out]
+    held_out = windows()[Split.of(8, 0.1).measured]
     target, own = states(dense, held_out), states(pruned, held_out)
     for layer, end in zip(report["layers"], (2, 5, 6), strict=True):
         # The last block of what is left ends where the dense model does, the others where their gaps do.
