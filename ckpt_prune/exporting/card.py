@@ -7,17 +7,20 @@ from typing import Any
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
 from ckpt_prune.exporting.tasks import PAST, PRESENT
-from ckpt_prune.filenames import GRAPH_RECORD, VALIDATION
+from ckpt_prune.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.plain import coded, markdown
 
 
-def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = True) -> str:
+def graph_card(
+    manifest: Manifest, config: dict[str, Any], *, proved: bool = True, genai: dict[str, Any] | str = ""
+) -> str:
     """README.md of an exported folder.
 
     Args:
         manifest: its record.
         config: config.json.
         proved: whether there is a validation.json.
+        genai: what is in genai_config.json, or why there is none.
     """
     compared = (
         f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
@@ -42,6 +45,7 @@ def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = Tru
         f"({markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
         *_context(manifest, config),
+        *_genai(manifest, genai),
         "",
         "| file | type | opset | weights |",
         "|---|---|---|---|",
@@ -55,6 +59,13 @@ def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = Tru
     if {each.float_type for each in manifest.each} == {"float32", "float16"}:
         lines += ["", "float32 is float16 in graphs of fp16 and q4f16."]
     return "\n".join([*lines, ""])
+
+
+def _genai(manifest: Manifest, genai: dict[str, Any] | str) -> list[str]:
+    """Which graph onnxruntime-genai takes, or why it takes none."""
+    if isinstance(genai, dict):
+        return [f"onnxruntime-genai generates with `{genai['model']['decoder']['filename']}` (`{GENAI}`)."]
+    return [f"There is no `{GENAI}`: {genai}."] if genai and manifest.cached else []
 
 
 def _stored(graph: GraphEntry) -> str:

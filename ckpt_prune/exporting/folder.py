@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -20,6 +20,7 @@ from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.card import graph_card
+from ckpt_prune.exporting.genai import genai_config
 from ckpt_prune.exporting.graph import DEFAULT_OPSET, build_graph
 from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Source, ports, runtime_versions, tensor_digests
 from ckpt_prune.exporting.outcome import ProofSamples
@@ -27,7 +28,7 @@ from ckpt_prune.exporting.rounding import check_blocks, measuring_of, scheme_of
 from ckpt_prune.exporting.session import DATA, FILES
 from ckpt_prune.exporting.tasks import chosen_task, without_head
 from ckpt_prune.exporting.tracing import example_of, image_size
-from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD, VALIDATION
+from ckpt_prune.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.graph_types import QUANTISED, GraphType
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
@@ -38,6 +39,7 @@ _MADE = (
     *(f"{file}{DATA}" for file in FILES.values()),
     CONFIG,
     GENERATION_CONFIG_NAME,
+    GENAI,
     GRAPH_RECORD,
     VALIDATION,
     "README.md",
@@ -131,7 +133,7 @@ class GraphWriter:
                     bar.say("tracing")
                     graph = self._traced(model)
                     bar.to(2)
-                generation = getattr(model, "generation_config", None)
+                generation, own = getattr(model, "generation_config", None), model.config.get_text_config()
                 measuring = self._measuring(graph, model, measured) if decided and measured is not None else None
                 for dtype in decided:
                     decisions[dtype] = self._decided(graph, dtype, measured, measuring, decisions)
@@ -143,7 +145,7 @@ class GraphWriter:
                 del graph, model
             with disk_failures(folder):
                 graphs = [entries[each] for each in self._settings.dtype]
-                manifest = self._fill(folder, graphs, generation, prove is not None)
+                manifest = self._fill(folder, graphs, own, generation, prove is not None)
             if prove is not None and not prove(folder):
                 return None
             self._staging.publish()
@@ -172,7 +174,12 @@ class GraphWriter:
         return decide(graph, scheme_of(dtype, self._settings, self.task, ranges=ranges), measuring)
 
     def _fill(
-        self, folder: Path, graphs: list[GraphEntry], generation: GenerationConfig | None, proved: bool
+        self,
+        folder: Path,
+        graphs: list[GraphEntry],
+        own: PreTrainedConfig,
+        generation: GenerationConfig | None,
+        proved: bool,
     ) -> Manifest:
         source, settings, task = self.source, self._settings, self.task
         for name, path in carried(source).items():
@@ -183,6 +190,9 @@ class GraphWriter:
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
         if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)
+        genai = genai_config(graphs, task, own, generation)
+        if isinstance(genai, dict):
+            (folder / GENAI).write_text(pretty(genai), encoding="utf-8")
         manifest = Manifest(
             versions=runtime_versions(),
             source=Source(name=source.name, fingerprint=source.fingerprint),
@@ -194,7 +204,7 @@ class GraphWriter:
             graphs=graphs,
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(graph_card(manifest, config, proved=proved), encoding="utf-8")
+        (folder / "README.md").write_text(graph_card(manifest, config, proved=proved, genai=genai), encoding="utf-8")
         return manifest
 
     def _traced(self, model: PreTrainedModel) -> onnx_ir.Model:

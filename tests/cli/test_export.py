@@ -237,7 +237,8 @@ ROUNDED = ("--dtype", "int8", "--dtype", "int4", "--text", "text.txt", "--window
 def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
     said = ok("export", "decoder", "-o", "out", *ROUNDED, "--max-loss", "50%", "--dense", "decoder").splitlines()
     graphs = ["model_int8.onnx", "model_q4.onnx"]
-    beside = {*FILES, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "validation.json"}
+    beside = {*FILES, "genai_config.json", "generation_config.json", "validation.json"}
+    beside |= {"tokenizer.json", "tokenizer_config.json"}
     beside -= {"model.onnx"}
     assert files("out") == sorted([*beside, *graphs])
     assert [line for line in said if line.endswith(".onnx:")] == [f"{name}:" for name in graphs]
