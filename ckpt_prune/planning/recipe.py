@@ -12,13 +12,14 @@ from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.export_recipe import ExportRecipe
-from ckpt_prune.planning.fields import Ratio, Strict
+from ckpt_prune.planning.fields import Strict
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone, Goal
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.planning.space_recipe import SpaceRecipe
+from ckpt_prune.ratios import Ratio
 from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
