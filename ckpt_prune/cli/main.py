@@ -5,7 +5,8 @@ import errno
 import importlib
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -49,6 +50,17 @@ class Refusal(click.ClickException):
     exit_code = 2
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A signal that asks to stop is a line, and its exit code."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        with suppress(OSError):  # after SIGHUP the terminal may be gone
+            click.echo("Interrupted.", err=True)
+        raise SystemExit(exit_code(error)) from None
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, so that `--help` does not load torch."""
 
@@ -78,10 +90,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """Read the command line; Ctrl-C is what it is later."""
+        with interruptible():
+            return super().make_context(*args, **more)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            with stoppable(), plain_output(sys.stdout):
+            with interruptible(), stoppable(), plain_output(sys.stdout):
                 return super().invoke(ctx)
         except UserError as error:
             raise Refusal(plain(str(error))) from error
@@ -91,10 +108,6 @@ class LazyGroup(click.Group):
             if error.errno == errno.EPIPE or error.filename is None:
                 raise
             raise Refusal(plain(f"{error.filename}: {error.strerror}; give another path or mend this one")) from error
-        except KeyboardInterrupt as error:
-            with suppress(OSError):  # after SIGHUP the terminal may be gone
-                click.echo("Interrupted.", err=True)
-            raise SystemExit(exit_code(error)) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

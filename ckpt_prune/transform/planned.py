@@ -34,7 +34,8 @@ def make_plan(settled: Settled) -> Plan:
             sites.append(plan)
     statistics = None
     if request.statistics is not None:
-        path = str(request.statistics.folder.resolve())
+        # As it was given: a plan is shown to others, who need not know where its maker keeps things.
+        path = str(request.statistics.folder)
         statistics = StatisticsReference(path=path, digest=request.statistics.index.digest)
     container = settled.output.container
     return Plan(
