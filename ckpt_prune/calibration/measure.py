@@ -227,11 +227,12 @@ def measure_into(
     if "taylor" in collect:
         gradients = measure_taylor(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
         files |= {taylor_file(block): write_taylor(folder, block, units) for block, units in gradients}
-    # What turned data into input has a fingerprint below: that of the files that were read.
+    reader = model.reader_fingerprint
+    # After that, so that it is one of the files that turned data into input.
     checkpoint.check_unchanged(name for name in READERS if name in checkpoint.stamps)
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
-        tokenizer=model.reader_fingerprint,
+        tokenizer=reader,
         dtype=str(model.dtype).removeprefix("torch."),
         modality=family.modality,
         data=[samples.fingerprint],

@@ -13,7 +13,7 @@ import click
 
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import UserError, named
 from ckpt_prune.plain import plain, plain_output
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
@@ -103,11 +103,10 @@ class LazyGroup(click.Group):
         except UserError as error:
             raise Refusal(plain(str(error))) from error
         except OSError as error:
-            # What no one place expects: a name that no file can have, a folder that may not be read, a disk that fails.
-            # Where nobody listens any more (EPIPE), click knows what to do.
-            if error.errno == errno.EPIPE or error.filename is None:
+            # Where nobody listens any more, click knows what to do.
+            if error.errno == errno.EPIPE:
                 raise
-            raise Refusal(plain(f"{error.filename}: {error.strerror}; give another path or mend this one")) from error
+            raise Refusal(plain(str(named(error)))) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -56,6 +56,7 @@ def publish(
             writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
         for name, path in carried(source).items():
             writer.copy(path, name)
+        carried(source)  # raises where one changed while it was copied
     whole = report.model_copy(
         update={
             "stages": stages.records,

@@ -74,6 +74,20 @@ def test_a_tokenizer_that_vanishes_while_calibrating_is_an_error(machine: Machin
     assert Case("calibrate", Fault(blocks[0], "deleted", "dense/tokenizer_config.json")).run(machine) == []
 
 
+def test_a_side_file_that_changes_while_it_is_copied_is_an_error(machine: Machine) -> None:
+    """The output had a tokenizer that was looked at before, and was another by then."""
+    name = "dense/tokenizer_config.json"
+    at = places_of(machine, "dense", "open", name)[-1]
+    assert Case("dense", Fault(at, "rewritten", name)).run(machine) == []
+
+
+def test_statistics_that_vanish_while_they_are_read_are_a_line(machine: Machine) -> None:
+    name = "stats/block-00000.safetensors"
+    seen = machine.reference("plan").seen
+    at = max(at for at, each in enumerate(seen, 1) if each.path.endswith("stats/statistics.json")) + 1
+    assert Case("plan", Fault(at, "deleted", name)).run(machine) == []
+
+
 def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(machine: Machine) -> None:
     """The machine itself: without a fault a job ends well, and a wrong file is seen."""
     assert machine.faulty("plan", Fault(10**6, "EIO"), "overwrite") == []
