@@ -51,10 +51,11 @@ def verify(
     place = output_folder(Path(path_of(folder)))
 
     from ckpt_prune.evaluation import verify as checking
+    from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.session import GRAPH
     from ckpt_prune.exporting.verify import verify_graph
 
-    with progress_shown(progress):
+    with progress_shown(progress), sessions_apart():
         dense = None if against is None else resolve(path_of(against))
         holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():

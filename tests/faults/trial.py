@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.journal import JOURNAL, is_own
 from ckpt_prune.cli.main import main
 from ckpt_prune.filenames import VALIDATION
 from tests.faults.jobs import JOBS, THEIRS, Job, lay
@@ -274,8 +274,8 @@ def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iter
         yield f"{job.out} is gone"
     for name in sorted(left):
         if name == f"{job.out}.partial" and (job.resumable or job.graph):
-            if not (place / name / JOURNAL).is_file():
-                yield f"{name} has no journal"
+            if not is_own(place / name):
+                yield f"{name} has no journal: {sorted(_below(found, name))[:4]}"
         elif not name.startswith(f".{job.out}.ckpt_prune-"):
             yield f"{name} is left: {sorted(_below(found, name))[:4]}"
 
