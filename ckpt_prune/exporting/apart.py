@@ -57,7 +57,7 @@ class SessionApart:
             self._process.start()
         theirs.close()
         # A process that begins on a busy machine takes its time.
-        found = self._answer(3 * SECONDS + round(self._weights / 2**24))
+        found: tuple[list[Slot], list[Slot], list[str]] = self._answer(3 * SECONDS + round(self._weights / 2**24))
         self._inputs, self._outputs, self._providers = found
 
     def get_inputs(self) -> list[Slot]:
