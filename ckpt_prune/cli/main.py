@@ -14,7 +14,7 @@ import click
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable
 from ckpt_prune.errors import UserError, named
-from ckpt_prune.plain import plain, plain_output
+from ckpt_prune.plain import line, plain_output
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
 # instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
@@ -101,12 +101,12 @@ class LazyGroup(click.Group):
             with interruptible(), stoppable(), plain_output(sys.stdout):
                 return super().invoke(ctx)
         except UserError as error:
-            raise Refusal(plain(str(error))) from error
+            raise Refusal(line(str(error))) from error
         except OSError as error:
             # Where nobody listens any more, click knows what to do.
             if error.errno == errno.EPIPE:
                 raise
-            raise Refusal(plain(str(named(error)))) from error
+            raise Refusal(line(str(named(error)))) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

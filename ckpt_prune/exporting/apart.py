@@ -3,14 +3,16 @@
 Nothing heavy is imported before the process needs it: it takes a third of a second.
 """
 
-import multiprocessing
-import signal
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ SECONDS = 20.0
 """That the least graph may take to be loaded, or for one input."""
 _PER_SECOND, _IMAGE = 1e9, 1000
 """Multiplications that any machine does in a second, and positions that an image counts as."""
+_CHILD = """
+import sys
+sys.path[:] = {path!r}
+from multiprocessing.connection import Connection
+from ckpt_prune.exporting.apart import serve
+serve(Connection({descriptor}))
+"""
 _GONE = (EOFError, OSError)
 
 
@@ -48,14 +57,18 @@ class SessionApart:
         self._weights = sum(path.stat().st_size for path in graph.parent.glob(f"{graph.name}*"))
         on_cpu = len(providers) == 1  # what drives a GPU maps many times what it uses
         most = MOST_BYTES + 4 * self._weights if on_cpu else None
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(theirs, str(graph), threads, list(providers), most), daemon=True
+        self._connection, theirs = Pipe()
+        # Not by `multiprocessing`, which would run a caller's script again. In a session of its own, Ctrl-C is not its.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD.format(path=sys.path, descriptor=theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
-        with _deaf_to_interrupts():
-            self._process.start()
         theirs.close()
+        self._connection.send((str(graph), threads, list(providers), most, os.getpid()))
         # A process that begins on a busy machine takes its time.
         found: tuple[list[Slot], list[Slot], list[str]] = self._answer(3 * SECONDS + round(self._weights / 2**24))
         self._inputs, self._outputs, self._providers = found
@@ -88,7 +101,7 @@ class SessionApart:
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         self._connection.close()
 
     def _answer(self, seconds: float) -> Any:
@@ -98,8 +111,8 @@ class SessionApart:
                 raise RuntimeError(f"it did not end within {seconds:g} s")
             found = self._connection.recv()
         except _GONE as error:
-            self._process.join()
-            raise RuntimeError(f"its process ended with code {self._process.exitcode}") from error
+            self._process.kill()
+            raise RuntimeError(f"its process ended with code {self._process.wait()}") from error
         if isinstance(found, str):
             raise RuntimeError(found)
         return found
@@ -133,7 +146,7 @@ def new_session(graph: Path, threads: int, providers: Sequence[Any]) -> Any:
         Exception: of any kind, where it does not load.
     """
     opened = _open.get()
-    if opened is None:
+    if opened is None or os.name != "posix":
         return _session(graph, threads, providers)
     opened.append(SessionApart(graph, threads, providers))
     return opened[-1]
@@ -156,18 +169,15 @@ def _session(graph: Path | str, threads: int, providers: Sequence[Any], severity
         onnxruntime.set_default_logger_severity(2)
 
 
-def serve(connection: Connection, graph: str, threads: int, providers: list[Any], most: int | None) -> None:
+def serve(connection: Connection) -> None:
     """What the process does: loads a graph, then runs it on whatever comes; a text in place of an answer is a failure.
 
     Args:
         connection: to the parent. Where its other end is closed, the process ends.
-        graph: the file.
-        threads: of one operator.
-        providers: to run it on.
-        most: bytes that it may take beside what it has; None where they are not limited.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        graph, threads, providers, most, parent = connection.recv()
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         _limit(most)
         session = _session(graph, threads, providers, severity=4)  # what goes wrong is in the answer
         ports = [[Slot(each.name, each.type, each.shape) for each in own] for own in _slots(session)]
@@ -183,6 +193,13 @@ def serve(connection: Connection, graph: str, threads: int, providers: list[Any]
         return
     except Exception as error:  # onnxruntime's exceptions share no base class
         connection.send(_reason(error))
+
+
+def _end_with(parent: int) -> None:
+    """A graph that never ends does not outlive who waits for it."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _slots(session: Any) -> tuple[list[Any], list[Any]]:
@@ -202,16 +219,3 @@ def _limit(most: int | None) -> None:
             pages = int(Path("/proc/self/statm").read_text().split()[5])
             limit = pages * resource.getpagesize() + most
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started meanwhile ignores Ctrl-C from its first moment; the parent does for these milliseconds."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,5 +1,6 @@
 """`verify`: all well is exit code 0, a check that fails is 1, what cannot be checked is 2."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ kept units      ok
 tensors: 21 tensors have the shapes that config.json says
 finite: no NaN, no Inf
 load: LlamaForCausalLM by stock transformers: no key missing, unexpected or mismatched
-digests: 2 file(s) as written
+digests: 5 file(s) as written
 sparsity: no mask recorded; 0.0 % of block weights are zero
 kept units: producers of 4 pruned spaces hold the dense rows, bit for bit
 """
@@ -354,3 +355,42 @@ def test_what_is_not_a_checkpoint(place):
 def test_a_shard_that_is_gone(place):
     Path(FILE).unlink()
     assert refused("verify", "pruned").startswith("pruned has neither model.safetensors nor model.safetensors.index")
+
+
+# ---- a bit --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_of_any_file_is_found_and_the_file_named(place):
+    """Of tensors, config, index, tokenizer and code; the report and the card, which is made of it, have no digest."""
+    job = ("prune", "sharded", "--recipe", "flap-global", "--ratio", "0.5", *TEXT, "-o", "out")
+    ok(*job)
+    names = {path.name for path in Path("out").iterdir()} - {"ckpt_prune.json", "README.md"}
+    assert {"config.json", "model.safetensors.index.json", "tokenizer.json", "modeling_pruned.py"} < names
+    assert "modeling_pruned.py is this package's" in ok("verify", "out")
+    for name in sorted(names):
+        path = Path("out") / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+        result = run("verify", "out")
+        assert result.exit_code in (1, 2), name
+        assert name in result.output
+        path.write_bytes(whole)
+    assert run("verify", "out").exit_code == 0
+
+
+def test_code_that_is_not_this_packages(place):
+    """Though the report vouches for it: transformers would run it."""
+    ok("prune", "dense", "--recipe", "flap-global", "--ratio", "0.5", *TEXT, "-o", "out")
+    code, record = Path("out/modeling_pruned.py"), Path("out/ckpt_prune.json")
+    code.write_text(code.read_text() + "# more\n")
+    report = read_json(record)
+    report["files"][code.name] = hashlib.sha256(code.read_bytes()).hexdigest()
+    record.write_text(json.dumps(report))
+    result = run("verify", "out")
+    assert result.exit_code == 1
+    assert "modeling_pruned.py is not this package's, and transformers would run it" in result.stdout
+    record.write_text(json.dumps(report | {"ckpt_prune": "0.0.1"}))
+    assert "modeling_pruned.py by ckpt_prune 0.0.1" in ok("verify", "out")
+    del report["files"]["tokenizer.json"]
+    record.write_text(json.dumps(report | {"ckpt_prune": "0.0.1"}))
+    assert "a former version took no digest of tokenizer.json" in ok("verify", "out")

@@ -1,5 +1,8 @@
 """Graphs in processes of their own, which may not take more time or memory than they need."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,9 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.exporting import apart
 from ckpt_prune.exporting.apart import sessions_apart
 from ckpt_prune.exporting.session import open_session
-from tests.forked import posix
+from tests.forked import forked, posix
 
+pytestmark = posix
 IDS = {"input_ids": np.arange(6).reshape(2, 3)}
 WHATEVER = helper.make_tensor_value_info("y", TensorProto.INT64, None)
 
@@ -65,11 +69,11 @@ def test_a_graph_computes_the_same_apart(tmp_path):
         assert other.inner.get_inputs()[0].shape == ["batch", "length"]
         assert (other.inner.run(None, IDS)[0] == 2 * IDS["input_ids"]).all()
         process = other.inner._process
-        assert process.is_alive()
+        assert process.poll() is None
         with pytest.raises(RuntimeError, match="INVALID_ARGUMENT"):
             own.inner.run(None, {"input_ids": np.zeros((1, 1, 1), np.int64)})
         assert (own.inner.run(None, IDS)[0] == 2 * IDS["input_ids"]).all()
-    assert not process.is_alive()
+    assert process.poll() is not None
     here = open_session(path)
     assert torch.equal(torch.from_numpy(here.inner.run(None, IDS)[0]), torch.from_numpy(2 * IDS["input_ids"]))
 
@@ -85,7 +89,6 @@ def test_a_loop_without_end(tmp_path, monkeypatch):
             inner.run(None, IDS)
 
 
-@posix
 def test_a_graph_that_takes_all_memory(tmp_path, capfd):
     path = huge(tmp_path)
     with sessions_apart(), pytest.raises(RuntimeError, match="Failed to allocate memory"):
@@ -97,3 +100,21 @@ def test_a_file_that_is_no_graph(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"no graph")
     with sessions_apart(), pytest.raises(UserError, match="onnxruntime cannot load it: "):
         open_session(tmp_path / "model.onnx")
+
+
+def test_it_ends_with_whoever_waits_for_it(tmp_path):
+    """Also where a graph never ends, and nobody could close it."""
+    path, told = endless(tmp_path), tmp_path / "process"
+
+    def work():
+        with sessions_apart():
+            inner = open_session(path).inner
+            told.write_text(str(inner._process.pid))
+            inner._connection.send(IDS)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked(work, tmp_path).returncode == -signal.SIGKILL
+    last = time.monotonic() + 30
+    while Path(f"/proc/{told.read_text()}").exists() and time.monotonic() < last:
+        time.sleep(0.05)
+    assert time.monotonic() < last
