@@ -394,3 +394,45 @@ def test_code_that_is_not_this_packages(place):
     del report["files"]["tokenizer.json"]
     record.write_text(json.dumps(report | {"ckpt_prune": "0.0.1"}))
     assert "a former version took no digest of tokenizer.json" in ok("verify", "out")
+
+
+# ---- computed again -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [("rcpu", "--ratio", "0.5"), ("ridge", "--ratio", "0.25"), ("flap-global", "--ratio", "0.5"), ("wanda-2-4",)],
+)
+def test_blocks_are_computed_again(place, recipe):
+    ok("prune", "dense", "--recipe", *recipe, "--set", "target=dense", "--statistics", "stats", "-o", "out")
+    said = ok("verify", "out", "--against", "dense", "--statistics", "stats")
+    assert "recomputed: 2 blocks of 2 computed again: bit for bit" in said
+
+
+def test_weights_that_the_recipe_did_not_make_are_named(place):
+    """Kept rows are the dense model's, digests are right: only what compensates is not what it should be."""
+    ok("prune", "dense", "--recipe", "ridge", "--set", "target=dense", "--statistics", "stats", "-o", "out")
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_weights("out", lambda tensors: tensors[name].mul_(1.05))
+    report = read_json("out/ckpt_prune.json")
+    report["files"]["model.safetensors"] = hashlib.sha256(Path("out/model.safetensors").read_bytes()).hexdigest()
+    Path("out/ckpt_prune.json").write_text(json.dumps(report))
+    ok("verify", "out", "--against", "dense")
+    result = run("verify", "out", "--against", "dense", "--statistics", "stats")
+    assert result.exit_code == 1
+    assert f"recomputed: {name} is not what the recipe makes of the source: 0.0" in result.stdout
+
+
+def test_what_cannot_be_computed_again(place):
+    ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "out")
+    assert "recomputed: not computed again: it was measured on text or images" in ok(
+        "verify", "out", "--against", "dense", "--statistics", "stats"
+    )
+    assert refused("verify", "pruned", "--statistics", "stats") == (
+        "--statistics needs --against MODEL: blocks are computed again from both"
+    )
+    ok("prune", "dense", "--recipe", "rcpu", "--set", "target=dense", "--statistics", "stats", "-o", "other")
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "more")
+    result = run("verify", "other", "--against", "dense", "--statistics", "more")
+    assert result.exit_code == 1
+    assert "recomputed: other was made from other statistics than more: give those" in result.stdout

@@ -93,7 +93,7 @@ RECIPE = {
     "ratio": 0.5,
     "spaces": {
         "heads": {"score": "rcpu", "compensation": {"method": "ridge", "lambda": 0.01}},
-        "mlp": {"score": "flap", "ratio": 0.25, "compensation": {"method": "rcpu"}},
+        "mlp": {"score": "flap", "ratio": 0.25, "compensation": {"method": "rotation"}},
     },
     "recovery": {"epochs": 2, "layers": "0:1", "only": "mlp"},
     "export": {"format": "onnx", "dtype": "fp16"},
