@@ -14,9 +14,11 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import survivors
 
 _NOTHING = 1e-10
-"""Held-out error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""
+"""Error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""
 _ATTEMPTS, _SLOWER = 3, 4.0
 """How often a block is trained until something is gained, each time at so many times smaller a rate."""
+_MEASURED = 0.1
+"""Share of the samples that errors are told of where none is held out."""
 _DIVERGED = 10.0
 """Times the error at the start: training that gets there is lost."""
 
@@ -26,35 +28,36 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Split:
-    """Samples that are trained on and samples that are not.
+    """Samples that are trained on and samples that errors are told of.
 
     Attributes:
-        train, held_out: indices, int64, ascending.
+        train: indices, int64, ascending.
+        measured: the same; none that is trained on, unless nothing is held out.
     """
 
     train: Tensor
-    held_out: Tensor
+    measured: Tensor
 
     @classmethod
     def of(cls, samples: int, share: float) -> "Split":
-        """Hold out a share, spread evenly over the samples: at least one and not all.
+        """Hold out a share, spread evenly over the samples: at least one and not all; or, for a share of 0, nothing.
 
         Raises:
             ValueError: fewer than two samples.
         """
         if samples < 2:
             raise ValueError("one sample cannot be split")
-        count = min(max(1, round(samples * share)), samples - 1)
-        held_out = ((torch.arange(count) + 0.5) * samples / count).long()
+        count = min(max(1, round(samples * (share or _MEASURED))), samples - 1)
+        measured = ((torch.arange(count) + 0.5) * samples / count).long()
         free = torch.ones(samples, dtype=torch.bool)
-        free[held_out] = False
-        return cls(free.nonzero().flatten(), held_out)
+        free[measured] = share == 0
+        return cls(free.nonzero().flatten(), measured)
 
     def sizes(self, settings: RecoverySettings) -> set[int]:
         """Numbers of samples that go through a block at once."""
         size = part_size(settings)
         trained = {len(part) for batch in cut(self.train, settings.batch) for part in cut(batch, size)}
-        return trained | {len(part) for part in cut(self.held_out, size)}
+        return trained | {len(part) for part in cut(self.measured, size)}
 
 
 def cut(rows: Tensor, size: int) -> list[Tensor]:
@@ -106,7 +109,7 @@ def train_block(
     After every epoch the weights, rounded to the dtype they are stored in, are tried on held-out samples. Those of the
     best epoch are kept, and the old ones where none is better, so the held-out error never grows. A block in which no
     epoch was better is trained again at a quarter of the rate, and once more at a sixteenth: what has lost little wants
-    small steps.
+    small steps. Where no samples are held out, the weights of the last epoch are kept, and there is one attempt.
 
     Args:
         stream: the pruned model's, at this block's input H'.
@@ -125,7 +128,7 @@ def train_block(
     if not math.isfinite(start) or start <= _NOTHING or not names:
         return Trained(task.given)
     trained, epochs, diverged = Trained(task.given), 0, False
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS if settings.held_out else 1):
         trained = task.train(rate / _SLOWER**attempt, start)
         epochs, diverged = epochs + trained.epochs, diverged or trained.diverged
         if trained.best_epoch:
@@ -148,9 +151,9 @@ class _Task:
     progress: Progress
 
     @cached_property
-    def held_out_energy(self) -> float:
-        """Σ‖Y‖² over the held-out samples."""
-        return _energy(self.targets, self.split.held_out) * len(self.split.held_out)
+    def measured_energy(self) -> float:
+        """Σ‖Y‖² over the measured samples."""
+        return _energy(self.targets, self.split.measured) * len(self.split.measured)
 
     @cached_property
     def energy(self) -> float:
@@ -162,12 +165,12 @@ class _Task:
         return _Block(self.stream, self.index, self.given, self.names)
 
     def error(self, block: "_Block") -> float:
-        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the held-out samples, with weights as they would be stored."""
-        parts = cut(self.split.held_out, part_size(self.settings))
-        return block.error(self.targets, parts, self.held_out_energy)
+        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the measured samples, with weights as they would be stored."""
+        parts = cut(self.split.measured, part_size(self.settings))
+        return block.error(self.targets, parts, self.measured_energy)
 
     def train(self, rate: float, start: float) -> Trained:
-        """Train the given block at one rate, from the held-out error `start`."""
+        """Train the given block at one rate, from the error `start` on measured samples."""
         settings, block = self.settings, self.block()
         optimiser = torch.optim.Adam(block.parameters, lr=rate)
         order = torch.Generator().manual_seed((self.seed * 1_000_003 + self.index) % 2**63)
@@ -189,13 +192,13 @@ class _Task:
             diverged = not error <= _DIVERGED * start
             if diverged:
                 break
-            if error < best:
+            if error < best or not settings.held_out:
                 best, best_epoch, kept = error, epoch, block.stored()
             # Not against the start: a high rate may lie above it for epochs, and get below when the cosine brings it
             # down.
             if error < lowest:
                 lowest, lowest_epoch = error, epoch
-            elif epoch - lowest_epoch >= settings.patience:
+            elif settings.held_out and epoch - lowest_epoch >= settings.patience:
                 break
         return Trained(kept, epoch, best_epoch, rate if best_epoch else None, diverged)
 
