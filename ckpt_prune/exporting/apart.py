@@ -68,9 +68,14 @@ class SessionApart:
             start_new_session=True,
         )
         theirs.close()
-        self._connection.send((str(graph), threads, list(providers), most, os.getpid()))
+        with suppress(*_GONE):  # the answer says why
+            self._connection.send((str(graph), threads, list(providers), most, os.getpid()))
         # A process that begins on a busy machine takes its time.
-        found: tuple[list[Slot], list[Slot], list[str]] = self._answer(3 * SECONDS + round(self._weights / 2**24))
+        try:
+            found: tuple[list[Slot], list[Slot], list[str]] = self._answer(3 * SECONDS + round(self._weights / 2**24))
+        except RuntimeError:
+            self.close()
+            raise
         self._inputs, self._outputs, self._providers = found
 
     def get_inputs(self) -> list[Slot]:

@@ -68,7 +68,7 @@ JOBS = {
     ),
     "drift": _prune("best", *_HALF),
     "masks": _prune("sparsegpt-2-4"),
-    "rotations": _prune("denoise-rotator-shared-wanda-2-4", "--set", "rotation.steps=3"),
+    "rotations": _prune("cayley-rotator-shared-wanda-2-4", "--set", "rotation.steps=3"),
     "recovery": _prune("laco-wanda-50", "--set", "recovery.epochs=2"),
     "again": _prune("rcpu", *_HALF, old=True),
     "graph": _prune("rcpu", *_HALF, "--set", "export.format=onnx", graph=True),

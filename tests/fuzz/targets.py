@@ -116,6 +116,6 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
     write_csv(place / "listed" / "labels.csv", "file,label", *(f"images/{name},{i}" for i, name in enumerate(names)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        wanted = ("--recipe", "denoise-rotator-wanda-2-4", "--set", "rotation.steps=1")
+        wanted = ("--recipe", "cayley-rotator-wanda-2-4", "--set", "rotation.steps=1")
         ok("prune", "dense", *wanted, *TEXT, "-o", "rotated")
     return place
