@@ -62,10 +62,11 @@ def validate(
     place = output_folder(Path(path_of(folder)))
 
     from ckpt_prune.exporting import validation
+    from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
 
-    with progress_shown(progress):
+    with progress_shown(progress), sessions_apart():
         manifest = read_manifest(place)
         model = resolve(path_of(against))
         chosen = proof_samples(place, manifest.what, options, trust=trust_remote_code)

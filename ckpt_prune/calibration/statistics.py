@@ -455,6 +455,8 @@ class Statistics:
                 yield set(file.keys()), get
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): measure again") from error
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error}): measure again") from error
         # Last, so that damage that can be named is named.
         if sha256_files(self.folder, [path.name])[path.name] != self.index.files.get(path.name):
             raise UserError(f"{path} is not the file that was measured (its digest differs): measure again")

@@ -315,6 +315,10 @@ def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Keys of the number of tokens that a model reads at once."""
+
+
 def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """A config.json's values, once class names in it are known to be names, and its model not to be too deep to build.
 
@@ -327,6 +331,8 @@ def config_object(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     for key, value in _integers(config):
         if "layer" in key and value > _MOST_LAYERS:
             raise UserError(f"{path}: {key} is {value}, and {_MOST_LAYERS} layers are the most that are built")
+        if key in _POSITIONS and value < 1:
+            raise UserError(f"{path}: {key} is {value}, where a model reads one token at least; download it again")
     return config
 
 

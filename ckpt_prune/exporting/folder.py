@@ -185,6 +185,7 @@ class GraphWriter:
         for name, path in carried(source).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
+        carried(source)  # raises where one changed while it was copied
         # The code it names does not travel: the graph needs none.
         config = {key: value for key, value in source.config.items() if key != "auto_map"}
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")

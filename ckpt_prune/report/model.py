@@ -215,8 +215,9 @@ class Report(Fixed):
         linears: what was masked.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
-        files: file → sha256.
-        side_files: names of what was written beside `files`; None where a former version wrote the report.
+        files: file → sha256, of all that was written but this report and the card; former versions had only the
+            files with tensors and the config here.
+        side_files: names of what was written beside tensors and config; None where a former version wrote the report.
         job: digest of all that the output depends on: another run of the same job has nothing to do. None as before.
     """
 

@@ -42,7 +42,8 @@ def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
     statistics = None
     whole = request.whole
     if whole.statistics is not None:
-        path = str(whole.statistics.folder.resolve())
+        # As it was given: a plan is shown to others, who need not know where its maker keeps things.
+        path = str(whole.statistics.folder)
         statistics = StatisticsReference(path=path, digest=whole.statistics.index.digest)
     container = settled.output.container
     return Plan(

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.exporting import session
 from ckpt_prune.exporting.session import OnnxModel, complete, open_session
 from tests.graphs import Exported
 
@@ -113,7 +112,7 @@ def test_as_many_threads_as_torch_uses(exported, monkeypatch):
         seen.append(options.intra_op_num_threads)
         return original(path, options, **rest)
 
-    monkeypatch.setattr(session.onnxruntime, "InferenceSession", watched)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", watched)
     path = exported("dinov2-model")[1] / "model.onnx"
     open_session(path)
     open_session(path, threads=2)
