@@ -18,6 +18,12 @@ from ckpt_prune.cli.options import checked_model, echo_json, family_option, json
     help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit. Of an "
     "exported folder the model that it was exported from.",
 )
+@click.option(
+    "--statistics",
+    metavar="STATS",
+    type=click.Path(path_type=Path),
+    help="What OUT was made from: with --against also compute some blocks again, chosen at random, and compare them.",
+)
 @family_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:

@@ -21,7 +21,7 @@ def gptq_codes(weight: Tensor, U: Tensor, scales: Tensor, scheme: Scheme) -> Ten
 
     Args:
         weight: (rows, columns).
-        U: of H, as `sparsegpt.inverse_factor` gives it, (columns, columns) float64.
+        U: of H, as `sparsity.inverse.inverse_factor` gives it, (columns, columns) float64.
         scales: of every group, as `scales_of` gives them, (rows, groups).
         scheme: how the weight is stored.
     """

@@ -10,7 +10,7 @@ from ckpt_prune.compressing.rounding import codes_of, scales_of, weights_of
 from ckpt_prune.compressing.scheme import LIBRARY, Scheme
 from ckpt_prune.errors import UserError
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.sparsegpt import inverse_factor
+from ckpt_prune.sparsity.inverse import inverse_factor
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22

@@ -8,7 +8,7 @@ from ckpt_prune.compressing.gptq import gptq_codes
 from ckpt_prune.compressing.packing import packed, unpacked
 from ckpt_prune.compressing.rounding import SHRINKS, codes_of, scales_of, weights_of
 from ckpt_prune.compressing.scheme import Scheme
-from ckpt_prune.sparsity.sparsegpt import inverse_factor
+from ckpt_prune.sparsity.inverse import inverse_factor
 
 
 def slow(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
