@@ -288,6 +288,7 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
     """What to measure statistics of."""
 
     output: Path = Field(description="Statistics folder to write.")
+    shard: str | None = Field(None, description="Which of how many shards of the samples to measure, I/N.")
     collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 

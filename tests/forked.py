@@ -28,7 +28,7 @@ def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProces
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
-        _work(work, files)
+        work_and_exit(work, files)
     _, status = os.waitpid(process, 0)
     said = [path.read_text() for path in files]
     for path in files:
@@ -36,7 +36,8 @@ def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProces
     return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(status), *said)
 
 
-def _work(work: Callable[[], None], files: list[Path]) -> None:
+def work_and_exit(work: Callable[[], None], files: list[Path]) -> None:
+    """What a copy of this process does: it works, prints to files, and never returns."""
     status = 1
     try:
         for descriptor, path in enumerate(files, 1):
