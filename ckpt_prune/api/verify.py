@@ -1,13 +1,14 @@
 """`ckpt_prune.verify`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
-from ckpt_prune.options import path_of
+from ckpt_prune.options import SpreadOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
@@ -35,7 +36,13 @@ class Verification:
 
 
 def verify(
-    folder: AnyModel, *, against: AnyModel | None = None, family: AnyPath | None = None, progress: bool = True
+    folder: AnyModel,
+    *,
+    against: AnyModel | None = None,
+    family: AnyPath | None = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: str | Sequence[str] = (),
+    progress: bool = True,
 ) -> Verification:
     """Prove that an output or an exported graph is whole, as `ckpt-prune verify` does. The whole model is loaded.
 
@@ -43,18 +50,22 @@ def verify(
         folder: an output of this tool, or a folder that `export` wrote.
         against: the dense model, or the one that was exported: also check that what was kept is its own.
         family: file of a description of the dense model's family, where neither this version nor the output has one.
+        device_map: "auto": accelerate puts the parts of the model where there is room; None for one device.
+        max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
         progress: show bars on stderr.
 
     Raises:
         UserError: there is no such folder.
     """
+    spreading = checked(SpreadOptions, {"device_map": device_map, "max_memory": max_memory})
     place = output_folder(Path(path_of(folder)))
 
     from ckpt_prune.evaluation import verify as checking
+    from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting.session import GRAPH
     from ckpt_prune.exporting.verify import verify_graph
 
-    with progress_shown(progress):
+    with progress_shown(progress), spread(spreading):
         dense = None if against is None else resolve(path_of(against))
         holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt_prune.options import SpreadOptions
+
 Phase = Literal["prefill", "decode", "forward"]
 Runtime = Literal["PyTorch", "onnxruntime"]
 Timing = dict[Phase, list[float]]
@@ -25,6 +27,8 @@ class Seat:
     dtype: Literal["fp32", "fp16"]
     """That PyTorch computes in; a graph has its own."""
     trust: bool = False
+    spread: SpreadOptions | None = None
+    """Over which devices PyTorch's model is spread."""
 
     def __str__(self) -> str:
         return f"{self.model} in {self.runtime}"

@@ -19,6 +19,7 @@ from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.folder import graph_bytes
 from ckpt_prune.exporting.manifest import runtime_versions
+from ckpt_prune.options import SpreadOptions
 from ckpt_prune.progress import meter
 
 
@@ -48,6 +49,8 @@ class Settings:
     """The type of both runtimes; None for fp32, and for graphs as they are found."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
+    spread: SpreadOptions | None = None
+    """Over which devices a model in PyTorch is spread."""
 
 
 class Timed(Protocol):
@@ -180,6 +183,7 @@ def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool
             threads,
             settings.dtype or "fp32",
             settings.trust,
+            settings.spread,
         )
         for each in pair
         if each.checkpoint is not None

@@ -15,7 +15,7 @@ from ckpt_prune.cli.options import (
     provider_option,
     trust_option,
 )
-from ckpt_prune.options import ProofOptions
+from ckpt_prune.options import ProofOptions, SpreadOptions
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 
@@ -32,6 +32,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 )
 @options_of(ProofOptions)
 @provider_option
+@options_of(SpreadOptions)
 @overwrite_option
 @trust_option
 @json_option

@@ -99,7 +99,7 @@ class GraphWriter:
         with self._staging:
             with meter(3, "exporting") as bar:
                 bar.say("loading the model")
-                model = load_model(self.source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
+                model = load_model(self.source.path, device="cpu", dtype=dtype, trust_remote_code=trust, whole=True)
                 bar.to(1)
                 bar.say("tracing")
                 graph = self._traced(model)
