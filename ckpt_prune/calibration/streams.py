@@ -116,7 +116,8 @@ class HiddenStream:
             layer.forward = recorder(index)
         own = [rows for _, rows in self.batches]
         lengths = {rows.stop - rows.start for rows in own}
-        for position, rows in enumerate([*own, *(slice(0, size) for size in sorted(sizes - lengths))]):
+        more = (slice(0, size) for size in sorted(sizes - lengths) if size <= len(self.samples))
+        for position, rows in enumerate([*own, *more]):
             captured.clear()
             states.clear()
             batch = as_input(self.samples.batch(rows), factory.device, factory.dtype)

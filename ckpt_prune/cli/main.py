@@ -42,7 +42,7 @@ COMMANDS = {
     "statistics": "Show or add statistics folders.",
     "demo": "The whole path on the model the package carries.",
 }
-TOGETHER = ("calibrate", "prune")
+TOGETHER = ("calibrate", "prune", "recover")
 """Commands that torchrun may start in several processes."""
 
 

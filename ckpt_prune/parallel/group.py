@@ -75,6 +75,15 @@ class Group:
         """
         return tensor
 
+    def shared(self, tensor: "Tensor") -> "Tensor":
+        """The sum of every process's tensor, as of `add`, in all of them."""
+        return tensor
+
+    def total(self, value: float) -> float:
+        """The sum of every process's number in the order of processes, in all of them."""
+        parts = self.gather(value) or []
+        return self.once(lambda: sum(parts))
+
     def join(self, tensor: "Tensor", dim: int) -> "Tensor":
         """Every process's tensor one behind the other, at the first one; the others get what they gave."""
         return tensor

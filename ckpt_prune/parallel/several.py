@@ -89,6 +89,10 @@ class Several(Group):
                 chunk.copy_(in_order(parts))
         return flat.view(tensor.shape)
 
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The sum of every process's tensor, as of `add`, in all of them."""
+        return self.spread(self.add(tensor))
+
     def join(self, tensor: Tensor, dim: int) -> Tensor:
         """Every process's tensor one behind the other, at the first one; the others get what they gave."""
         parts = self.gather(tensor)

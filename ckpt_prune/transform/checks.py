@@ -165,17 +165,18 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "recovers": recipe.recovery, "exports": recipe.export}
+    alone = {"rotates": recipe.rotation, "exports": recipe.export}
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")
-    if request.live is not None:
-        group.check_enough(len(request.live.samples))
+    seen = [each.samples for each in (request.live, request.training) if each is not None]
+    for samples in seen:
+        group.check_enough(len(samples))
     data = "text" if request.model.family.modality == "text" else "set of images"
     group.agree(
         {
             "model": request.model.checkpoint.fingerprint,
-            data: None if request.live is None else request.live.samples.fingerprint,
+            data: [samples.fingerprint for samples in seen],
             "recipe": recipe.digest,
             "job": job,
         }

@@ -134,10 +134,10 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
             {
                 "modality": recoverer.pruned.factory.family.modality,
                 "data": samples.fingerprint,
-                "samples": len(samples),
+                "samples": recoverer.split.samples,
                 "held_out": len(recoverer.split.held_out),
                 "window": samples.tokens,
-                "tokens": len(samples) * samples.tokens,
+                "tokens": recoverer.split.samples * samples.tokens,
             }
         ),
         perplexity_after=None if perplexities is None else [Perplexity.model_validate(entry) for entry in perplexities],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, partial_of, refuse_overlap
@@ -245,10 +246,9 @@ def recoverer_of(settled: Settled) -> Recoverer:
     assert training is not None
     assert recipe is not None
     split, model = Split.of(len(training.samples), recipe.held_out), settled.dense
-    dense = model.stream(training.samples, training.compute_dtype, allocate=training.allocate)
-    pruned = model.stream(
-        training.samples, training.compute_dtype, sizes=split.sizes(recipe), allocate=training.allocate
-    )
+    how: dict[str, Any] = {"allocate": training.allocate, "group": here()}
+    dense = model.stream(training.samples, training.compute_dtype, **how)
+    pruned = model.stream(training.samples, training.compute_dtype, sizes=split.sizes(recipe, here()), **how)
     return Recoverer(dense, pruned, split, recipe, recipe.seed, training.after, training.allocate)
 
 
