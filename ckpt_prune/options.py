@@ -254,6 +254,7 @@ class PlanOptions(RecipeOptions):
     """What to plan."""
 
     output: Path | None = Field(None, description="Plan file to write.")
+    test: Path | None = Field(None, description="Statistics on other samples, to hold the plan against.")
     diagnostics: bool = Field(True, description="Also predict floors, rho2, spectra and held-out errors.")
 
 

@@ -1,8 +1,11 @@
 """Fewer tests than a full product, where one path serves many values: what still occurs is said by the function."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -34,3 +37,29 @@ def dealt(first: Iterable[Any], second: Sequence[Any], each: int = 1) -> list[tu
     found = [(one, next(turn)) for one in first for _ in range(each)]
     assert len(found) >= len(second), "the second axis is longer"
     return found
+
+
+def chosen(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[ParameterSet]:
+    """Parameters of which some are tested always, and the others with `--thorough`.
+
+    Args:
+        values: tuples where a test takes several.
+        keep: of a value, whether it is always tested: others go through the same code.
+    """
+    found = []
+    for value in values:
+        marks = () if keep(value) else (pytest.mark.thorough,)
+        found.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return found
+
+
+def every(count: int, values: Iterable[Any]) -> list[ParameterSet]:
+    """As `chosen`: the first of every `count` values as they come."""
+    turn = itertools.count()
+    return chosen(values, lambda _: next(turn) % count == 0)
+
+
+def first_of_each(values: Iterable[Any], kind: Callable[[Any], Hashable]) -> list[ParameterSet]:
+    """As `chosen`: the first value of every kind."""
+    met: set[Hashable] = set()
+    return chosen(values, lambda value: not (kind(value) in met or met.add(kind(value))))

@@ -22,7 +22,7 @@ from ckpt_prune.calibration.text import load_tokenizer, read_text, token_stream
 from ckpt_prune.planning.names import Backbone
 from ckpt_prune.planning.names import RetractionName as MethodName
 from ckpt_prune.rotations.importance import Side, Term, objective, sensitivity
-from ckpt_prune.rotations.orthogonal import METHODS, identity, rotator
+from ckpt_prune.rotations.orthogonal import METHODS, clipped, identity, rotator
 from ckpt_prune.rotations.training import Training
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -67,9 +67,11 @@ class Run:
             total += float(loss.detach())
         self.entropies.append(total)
         if not self.done:
-            for one, rotation in zip(self.rotators, here, strict=True):
-                if one is not None and rotation is not None and rotation.grad is not None:
-                    one.step(rotation.grad, self.training.rate(len(self.entropies) - 1))
+            both = zip(self.rotators, here, strict=True)
+            moved = [(r, q.grad) for r, q in both if r is not None and q is not None and q.grad is not None]
+            slopes = clipped([one.slope(gradient) for one, gradient in moved], self.training.clip)
+            for (one, _), slope in zip(moved, slopes, strict=True):
+                one.step(slope, self.training.rate(len(self.entropies) - 1))
             if self.device.startswith("cuda"):
                 torch.cuda.synchronize()
             self.seconds.append(self.seconds[-1] + time.perf_counter() - start)

@@ -43,8 +43,8 @@ PRUNINGS: dict[str, dict[str, Any]] = {
     "wanda-2-4": {"recipe": "wanda-2-4"},
     "sparsegpt-2-4": {"recipe": "sparsegpt-2-4"},
     "denoise-rotator-wanda-2-4": {"recipe": "denoise-rotator-wanda-2-4", "overrides": {"rotation.steps": 20}},
-    "denoise-rotator-shared-sparsegpt-2-4": {
-        "recipe": "denoise-rotator-shared-sparsegpt-2-4",
+    "cayley-rotator-shared-sparsegpt-2-4": {
+        "recipe": "cayley-rotator-shared-sparsegpt-2-4",
         "overrides": {"rotation.steps": 20},
     },
     "corp": {"recipe": "corp", "ratio": 0.3, **BY_STATISTICS},

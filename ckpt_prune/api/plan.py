@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt_prune.planning.plan import Plan
     from ckpt_prune.planning.records import Cost
     from ckpt_prune.transform.settle import Settled
+    from ckpt_prune.transform.shifts import Shifting
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Planned:
         plan: which units of which sites stay, with scores and predicted errors; `prune(plan=…)` takes it.
         settled: the job that it plans.
         path: the file it was written to, or None.
+        shifting: what its sites lose on the statistics of `test`; None without any.
     """
 
     plan: "Plan"
     settled: "Settled"
     path: Path | None
+    shifting: "Shifting | None" = None
 
     @property
     def messages(self) -> list[str]:
@@ -52,7 +55,7 @@ class Planned:
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
         data: dict[str, Any] = json.loads(self.plan.to_json())
-        return data
+        return data if self.shifting is None else data | {"shift": [site.data() for site in self.shifting.sites]}
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def plan(
     *,
     recipe: AnyPath | None = None,
     statistics: "AnyPath | Statistics | None" = None,
+    test: "AnyPath | Statistics | None" = None,
     ratio: float | str | None = None,
     target_params: str | None = None,
     target_bytes: str | None = None,
@@ -140,6 +144,7 @@ def plan(
         model: a folder, a Hub id, or what a function of this package has written.
         recipe: a shipped recipe's name or a file; None for the default.
         statistics: what `calibrate` gave, or its folder.
+        test: the same on other samples: the result then says what every site loses there.
         ratio: share of units to drop in every space, such as 0.2 or "20%", in place of the recipe's.
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
         target_bytes: bytes of tensors, likewise, such as "9.5GiB".
@@ -162,17 +167,20 @@ def plan(
     asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
     check_supported(options.model, options.family, options.part)
 
+    from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.transform.asked import check_plan_place, plan_request
     from ckpt_prune.transform.planned import make_plan
     from ckpt_prune.transform.settle import settle
+    from ckpt_prune.transform.shifts import Shifting
 
     with progress_shown(progress):
         request = plan_request(options)
         settled = settle(request)
         request.model.checkpoint.check_finite()
-        made = make_plan(settled)
+        shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
+        made = make_plan(settled, shifting)
         if options.output is not None:
             check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
             write_whole(options.output, made.to_json())
-        return Planned(made, settled, options.output)
+        return Planned(made, settled, options.output, shifting)

@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overl
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import here
-from ckpt_prune.planning.recovery_recipe import Part, RecoverySettings
+from ckpt_prune.planning.recovery_recipe import Part, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def recover(
     schedule: Literal["cosine", "constant"] = "cosine",
     only: Part | None = None,
     layers: str | None = None,
+    norms: bool = False,
+    teacher: Teacher = "dense",
     held_out: float = 0.1,
     patience: int = 3,
     state_memory: float = 8.0,
@@ -100,7 +102,9 @@ def recover(
         schedule: of the learning rate over a block's steps.
         only: train these linear modules alone.
         layers: recover blocks A to B - 1 only, as "A:B".
-        held_out: share of the samples that decides which epoch's weights are kept, if any.
+        norms: train what blocks have beside linear modules, too.
+        teacher: the stream that the dense block is given: the dense model's or the pruned one's.
+        held_out: share of the samples that decides which epoch's weights are kept, if any; 0 keeps the last epoch's.
         patience: epochs without less error on them before a block is left.
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped beside the output.
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.

@@ -30,6 +30,7 @@ from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import ComparedPlan
+    from ckpt_prune.transform.shifts import Shifting
 
 
 def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> None:
@@ -53,6 +54,12 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
     f"{DEFAULT_RECIPE}]",
 )
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
+@click.option(
+    "--test",
+    type=click.Path(path_type=Path),
+    metavar="STATS",
+    help="Statistics of MODEL on other samples: also say what every site of the plan loses there.",
+)
 @ratio_option
 @size_options
 @set_option
@@ -81,13 +88,19 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     Where compensation is chosen on held-out folds (method auto), margin is by how much at least the next best method is
     worse there, relative.
 
+    --test STATS holds the plan, made from --statistics, against other samples: the error of every site there, exactly,
+    beside how far its inputs are from those it was fitted on, and the bound of CORP's Proposition C.1.3.
+
     \b
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
       ckpt-prune prune MODEL --plan plan.json -o OUT
       ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
       ckpt-prune plan MODEL --recipe rcpu --recipe ridge --recipe best-uniform --statistics STATS --ratio 0.2
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
+      ckpt-prune plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2
     """
+    if given["test"] is not None and (len(recipes) > 1 or sweep is not None):
+        raise UserError("--test holds one plan against other statistics: it goes with one --recipe and no --sweep")
     if len(recipes) > 1:
         _side_by_side(recipes, sweep, as_json, given)
         return
@@ -100,13 +113,53 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     if as_json:
         for line in filter(None, (*made.messages, takes)):
             click.echo(line, err=True)
-        click.echo(made.plan.to_json(), nl=False)
+        if made.shifting is None:
+            click.echo(made.plan.to_json(), nl=False)
+        else:
+            echo_json(made.data())
         return
     _print_plan(made.settled, made.plan)
+    if made.shifting is not None:
+        _print_shifts(made.shifting)
     if takes is not None:
         click.echo(f"\n{takes}")
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
+
+
+def _print_shifts(shifting: "Shifting") -> None:
+    """What sites lose on other samples than those the plan was made from."""
+
+    def figure(value: float | None, form: str = ".4f") -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            *(str(site.block), site.space, f"{site.kept}/{site.units}"),
+            *(figure(value) for value in (site.calibration, site.test, site.uncompensated, site.floor)),
+            *(figure(site.covariances, ".3f"), figure(site.means, ".3f"), figure(site.smallest, ".2g")),
+            *(figure(site.bound, ".2g"), f"{site.freedom:,}", f"{site.tokens:,}"),
+        ]
+        for site in shifting.sites
+    ]
+    click.echo()
+    headers = ["block", "space", "kept", "calibration", "test", "before", "floor", "covariances", "means", "smallest"]
+    click.echo(table([*headers, "bound", "freedom", "tokens"], rows))
+    click.echo()
+    click.echo("calibration, test: the error after compensation on the samples of --statistics and of --test")
+    click.echo("before, floor: on the samples of --test, without compensation, and the least that there can be")
+    click.echo(
+        "covariances, means: how far the inputs of --test are from those of --statistics: |S - S'| / |S| in the "
+        "spectral norm, |m - m'|^2 / E|x|^2"
+    )
+    click.echo(
+        "smallest: the least eigenvalue of what is solved, as a share of its mean: the less, the more the fit follows "
+        "its samples"
+    )
+    click.echo("bound: CORP's Proposition C.1.3 with constants of one; far above what happens")
+    click.echo("freedom: numbers that the compensation chooses (RCPU, section 4.2), on so many tokens")
+    if shifting.left:
+        click.echo(f"{' and '.join(shifting.left)}: not told on other samples; those sites do not end in columns")
 
 
 def _side_by_side(recipes: tuple[str, ...], sweep: str | None, as_json: bool, given: dict[str, Any]) -> None:
@@ -170,7 +223,7 @@ def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
         raise UserError(
             "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
         )
-    given.pop("overwrite")
+    del given["overwrite"], given["test"]
     found = plan_at(given.pop("model"), ratios, **given)
     if as_json:
         echo_json(found.data())

@@ -206,7 +206,7 @@ def recovery_lines(report: Report) -> Iterable[str]:
 
     yield (
         f"recovered {figures.recovered} of {figures.blocks} blocks; means over blocks on "
-        f"{counted(figures.held_out, 'held-out sample')}: squared error "
+        f"{counted(figures.measured, f'{figures.tried_on} sample')}: squared error "
         f"{mean('mse_before', '.4g')} -> {mean('mse_after', '.4g')}, CKA {mean('cka_before', '.4f')} -> "
         f"{mean('cka_after', '.4f')}"
     )
@@ -230,8 +230,8 @@ def recovery_lines(report: Report) -> Iterable[str]:
     if figures.perplexities:
         curve = ", ".join(f"{_perplexity(entry.perplexity)} with {entry.blocks}" for entry in figures.perplexities)
         yield (
-            f"perplexity on {counted(figures.held_out, 'held-out window')} of {figures.window} tokens: {curve} "
-            "blocks recovered"
+            f"perplexity on {counted(figures.measured, f'{figures.tried_on} window')} of {figures.window} tokens: "
+            f"{curve} blocks recovered"
         )
 
 

@@ -180,17 +180,20 @@ def _of_head(moments: LogitMoments, kept: Tensor) -> tuple[Tensor, Tensor, Tenso
     return rhs, query_gram, key_gram, energy(outside), energy(at)
 
 
-def absolute_strength(value: float, units: Units, system: LogitSystem) -> Tensor:
-    """A strength on the scale of the system, for each head, (H,) float64.
+def absolute_strength(value: float, units: Units, mean: Tensor) -> Tensor:
+    """A strength on the scale of a system, for each head, (H,) float64.
 
-    An absolute strength is on that scale already; a relative one is times `diagonal_mean`.
+    Args:
+        value: an absolute strength is on that scale already; a relative one is times `mean`.
+        units: which of them it is.
+        mean: the system's `diagonal_mean`, (H,).
 
     Raises:
         ValueError: the strength is negative or not a number.
     """
     if not value >= 0:
         raise ValueError(f"lambda must be zero or more, not {value}")
-    return value * (system.diagonal_mean if units == "relative" else torch.ones_like(system.diagonal_mean))
+    return value * (mean if units == "relative" else torch.ones_like(mean))
 
 
 @dataclass(frozen=True)
@@ -328,7 +331,7 @@ def diagnose_logit(system: LogitSystem) -> LogitDiagnostics:
     lost = system.dropped_energy.clamp_min(0)
     # The error of any M is an upper bound of the floor, and its excess is quadratic in the error of M. λ = 0 comes
     # nearest, unless the operator is singular and rounding stops it early.
-    tried = torch.stack([absolute_strength(value, "relative", system) for value in (0.0, NEAR_ZERO)], 1)
+    tried = torch.stack([absolute_strength(value, "relative", system.diagonal_mean) for value in (0.0, NEAR_ZERO)], 1)
     found = []
     for head, strengths in enumerate(tried):
         M, _, _ = _conjugate_gradients(system, head, strengths, CHOICE_TOLERANCE, MAX_STEPS)
@@ -363,7 +366,7 @@ def choose_strength(
             systems[head] = [_system(fold.of_head(head), kept[head : head + 1], form) for fold in folds]
         own = systems[head]
         train = reduce(add, own[:held] + own[held + 1 :])
-        strengths = torch.cat([absolute_strength(value, units, train) for value in grid])
+        strengths = torch.cat([absolute_strength(value, units, train.diagonal_mean) for value in grid])
         M, _, _ = _conjugate_gradients(train, 0, strengths, CHOICE_TOLERANCE, MAX_STEPS)
         return _errors(own[held], 0, M), own[held].energy.sum()
 

@@ -63,7 +63,7 @@ def _no_choice(*_: object) -> Choice:
 
 
 def _logit(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
-    solution = logit.solve_logit(system, logit.absolute_strength(value, units, system))
+    solution = logit.solve_logit(system, logit.absolute_strength(value, units, system.diagonal_mean))
     left, right = mixed(solution.M, kept, moments.head_dim)
     return LogitFit(left, right, logit.logit_error(system, solution.M), float(solution.residual.max()))
 

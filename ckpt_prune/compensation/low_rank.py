@@ -67,7 +67,7 @@ class _Head:
 
     def strength(self, value: float, units: Units) -> float:
         """A strength on the scale of the samples' sums."""
-        return float(absolute_strength(value, units, self.system))
+        return float(absolute_strength(value, units, self.system.diagonal_mean))
 
     def error(self, left: Tensor, right: Tensor) -> Tensor:
         """Σ_b ‖Q_b (I − P Qᵀ) K_bᵀ‖², () float64, never negative."""

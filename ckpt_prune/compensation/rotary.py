@@ -21,7 +21,7 @@ from torch import Tensor
 from ckpt_prune.architectures.spaces import Pairing
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.compensation.least_squares import RELATIVE_CUTOFF
-from ckpt_prune.compensation.logit import Choice, LogitDiagnostics, least_held_out
+from ckpt_prune.compensation.logit import Choice, LogitDiagnostics, absolute_strength, least_held_out
 from ckpt_prune.compensation.methods import Traits, Units
 
 ROTARY_METHODS: dict[str, Traits] = {
@@ -92,18 +92,6 @@ def rotary_system(moments: RotaryMoments, kept: Tensor) -> RotarySystem:
     )
 
 
-def strengths_of(value: float, units: Units, system: RotarySystem) -> Tensor:
-    """A strength on the scale of the system, for each query head, (H,) float64.
-
-    Raises:
-        ValueError: it is negative or not a number.
-    """
-    if not value >= 0:
-        raise ValueError(f"lambda must be zero or more, not {value}")
-    mean = system.diagonal_mean
-    return value * (mean if units == "relative" else torch.ones_like(mean))
-
-
 def solve_factors(system: RotarySystem, strength: Tensor) -> Tensor:
     """The a and b of every pair that stays: (H, P', 2) float64; the least ones where several do as well.
 
@@ -151,7 +139,7 @@ def choose_factors(
     def errors(_: int, held: int) -> tuple[Tensor, Tensor]:
         train = rotary_system(reduce(add, [*folds[:held], *folds[held + 1 :]]), kept)
         own = rotary_system(folds[held], kept)
-        fitted = (solve_factors(train, strengths_of(value, units, train)) for value in grid)
+        fitted = (solve_factors(train, absolute_strength(value, units, train.diagonal_mean)) for value in grid)
         return torch.stack([factor_errors(own, each).sum() for each in fitted]), own.energy.sum()
 
     return least_held_out(folds, 1, grid, errors)

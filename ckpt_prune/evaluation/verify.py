@@ -248,7 +248,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if report.recovery is not None and report.rotation is None:
-        return _kept_outside(checkpoint, dense)
+        return _kept_outside(checkpoint, dense, whole_blocks=report.recovery.trained_norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.linears and not report.sites:
@@ -256,21 +256,19 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     return _kept_rows(checkpoint, dense, report)
 
 
-def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
-    """What is not in the blocks' linear modules, which recovery rewrites, is the dense model's."""
+def _kept_outside(checkpoint: Checkpoint, dense: Checkpoint, *, whole_blocks: bool) -> tuple[bool, str]:
+    """What recovery does not rewrite is the dense model's: outside blocks' linear modules, or outside whole blocks."""
     dense, family = fitted(dense)
-    trained = {
-        family.tensor(block, module, kind)
-        for block in range(family.dimension(parse_config(dense.config), "layers"))
-        for module in family.linears
-        for kind in KINDS
-    }
-    compared = [name for name in checkpoint.tensors if name not in trained]
+    blocks = range(family.dimension(parse_config(dense.config), "layers"))
+    trained = {family.tensor(block, module, kind) for block in blocks for module in family.linears for kind in KINDS}
+    inside = tuple(family.block.format(block=block) for block in blocks) if whole_blocks else ()
+    compared = [name for name in checkpoint.tensors if name not in trained and not name.startswith(inside)]
     for name in track(compared, "comparing", unit="tensor"):
         if name not in dense.tensors or not _same(checkpoint.read([name])[name], dense.read([name])[name]):
             return False, f"{name} is no weight that recovery changes and is not the dense model's"
     return True, (
-        f"{len(compared)} tensors outside the recovered linear modules are the dense ones, bit for bit; "
+        f"{len(compared)} tensors outside the recovered {'blocks' if whole_blocks else 'linear modules'} are the dense "
+        "ones, bit for bit; "
         "the weights that were recovered are not compared"
     )
 

@@ -8,6 +8,7 @@ from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.fields import Strict
 
 Part = Literal["mlp", "attention"]
+Teacher = Literal["dense", "pruned"]
 
 _PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
 """LaCo's learning rate (section 4.4), and the hidden size of the models that it was found on."""
@@ -38,11 +39,21 @@ class RecoverySettings(Strict):
         None,
         description="Recover blocks a to b - 1 only, as A:B; either may be left out. The others stay as they are.",
     )
+    norms: bool = Field(
+        False, description="Train what blocks have beside linear modules, too, as the paper does: norms."
+    )
+    teacher: Teacher = Field(
+        "dense",
+        description="What the dense block makes of the dense model's stream (the paper's Algorithm 1), or of the "
+        "pruned model's (pruned; its eq. 9).",
+    )
     held_out: float = Field(
         0.1,
-        gt=0,
+        ge=0,
         lt=1,
-        description="Share of the samples that is not trained on: it decides which epoch's weights are kept, if any.",
+        description="Share of the samples that is not trained on: it decides which epoch's weights are kept, if any. "
+        "0: those of the last epoch, as in the paper; nothing is tried at other rates, and errors are told of samples "
+        "that were trained on.",
     )
     patience: int = Field(
         3,

@@ -35,7 +35,7 @@ class Recoverer:
         settings: of training.
         seed: of the order of samples.
         after: numbers of blocks k, for the perplexity of the model of which the first k blocks are recovered.
-        allocate: makes the tensors that hold what models with fewer blocks recovered make of held-out samples.
+        allocate: makes the tensors that hold what models with fewer blocks recovered make of measured samples.
 
     Raises:
         UserError: the two models start from different hidden states.
@@ -52,7 +52,7 @@ class Recoverer:
 
     def __post_init__(self) -> None:
         check_same_start(self.dense.states, self.pruned.states)
-        # Nothing recovered: what the pruned model itself makes of held-out samples.
+        # Nothing recovered: what the pruned model itself makes of measured samples.
         self._branch(0)
 
     @cached_property
@@ -75,13 +75,12 @@ class Recoverer:
     @property
     def summary(self) -> str:
         """What is about to be done, in a line."""
-        samples = self.pruned.samples
-        count = self.split.samples
+        samples, held_out = self.pruned.samples, len(self.split.measured) if self.settings.held_out else 0
         image = self.pruned.factory.family.modality == "image"
         what = "images" if image else f"windows of {samples.tokens} tokens"
         return (
-            f"recovering {len(self.wanted)} of {self.blocks} blocks on {count} {what}, "
-            f"{len(self.split.held_out)} of them held out, up to {self.settings.epochs} epochs at lr {self.rate:.3g}"
+            f"recovering {len(self.wanted)} of {self.blocks} blocks on {self.split.samples} {what}, "
+            f"{held_out} of them held out, up to {self.settings.epochs} epochs at lr {self.rate:.3g}"
         )
 
     @property
@@ -115,11 +114,11 @@ class Recoverer:
         del as_pruned
         trained = Trained(dict(pruned))
         if index in self.wanted:
-            trained = self._train(index, pruned, meter)
+            trained = self._train(index, pruned, self._targets(index, dense), meter)
             meter.to(self.epochs_until(index))
         self._go_on(index, trained.tensors)
         before, cka_before = self._likeness(lambda rows: self._branches[0][rows])
-        after, cka_after = self._likeness(lambda rows: self.pruned.states[self._held_out[rows]])
+        after, cka_after = self._likeness(lambda rows: self.pruned.states[self._own_measured[rows]])
         return trained.tensors, RecoveredLayer(
             block=index,
             mse_before=before,
@@ -143,7 +142,7 @@ class Recoverer:
         self._go_on(index, written)
 
     def perplexities(self) -> list[dict[str, float | None]] | None:
-        """After the last block: perplexity on held-out windows with the first k blocks recovered, ascending k.
+        """After the last block: perplexity on measured windows with the first k blocks recovered, ascending k.
 
         Numbers of blocks are none, all, and those asked for. A perplexity too large for a float is None, and so is
         everything for a model that is no causal language model.
@@ -152,13 +151,27 @@ class Recoverer:
             return None
         found: list[dict[str, float | None]] = []
         for blocks in [*sorted(self._branches), self.blocks]:
-            rows = self._held_out
+            rows = self._own_measured
             nll = self.pruned.nll(self._branches.get(blocks, (self.pruned.states[row] for row in rows)), rows)
             # JSON has no infinity.
             found.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
         return found
 
-    def _train(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> Trained:
+    def _targets(self, index: int, dense: Mapping[str, Tensor]) -> Tensor:
+        """What the dense block makes of the dense model's stream, or of the pruned one's, which is at its input."""
+        if self.settings.teacher == "dense":
+            return self.dense.states
+        block = self.dense.factory.block(index, dense)
+        for _, rows in self.dense.batches:
+            self._of_pruned[rows] = self.dense.run(block, index, self.pruned.states[rows]).cpu()
+        return self._of_pruned
+
+    @cached_property
+    def _of_pruned(self) -> Tensor:
+        """Room for what dense blocks make of the pruned model's stream."""
+        return self.allocate(tuple(self.pruned.states.shape), self.pruned.states.dtype)
+
+    def _train(self, index: int, pruned: Mapping[str, Tensor], targets: Tensor, meter: Meter) -> Trained:
         family = self.pruned.factory.family
         done = self.epochs_until(index) - self.settings.epochs
         named = f"block {index}"
@@ -172,8 +185,8 @@ class Recoverer:
             self.pruned,
             index,
             pruned,
-            trained_tensors(family, index, pruned, self.settings.only),
-            self.dense.states,
+            trained_tensors(family, index, pruned, self.settings.only, norms=self.settings.norms),
+            targets,
             self.split,
             self.settings,
             rate=self.rate,
@@ -194,8 +207,8 @@ class Recoverer:
             self._branch(index + 1)
 
     def _branch(self, blocks: int) -> None:
-        """From here on, follow what the model makes of held-out samples with no more than `blocks` recovered."""
-        rows, states = self._held_out, self.pruned.states
+        """From here on, follow what the model makes of measured samples with no more than `blocks` recovered."""
+        rows, states = self._own_measured, self.pruned.states
         self._branches[blocks] = self.allocate((len(rows), *states.shape[1:]), states.dtype)
         for number, row in enumerate(rows.tolist()):
             self._branches[blocks][number] = states[row]
@@ -210,34 +223,34 @@ class Recoverer:
         return self.pruned.group.share(self.split.samples)
 
     @cached_property
-    def _held_out(self) -> Tensor:
-        """Held-out samples of this process, as it counts them."""
-        return within(self.split.held_out, self._share)
+    def _own_measured(self) -> Tensor:
+        """Measured samples of this process, as it counts them."""
+        return within(self.split.measured, self._share)
 
     def _through(self, block: nn.Module, index: int, rows: slice) -> Tensor:
-        """What a block makes of the states of some of this process's held-out samples, on CPU."""
-        return self._run(block, index, self.pruned.states[self._held_out[rows]])
+        """What a block makes of the states of some of this process's measured samples, on CPU."""
+        return self._run(block, index, self.pruned.states[self._own_measured[rows]])
 
     @torch.no_grad()
     def _run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
         return self.pruned.run(block, index, states).cpu() if len(states) else states
 
     def _likeness(self, ours: Callable[[slice], Tensor]) -> tuple[float, float]:
-        """Mean squared error and linear CKA of held-out samples' states against the dense ones.
+        """Mean squared error and linear CKA of measured samples' states against the dense ones.
 
         Args:
-            ours: states of a run of this process's held-out samples.
+            ours: states of a run of this process's measured samples.
         """
         device, group, similarity, tokens = self.pruned.factory.device, self.pruned.group, Similarity(), 0
         # How many of them are other processes', before this one's.
-        before = int((self.split.held_out < self._share.start).sum())
-        for start in range(0, len(self.split.held_out), self._part):
-            first, last = (min(max(at - before, 0), len(self._held_out)) for at in (start, start + self._part))
+        before = int((self.split.measured < self._share.start).sum())
+        for start in range(0, len(self.split.measured), self._part):
+            first, last = (min(max(at - before, 0), len(self._own_measured)) for at in (start, start + self._part))
             rows = slice(first, last)
-            mine, theirs = (group.join(e, 0) for e in (ours(rows), self.dense.states[self._held_out[rows]]))
+            mine, theirs = (group.join(e, 0) for e in (ours(rows), self.dense.states[self._own_measured[rows]]))
             if group.first:
                 similarity.add(mine.to(device), theirs.to(device))
-            tokens += len(self.split.held_out[start : start + self._part]) * mine.shape[1]
+            tokens += len(self.split.measured[start : start + self._part]) * mine.shape[1]
             if tokens >= _COMPARED_TOKENS:
                 break
         return group.once(lambda: (similarity.mse, similarity.cka))

@@ -1,43 +1,60 @@
 """Which weights of a pruned block may change: those that are not zero."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family
+from ckpt_prune.architectures.skeleton import is_stored_buffer
 from ckpt_prune.planning.recovery_recipe import Part
+from ckpt_prune.rotations.rotated import ENTRY, EXIT
 
 
-def trained_tensors(family: Family, block: int, tensors: Iterable[str], only: Part | None = None) -> list[str]:
+def trained_tensors(
+    family: Family, block: int, tensors: Mapping[str, Tensor], only: Part | None = None, *, norms: bool = False
+) -> list[str]:
     """On-disk names of a block's weights and biases that are trained: those of its linear modules.
 
-    Norms, and modules that turn the residual stream, are no target of pruning and stay.
+    Modules that turn the residual stream are no target of pruning and stay, as do norms unless they are asked for.
 
     Args:
         family: the model's description.
         block: its index.
-        tensors: names of its tensors.
+        tensors: its tensors by on-disk name.
         only: its mlp or its attention alone.
+        norms: also what a block has beside its linear modules: norms, layer scales.
     """
     attention = set(family.attention.modules)
     modules = [m for m in family.linears if only is None or (m in attention) == (only == "attention")]
-    present = set(tensors)
     names = [family.tensor(block, module, kind) for module in modules for kind in KINDS]
-    return [name for name in names if name in present]
+    found = [name for name in names if name in tensors]
+    if norms:
+        prefix = family.block.format(block=block)
+        known = {family.tensor(block, module, kind) for module in family.linears for kind in KINDS}
+        fixed = (f"{prefix}{ENTRY}", f"{prefix}{EXIT}")
+        rest = [name for name in tensors if name.startswith(prefix) and name not in known]
+        # What is no floating point number tells of the block's shape.
+        rest = [name for name in rest if tensors[name].is_floating_point() and not name.startswith(fixed)]
+        found += sorted(name for name in rest if not is_stored_buffer(name))
+    return found
 
 
 def survivors(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Which elements of a tensor are free to change, bool of its shape (LaCo eq. 9, the support of the mask).
 
     In a weight these are the elements that are not zero. In a bias they are all but the zeros of rows whose
-    whole weight is zero: there a padded container holds a dropped unit.
+    whole weight is zero: there a padded container holds a dropped unit. A norm is free: its zeros are values like any.
 
     Args:
         tensors: of the block, by on-disk name.
         name: of one of them.
     """
     tensor = tensors[name]
+    weight = tensors.get(f"{name.rpartition('.')[0]}.weight", tensor)
+    if weight.dim() == 1:
+        return torch.ones_like(tensor, dtype=torch.bool)
     if not name.endswith(".bias"):
         return tensor != 0
-    rows = (tensors[f"{name.removesuffix('.bias')}.weight"] != 0).any(1)
+    rows = (weight != 0).any(1)
     return rows | (tensor != 0)

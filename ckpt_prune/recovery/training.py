@@ -14,9 +14,11 @@ from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import survivors
 
 _NOTHING = 1e-10
-"""Held-out error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""
+"""Error, as a share of the target's energy, below which there is nothing to recover: float32 rounding."""
 _ATTEMPTS, _SLOWER = 3, 4.0
 """How often a block is trained until something is gained, each time at so many times smaller a rate."""
+_MEASURED = 0.1
+"""Share of the samples that errors are told of where none is held out."""
 _DIVERGED = 10.0
 """Times the error at the start: training that gets there is lost."""
 
@@ -26,34 +28,36 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Split:
-    """Samples that are trained on and samples that are not.
+    """Samples that are trained on and samples that errors are told of.
 
     Attributes:
-        train, held_out: indices, int64, ascending.
+        train: indices, int64, ascending.
+        measured: the same; none that is trained on, unless nothing is held out.
     """
 
     train: Tensor
-    held_out: Tensor
+    measured: Tensor
 
     @classmethod
     def of(cls, samples: int, share: float) -> "Split":
-        """Hold out a share, spread evenly over the samples: at least one and not all.
+        """Hold out a share, spread evenly over the samples: at least one and not all; or, for a share of 0, nothing.
 
         Raises:
             ValueError: fewer than two samples.
         """
         if samples < 2:
             raise ValueError("one sample cannot be split")
-        count = min(max(1, round(samples * share)), samples - 1)
-        held_out = ((torch.arange(count) + 0.5) * samples / count).long()
+        count = min(max(1, round(samples * (share or _MEASURED))), samples - 1)
+        measured = ((torch.arange(count) + 0.5) * samples / count).long()
         free = torch.ones(samples, dtype=torch.bool)
-        free[held_out] = False
-        return cls(free.nonzero().flatten(), held_out)
+        free[measured] = share == 0
+        return cls(free.nonzero().flatten(), measured)
 
     @property
     def samples(self) -> int:
         """How many there are in all."""
-        return len(self.train) + len(self.held_out)
+        # Where none are held out, some are in both.
+        return len({*self.train.tolist(), *self.measured.tolist()})
 
     def sizes(self, settings: RecoverySettings, group: Group = ALONE) -> set[int]:
         """Numbers of samples that go through a block at once."""
@@ -61,7 +65,7 @@ class Split:
         if group.size > 1:  # of a batch, any number may be of one process
             return set(range(1, size + 1))
         trained = {len(part) for batch in cut(self.train, settings.batch) for part in cut(batch, size)}
-        return trained | {len(part) for part in cut(self.held_out, size)}
+        return trained | {len(part) for part in cut(self.measured, size)}
 
 
 def cut(rows: Tensor, size: int) -> list[Tensor]:
@@ -119,7 +123,7 @@ def train_block(
     After every epoch the weights, rounded to the dtype they are stored in, are tried on held-out samples. Those of the
     best epoch are kept, and the old ones where none is better, so the held-out error never grows. A block in which no
     epoch was better is trained again at a quarter of the rate, and once more at a sixteenth: what has lost little wants
-    small steps.
+    small steps. Where no samples are held out, the weights of the last epoch are kept, and there is one attempt.
 
     Args:
         stream: the pruned model's, at this block's input H'.
@@ -133,14 +137,14 @@ def train_block(
         seed: of the order of samples, together with the index.
         progress: told of each epoch.
     """
-    energies = [_energy(stream, split, targets, rows) for rows in (split.train, split.held_out)]
+    energies = [_energy(stream, split, targets, rows) for rows in (split.train, split.measured)]
     task = _Task(stream, index, dict(tensors), names, targets, split, settings, seed, progress, *energies)
     start = task.error(task.block())
     if not math.isfinite(start) or start <= _NOTHING or not names:
         return Trained(task.given)
     trained, epochs, diverged = Trained(task.given), 0, False
     group = stream.group
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS if settings.held_out else 1):
         trained = task.train(rate / _SLOWER**attempt, start)
         epochs, diverged = epochs + trained.epochs, diverged or trained.diverged
         if trained.best_epoch:
@@ -155,7 +159,7 @@ class _Task:
 
     Attributes:
         energy: mean ‖Y‖² of a sample that is trained on.
-        held_out_energy: of one that is held out.
+        measured_energy: of one that is measured on.
     """
 
     stream: HiddenStream
@@ -168,7 +172,7 @@ class _Task:
     seed: int
     progress: Progress
     energy: float
-    held_out_energy: float
+    measured_energy: float
 
     def _mine(self, rows: Tensor) -> Tensor:
         """Those of some samples that this process has, as it counts them."""
@@ -179,12 +183,12 @@ class _Task:
         return _Block(self.stream, self.index, self.given, self.names)
 
     def error(self, block: "_Block") -> float:
-        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the held-out samples, with weights as they would be stored."""
-        parts = cut(self._mine(self.split.held_out), part_size(self.settings))
-        return block.error(self.targets, parts, self.held_out_energy * len(self.split.held_out))
+        """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the measured samples, with weights as they would be stored."""
+        parts = cut(self._mine(self.split.measured), part_size(self.settings))
+        return block.error(self.targets, parts, self.measured_energy * len(self.split.measured))
 
     def train(self, rate: float, start: float) -> Trained:
-        """Train the given block at one rate, from the held-out error `start`."""
+        """Train the given block at one rate, from the error `start` on measured samples."""
         settings, block = self.settings, self.block()
         optimiser = torch.optim.Adam(block.parameters, lr=rate)
         order = torch.Generator().manual_seed((self.seed * 1_000_003 + self.index) % 2**63)
@@ -206,13 +210,13 @@ class _Task:
             diverged = not error <= _DIVERGED * start
             if diverged:
                 break
-            if error < best:
+            if error < best or not settings.held_out:
                 best, best_epoch, kept = error, epoch, block.stored()
             # Not against the start: a high rate may lie above it for epochs, and get below when the cosine brings it
             # down.
             if error < lowest:
                 lowest, lowest_epoch = error, epoch
-            elif epoch - lowest_epoch >= settings.patience:
+            elif settings.held_out and epoch - lowest_epoch >= settings.patience:
                 break
         return Trained(kept, epoch, best_epoch, rate if best_epoch else None, diverged)
 

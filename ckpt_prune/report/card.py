@@ -253,7 +253,7 @@ def _recovery(report: Report) -> list[str]:
         sentences.append("It had been recovered before; that record is in `ckpt_prune.json` as `recovery.earlier`.")
     changes = [f"{_LIKENESS[name]} {means.before:.4g} -> {means.after:.4g}" for name, means in figures.means.items()]
     if changes:
-        sentences.append(f"On held-out samples, mean over blocks, before -> after: {', '.join(changes)}.")
+        sentences.append(f"On {figures.tried_on} samples, mean over blocks, before -> after: {', '.join(changes)}.")
     return [" ".join(sentences)]
 
 

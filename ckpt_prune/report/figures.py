@@ -272,8 +272,8 @@ class RecoveryFigures:
     Attributes:
         blocks, recovered: how many there are, and how many have new weights.
         images: whether samples are images.
-        samples, held_out, window: how many, how many of them held out, tokens of each; None where the file does not
-            say.
+        samples, held_out, measured, window: how many, how many of them held out, how many errors are of (of those that
+            are trained on, where none is held out), tokens of each; None where the file does not say.
         epochs, lr: of the settings; NaN where the file does not say at which rate.
         only, layers: the part that was recovered; None: all.
         complete: figure of a layer, such as mse_after → mean over all blocks, or None where one is not finite.
@@ -290,6 +290,7 @@ class RecoveryFigures:
     images: bool
     samples: int | None
     held_out: int | None
+    measured: int | None
     window: int | None
     epochs: int | None
     lr: float
@@ -302,6 +303,11 @@ class RecoveryFigures:
     diverged: list[int]
     worse: bool
     perplexities: list[Perplexity]
+
+    @property
+    def tried_on(self) -> str:
+        """Which samples errors are of."""
+        return "held-out" if self.held_out != 0 else "training"
 
 
 def recovery_figures(recovery: Recovery | None, layers: Sequence[RecoveredLayer]) -> RecoveryFigures | None:
@@ -316,6 +322,7 @@ def recovery_figures(recovery: Recovery | None, layers: Sequence[RecoveredLayer]
         images=data.text("modality") == "image",
         samples=data.amount("samples"),
         held_out=data.amount("held_out"),
+        measured=data.amount("measured") or data.amount("held_out"),
         window=data.amount("window"),
         epochs=settings.amount("epochs"),
         lr=rate if (rate := settings.figure("lr")) is not None else math.nan,

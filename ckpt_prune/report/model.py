@@ -164,6 +164,13 @@ class Recovery(Fixed):
     perplexity_after: list[Perplexity] | None = None
     earlier: Earlier | None = None
 
+    @property
+    def trained_norms(self) -> bool:
+        """Whether this recovery, or one that it followed, trained what blocks have beside linear modules."""
+        if getattr(self.settings, "norms", False) is True:
+            return True
+        return self.earlier is not None and self.earlier.recovery.trained_norms
+
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}

@@ -11,7 +11,7 @@
 Both start anywhere, take leading batch dimensions, and are given the plain gradient dL/dQ: they do not see the loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,11 +32,18 @@ class Rotator(Protocol):
     def rotation(self) -> Tensor:
         """Where it stands, (..., n, n), without a gradient; not to be written to."""
 
-    def step(self, gradient: Tensor, rate: float) -> None:
+    def slope(self, gradient: Tensor) -> Tensor:
+        """The gradient of what it moves by itself.
+
+        Args:
+            gradient: dL/dQ where it stands, (..., n, n), of all entries as if they were free.
+        """
+
+    def step(self, slope: Tensor, rate: float) -> None:
         """Go one step down from where it stands.
 
         Args:
-            gradient: dL/dQ, (..., n, n), of all entries as if they were free.
+            slope: as `slope` gives it, clipped or not.
             rate: learning rate of this step.
         """
 
@@ -46,12 +53,10 @@ class QRRotator:
 
     Args:
         start: orthogonal, (..., n, n).
-        clip: largest norm of the gradient of A, over the whole batch; None for no clipping.
     """
 
-    def __init__(self, start: Tensor, clip: float | None) -> None:
+    def __init__(self, start: Tensor) -> None:
         self._a = start.detach().clone().requires_grad_()
-        self._clip = clip
         self._adam = torch.optim.Adam([self._a], betas=(MOMENTUM, SQUARES), eps=EPSILON)
         self._q: Tensor | None = None
 
@@ -65,12 +70,16 @@ class QRRotator:
         found: Tensor = self._q.detach()
         return found
 
-    def step(self, gradient: Tensor, rate: float) -> None:
-        """See `Rotator`."""
+    def slope(self, gradient: Tensor) -> Tensor:
+        """That of A."""
         self.rotation()
         assert self._q is not None
         (found,) = torch.autograd.grad(self._q, self._a, gradient)
-        self._a.grad = _clipped(found, self._clip)
+        return found
+
+    def step(self, slope: Tensor, rate: float) -> None:
+        """See `Rotator`."""
+        self._a.grad = slope
         self._adam.param_groups[0]["lr"] = rate
         self._adam.step()
         self._q = None
@@ -81,12 +90,10 @@ class CayleyRotator:
 
     Args:
         start: orthogonal, (..., n, n).
-        clip: largest norm of Ω, over the whole batch; None for no clipping.
     """
 
-    def __init__(self, start: Tensor, clip: float | None) -> None:
+    def __init__(self, start: Tensor) -> None:
         self._q = start.detach().clone()
-        self._clip = clip
         self._mean, self._squares = torch.zeros_like(start), torch.zeros_like(start)
         self._steps = 0
 
@@ -95,14 +102,18 @@ class CayleyRotator:
         return self._q
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, rate: float) -> None:
+    def slope(self, gradient: Tensor) -> Tensor:
+        """Ω."""
+        turned: Tensor = self._q.mT @ gradient
+        return turned - turned.mT
+
+    @torch.no_grad()
+    def step(self, slope: Tensor, rate: float) -> None:
         """See `Rotator`."""
         self._steps += 1
-        omega = self._q.mT @ gradient
-        omega = _clipped(omega - omega.mT, self._clip)
         # Ω is skew and Ω² symmetric, so the step made of their averages is skew again.
-        self._mean.lerp_(omega, 1 - MOMENTUM)
-        self._squares.lerp_(omega.square(), 1 - SQUARES)
+        self._mean.lerp_(slope, 1 - MOMENTUM)
+        self._squares.lerp_(slope.square(), 1 - SQUARES)
         root = (self._squares / (1 - SQUARES**self._steps)).sqrt_().add_(EPSILON)
         x = self._mean.div(root).mul_(-rate / (1 - MOMENTUM**self._steps))
         # (I − X/2)ᵀ = I + X/2: the solve from the right is one from the left of the transpose.
@@ -114,12 +125,18 @@ class CayleyRotator:
             self._q = _newton_schulz(self._q)
 
 
-def _clipped(gradient: Tensor, clip: float | None) -> Tensor:
+def clipped(slopes: Sequence[Tensor], clip: float | None) -> list[Tensor]:
+    """Slopes of several rotators, no longer than `clip` together (DenoiseRotator's released code); None: as they are.
+
+    Args:
+        slopes: of one device.
+        clip: largest norm of all entries.
+    """
     if clip is None:
-        return gradient
-    length = torch.linalg.vector_norm(gradient).clamp_min(torch.finfo(gradient.dtype).tiny)
-    clipped: Tensor = gradient * (clip / length).clamp_max(1.0)
-    return clipped
+        return list(slopes)
+    length = torch.stack([torch.linalg.vector_norm(slope).double() for slope in slopes]).norm()
+    share = float((clip / length.clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0))
+    return [slope * share for slope in slopes]
 
 
 def _newton_schulz(q: Tensor) -> Tensor:
@@ -133,12 +150,12 @@ class Method:
     """A way to follow gradients among orthogonal matrices.
 
     Attributes:
-        build: from a start (..., n, n) and a clip.
+        build: from a start (..., n, n).
         learning_rate: what works where none is asked for.
         decays: whether the rate goes down to zero over the steps, as half a cosine; else it is constant.
     """
 
-    build: Callable[[Tensor, float | None], Rotator]
+    build: Callable[[Tensor], Rotator]
     learning_rate: float
     decays: bool
 
@@ -160,22 +177,23 @@ class Preserving:
         start: orthogonal (n, n), preserving u.
         preserve: u, (n,), of any length but zero.
         build: what turns the complement.
-        clip: of that.
     """
 
-    def __init__(
-        self, start: Tensor, preserve: Tensor, build: Callable[[Tensor, float | None], Rotator], clip: float | None
-    ) -> None:
+    def __init__(self, start: Tensor, preserve: Tensor, build: Callable[[Tensor], Rotator]) -> None:
         self._normal = _householder(preserve.to(start))
-        self._inner = build(_reflected(start, self._normal)[1:, 1:].contiguous(), clip)
+        self._inner = build(_reflected(start, self._normal)[1:, 1:].contiguous())
 
     def rotation(self) -> Tensor:
         """See `Rotator`."""
         return _reflected(_with_axis(self._inner.rotation()), self._normal)
 
-    def step(self, gradient: Tensor, rate: float) -> None:
+    def slope(self, gradient: Tensor) -> Tensor:
+        """That of what turns the complement."""
+        return self._inner.slope(_reflected(gradient, self._normal)[1:, 1:].contiguous())
+
+    def step(self, slope: Tensor, rate: float) -> None:
         """See `Rotator`."""
-        self._inner.step(_reflected(gradient, self._normal)[1:, 1:].contiguous(), rate)
+        self._inner.step(slope, rate)
 
 
 def _householder(u: Tensor) -> Tensor:
@@ -204,22 +222,19 @@ def _with_axis(inner: Tensor) -> Tensor:
     return whole
 
 
-def rotator(
-    method: RetractionName, start: Tensor, *, clip: float | None = 1.0, preserve: Tensor | None = None
-) -> Rotator:
+def rotator(method: RetractionName, start: Tensor, *, preserve: Tensor | None = None) -> Rotator:
     """A rotator at a start.
 
     Args:
         method: a key of `METHODS`.
         start: orthogonal, (..., n, n), floating; its device and dtype are the rotator's.
-        clip: largest norm of a gradient; None for no clipping.
         preserve: a direction u (n,) to leave where it is; `start` is then (n, n) and preserves it.
 
     Raises:
         ValueError: u is zero.
     """
     build = METHODS[method].build
-    return build(start, clip) if preserve is None else Preserving(start, preserve, build, clip)
+    return build(start) if preserve is None else Preserving(start, preserve, build)
 
 
 def identity(shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckpt_prune.planning.names import Backbone, RetractionName
 from ckpt_prune.rotations.importance import Term, objective
-from ckpt_prune.rotations.orthogonal import METHODS, Rotator, identity, near_identity, orthonormalised, rotator
+from ckpt_prune.rotations.orthogonal import METHODS, Rotator, clipped, identity, near_identity, orthonormalised, rotator
 
 Progress = Callable[[int, float], None]
 """Told the step and its entropy."""
@@ -27,7 +27,7 @@ class Training:
             tens of steps before it falls again: fewer would take that for the end.
         tolerance: training stops once the best entropy fell by less than this share of itself over `patience` steps;
             0 for never, short of no progress at all.
-        clip: largest norm of a gradient, of R1 and of all R2 together each; None for no clipping.
+        clip: largest norm of the gradients of R1 and of all R2 together; None for no clipping.
         jitter: radians, about, by which a random start turns each pair of axes. Zero starts at the identity; only a
             block with no gradient there needs more.
         seed: of that start; of no effect without jitter. Nothing else is random.
@@ -260,7 +260,7 @@ def _start(
         if training.jitter:
             start = near_identity(shape, training.jitter, generator, preserve=kept)
         start = start.to(loss.device, loss.dtype)
-        rotators.append(rotator(training.method, start, clip=training.clip, preserve=kept))
+        rotators.append(rotator(training.method, start, preserve=kept))
     residual, heads = rotators
     return residual, heads
 
@@ -289,9 +289,10 @@ def _descend(
         gradients = [None if rotation is None else rotation.grad for rotation in here.both()]
         if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
             break
-        for one, gradient in zip(rotators, gradients, strict=True):
-            if one is not None and gradient is not None:
-                one.step(gradient, training.rate(step))
+        moved = [(r, g) for r, g in zip(rotators, gradients, strict=True) if r is not None and g is not None]
+        slopes = clipped([one.slope(gradient) for one, gradient in moved], training.clip)
+        for (one, _), slope in zip(moved, slopes, strict=True):
+            one.step(slope, training.rate(step))
     return best, curve
 
 

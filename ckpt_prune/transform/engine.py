@@ -70,7 +70,9 @@ class Pruner:
         self._pad(block, kept, current)
         return self.model.without_experts(block, current, kept), plans
 
-    def sites(self, block: int, tensors: dict[str, Tensor], source: MomentSource) -> Iterator["AtSite"]:
+    def sites(
+        self, block: int, tensors: dict[str, Tensor], source: MomentSource, others: MomentSource | None = None
+    ) -> Iterator["AtSite"]:
         """Solve the sites of a block one after the other.
 
         Args:
@@ -78,6 +80,7 @@ class Pruner:
             tensors: its on-disk tensors, at least those that its sites are solved from; every site leaves them as they
                 are once it is pruned, after it was yielded.
             source: of moments.
+            others: of moments on other samples, which nothing is solved from.
         """
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
@@ -99,7 +102,10 @@ class Pruner:
             solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
-            yield AtSite(solver, tensors, moments, solved)
+            beside = None
+            if others is not None:
+                _, beside = self._left(space, kept, others.moments(block, tensors, [space]).get(space))
+            yield AtSite(solver, tensors, moments, solved, beside)
             plan, new = solved
             if new is not None:
                 before = dict(kept)
@@ -198,12 +204,14 @@ class AtSite(NamedTuple):
         tensors: what it was solved from; they change when the next site is asked for.
         moments: one for each fold, or None where the recipe needs none.
         solved: as `Solver.solve` returns it.
+        others: moments on other samples, where there are any.
     """
 
     solver: Solver
     tensors: Mapping[str, Tensor]
     moments: SpaceMoments | None
     solved: SolvedSite
+    others: SpaceMoments | None = None
 
 
 def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:

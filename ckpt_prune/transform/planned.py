@@ -6,11 +6,16 @@ from ckpt_prune.planning.records import StatisticsReference
 from ckpt_prune.progress import track
 from ckpt_prune.transform.checks import check_plannable
 from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.shifts import Shifting
 from ckpt_prune.transform.solvers import solver_of
 
 
-def make_plan(settled: Settled) -> Plan:
+def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
     """Decide and predict for every site.
+
+    Args:
+        settled: the job.
+        shifting: what asks how sites do on other statistics, if anything.
 
     Raises:
         UserError: the recipe has a mask, or needs data to measure on.
@@ -26,11 +31,13 @@ def make_plan(settled: Settled) -> Plan:
         known = request.statistics
         metric = known.fisher(block) if known is not None and known.index.fisher else {}
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
-        for solver, tensors, moments, solved in engine.sites(block, read, source):
-            plan = solved[0]
+        for at in engine.sites(block, read, source, None if shifting is None else shifting.source):
+            solver, plan = at.solver, at.solved[0]
             fisher = metric.get(model.moments_name(block, plan.site.space))
             if fisher is not None:
-                plan.divergence = solver.divergence(block, tensors, moments or (), solved, fisher)
+                plan.divergence = solver.divergence(block, at.tensors, at.moments or (), at.solved, fisher)
+            if shifting is not None:
+                shifting.see(block, at)
             sites.append(plan)
     statistics = None
     if request.statistics is not None:

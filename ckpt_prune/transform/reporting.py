@@ -135,7 +135,8 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
                 "modality": recoverer.pruned.factory.family.modality,
                 "data": samples.fingerprint,
                 "samples": recoverer.split.samples,
-                "held_out": len(recoverer.split.held_out),
+                "held_out": len(recoverer.split.measured) if settings.held_out else 0,
+                "measured": len(recoverer.split.measured),
                 "window": samples.tokens,
                 "tokens": recoverer.split.samples * samples.tokens,
             }

@@ -88,7 +88,7 @@ def test_the_page():
 def test_states_under_rotations_are_compared_in_one_basis():
     """The residual stream of the output is turned; with nothing zeroed nothing else differs."""
     ok("calibrate", "dense", *TEXT, "--collect", "moments,linears,gram", "-o", "grams")
-    rotate = ("--recipe", "denoise-rotator-shared-wanda-50", "--set", "rotation.steps=2")
+    rotate = ("--recipe", "cayley-rotator-shared-wanda-50", "--set", "rotation.steps=2")
     ok("prune", "dense", *rotate, "--ratio", "0", "--statistics", "grams", "-o", "turned")
     found = ckpt_prune.compare("dense", "turned", text="calib.txt", samples=8, window=16, progress=False)
     assert max(each.states.relative_error for each in found.blocks) < 1e-8

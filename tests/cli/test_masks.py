@@ -38,8 +38,10 @@ from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
-SHARED = [f"denoise-rotator-shared-{mask}" for mask in MASKS]
+SHARED = [f"cayley-rotator-shared-{mask}" for mask in MASKS]
 PER_LAYER = [f"denoise-rotator-{mask}" for mask in MASKS]
+FASTER = [f"cayley-rotator-{mask}" for mask in MASKS]
+"""As those, but for how they learn."""
 FEW = ("--set", "rotation.steps=3")
 IMAGES = ("--images", "images", "--samples", "12")
 BERT_TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "12")
@@ -139,7 +141,7 @@ def error_line(out: str) -> str:
 
 
 def masked_line(recipe: str) -> str:
-    method, pattern = recipe.removeprefix("denoise-rotator-").removeprefix("shared-").split("-", 1)
+    method, pattern = recipe.removeprefix("denoise-rotator-").removeprefix("cayley-rotator-shared-").split("-", 1)
     return f"masked by {method}{' 2:4' if pattern == '2-4' else ''}: 50.00% zeros in 14 weights of 3.84K\n"
 
 
@@ -168,7 +170,7 @@ def assert_masked_by_half(folder: str, recipe: str) -> None:
 
 def test_there_is_a_recipe_for_every_cell():
     recipes = [load_recipe(name) for name in shipped_recipes()]
-    assert {each.name for each in recipes if each.mask and not each.recovery} == {*MASKS, *SHARED, *PER_LAYER}
+    assert {each.name for each in recipes if each.mask and not each.recovery} == {*MASKS, *SHARED, *PER_LAYER, *FASTER}
 
 
 @pytest.mark.parametrize("recipe", MASKS)
@@ -234,7 +236,7 @@ def test_rotated_and_unmasked_is_the_dense_model(here, model, kind):
 
 def test_no_steps_leave_the_identity(here):
     """Only the gains of norms move: the mask is the plain one's, since a gain does not change Wanda's score."""
-    said = ok(*PRUNE, "denoise-rotator-shared-wanda-2-4", *TEXT, "--set", "rotation.steps=0")
+    said = ok(*PRUNE, "cayley-rotator-shared-wanda-2-4", *TEXT, "--set", "rotation.steps=0")
     assert re.search(r"entropy of wanda importance (\d+) -> \1 nats \(\+0\.0%\), 0 steps\n", said)
     ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "plain")
     ours, theirs = tensors("out"), tensors("plain")
@@ -242,7 +244,7 @@ def test_no_steps_leave_the_identity(here):
 
 
 def test_a_head_that_is_no_longer_tied_is_said(here):
-    said = ok("prune", "tied", "--recipe", "denoise-rotator-shared-magnitude-50", *FEW, "-o", "out")
+    said = ok("prune", "tied", "--recipe", "cayley-rotator-shared-magnitude-50", *FEW, "-o", "out")
     assert said.startswith("the head is no longer tied to the embedding: it reads another basis\n")
     assert read_json("out/config.json")["tie_word_embeddings"] is False
     model = stock("out")
@@ -320,7 +322,7 @@ def test_a_ratio(here):
     assert all(zeros_per_row(found[name]) == {7 if shape[1] == 24 else 4} for name, shape in LINEARS.items())
 
 
-@pytest.mark.parametrize("recipe", ["wanda-2-4", "sparsegpt-2-4", "denoise-rotator-shared-wanda-2-4"])
+@pytest.mark.parametrize("recipe", ["wanda-2-4", "sparsegpt-2-4", "cayley-rotator-shared-wanda-2-4"])
 def test_a_pattern_is_its_own_ratio(here, recipe):
     assert refused(*PRUNE, recipe, "--ratio", "0.3", *TEXT) == (
         "--ratio 0.3 does not go with pattern 2:4, which says by itself how much is zeroed: take a recipe without one, "
@@ -348,7 +350,7 @@ def test_other_patterns(here, pattern, gone):
     assert report["mask"] == {"method": "wanda", "pattern": pattern, "ratio": 1 - kept / of}
 
 
-@pytest.mark.parametrize("recipe", ["magnitude-50", "magnitude-2-4", "denoise-rotator-shared-magnitude-2-4"])
+@pytest.mark.parametrize("recipe", ["magnitude-50", "magnitude-2-4", "cayley-rotator-shared-magnitude-2-4"])
 def test_magnitude_needs_no_data(here, recipe):
     ok("prune", "dense", "--recipe", recipe, *few(recipe), *TEXT, "-o", "with")
     ok(*PRUNE, recipe, *few(recipe))
@@ -431,7 +433,7 @@ def test_what_a_mask_needs(here):
         (
             "denoise-rotator-sparsegpt-2-4",
             TURNED
-            + "to be rotated first, per-layer: 200 steps of sparsegpt importance\n"
+            + "to be rotated first, per-layer: 2000 steps of sparsegpt importance\n"
             + "to be masked by sparsegpt 2:4: 50.0% of every linear weight in every block\n",
         ),
     ],
@@ -443,7 +445,7 @@ def test_dry_run(here, recipe, expected):
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "opt"])
-@pytest.mark.parametrize("recipe", ["wanda-50", "denoise-rotator-shared-wanda-50", "denoise-rotator-wanda-50"])
+@pytest.mark.parametrize("recipe", ["wanda-50", "cayley-rotator-shared-wanda-50", "denoise-rotator-wanda-50"])
 def test_dry_runs_say_the_size_that_is_written(here, model, recipe):
     args = ("prune", model, "--recipe", recipe, *TEXT, *few(recipe), "-o", "out")
     before = listing()
@@ -458,7 +460,7 @@ def test_dry_runs_say_the_size_that_is_written(here, model, recipe):
     assert told["container"]["remote_code"] == report["container"]["remote_code"] == remote
 
 
-@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "denoise-rotator-shared-sparsegpt-50"])
+@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "cayley-rotator-shared-sparsegpt-50"])
 def test_json_alone_is_on_standard_output(here, recipe):
     result = run(*PRUNE, recipe, *TEXT, *few(recipe), "--json")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -467,7 +469,7 @@ def test_json_alone_is_on_standard_output(here, recipe):
     assert said == read_json("out/ckpt_prune.json")
 
 
-@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "denoise-rotator-shared-sparsegpt-50"])
+@pytest.mark.parametrize("recipe", ["magnitude-50", "wanda-2-4", "cayley-rotator-shared-sparsegpt-50"])
 def test_no_plan_lists_single_weights(here, recipe):
     message = f"recipe {recipe} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
     assert refused("plan", "dense", "--recipe", recipe) == message
@@ -710,7 +712,7 @@ def test_gains_that_the_head_cannot_take_in(here, kind):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("recipe", ["wanda-50", "denoise-rotator-wanda-50", "denoise-rotator-shared-wanda-50"])
+@pytest.mark.parametrize("recipe", ["wanda-50", "denoise-rotator-wanda-50", "cayley-rotator-shared-wanda-50"])
 def test_a_weight_that_is_no_number_is_named(here, recipe):
     """Whichever is measured first, the model is not said to overflow."""
     edit_weights("dense", lambda found: found["model.layers.1.mlp.up_proj.weight"].fill_(float("nan")))
@@ -793,7 +795,7 @@ def test_seeds(here):
 
 COMMITS = {
     "sparsegpt-2-4": 3,  # two blocks and the rest
-    "denoise-rotator-shared-wanda-50": 4,  # the rotations first
+    "cayley-rotator-shared-wanda-50": 4,  # the rotations first
     "denoise-rotator-sparsegpt-2-4": 5,  # those of each block
 }
 
@@ -824,7 +826,7 @@ def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeyp
     assert same_files("out", "whole")
 
 
-@pytest.mark.parametrize("recipe", ["denoise-rotator-shared-magnitude-50", "denoise-rotator-shared-wanda-2-4"])
+@pytest.mark.parametrize("recipe", ["cayley-rotator-shared-magnitude-50", "cayley-rotator-shared-wanda-2-4"])
 def test_ctrl_c_while_learning_one_rotation(here, recipe):
     job = ["prune", "dense", "--recipe", recipe, *TEXT, *FEW]
     ok(*job, "-o", "whole")

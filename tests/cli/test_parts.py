@@ -164,7 +164,7 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
 
 
 def test_rotations_do_not_reach_what_feeds_a_part(llava):
-    recipe = ("--recipe", "denoise-rotator-shared-magnitude-50")
+    recipe = ("--recipe", "cayley-rotator-shared-magnitude-50")
     assert refused("prune", "llava", "--part", "text", *recipe, *TEXT, "-o", "out") == (
         "--part text: what reads and writes its stream from outside does not follow rotations"
     )

@@ -456,11 +456,12 @@ def recovered_lines(out: str, blocks: int) -> list[str]:
         key: math.fsum(layer[key] for layer in layers) / len(layers) for key in layers[0] if key[:3] in ("mse", "cka")
     }
     told = ", ".join(f"{e['perplexity']:.3f} with {e['blocks']}" for e in recovery["perplexity_after"])
+    kind, count = "held-out" if recovery["data"]["held_out"] else "training", recovery["data"]["measured"]
     return [
-        f"recovered {blocks} of 2 blocks; means over blocks on {recovery['data']['held_out']} held-out samples: "
+        f"recovered {blocks} of 2 blocks; means over blocks on {count} {kind} samples: "
         f"squared error {means['mse_before']:.4g} -> {means['mse_after']:.4g}, CKA {means['cka_before']:.4f} -> "
         f"{means['cka_after']:.4f}",
-        f"perplexity on {recovery['data']['held_out']} held-out windows of 16 tokens: {told} blocks recovered",
+        f"perplexity on {count} {kind} windows of 16 tokens: {told} blocks recovered",
     ]
 
 
@@ -658,7 +659,7 @@ def test_the_shipped_recipes_with_recovery(place, recipe):
     ok("prune", "dense", "--recipe", recipe, *MANY, "--set", "recovery.epochs=3", "-o", "out")
     report = read_json("out/ckpt_prune.json")
     assert report["recipe"]["name"] == recipe
-    assert report["recovery"]["settings"]["lr"] == 5e-5 * 4096 / 16
+    assert report["recovery"]["settings"]["lr"] == 5e-5
     assert any(layer["recovered"] for layer in report["layers"])
     assert all(layer["mse_after"] <= layer["mse_start"] for layer in report["layers"])
     weights = linear_weights("out")
@@ -679,7 +680,9 @@ def test_json_alone_is_on_standard_output_with_recovery(place, recipe):
     ok("verify", "out", "--against", "dense")
 
 
-RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out, patience, samples, seed"
+RECOVERY_KEYS = (
+    "epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
+)
 
 
 @pytest.mark.parametrize(

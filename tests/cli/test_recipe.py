@@ -36,7 +36,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 7, 2, 18, 3, 12]
+    assert [len(own) for own in named.values()] == [4, 1, 7, 2, 24, 3, 12]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -130,8 +130,8 @@ def test_schema():
     assert "lambda" in schema["$defs"]["Compensation"]["properties"]
     recovery = schema["$defs"]["RecoveryRecipe"]
     assert list(recovery["properties"]) == [
-        *["epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "held_out", "patience", "samples"],
-        "seed",
+        *["epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "norms"],
+        *["teacher", "held_out", "patience", "samples", "seed"],
     ]
     assert recovery["additionalProperties"] is False
     assert all(field["description"] for field in recovery["properties"].values())

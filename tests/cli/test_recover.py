@@ -136,11 +136,11 @@ def test_json_alone_is_on_standard_output(place):
     assert recovery["on_the_fly"] is False
     assert recovery["settings"] == {
         **{"epochs": 2, "lr": RATE, "batch": 4, "accumulate": 1, "schedule": "cosine", "only": None, "layers": None},
-        **{"held_out": 0.1, "patience": 3, "seed": 0},
+        **{"norms": False, "teacher": "dense", "held_out": 0.1, "patience": 3, "seed": 0},
     }
     data = recovery["data"]
     assert data | {"data": ""} == {
-        **{"modality": "text", "data": "", "samples": 64, "held_out": 6, "window": 16, "tokens": 1024}
+        **{"modality": "text", "data": "", "samples": 64, "held_out": 6, "measured": 6, "window": 16, "tokens": 1024}
     }
     ok("calibrate", "dense", *TEXT, "--samples", "64", "-o", "same")
     assert [data["data"]] == read_json("same/statistics.json")["data"]
@@ -178,7 +178,10 @@ def test_settings_are_those_of_the_command_line(place):
     ok(*RECOVER, *args, "--seed", "5", "-o", "out")
     recovery = report_of("out")["recovery"]
     told = {name.replace("-", "_"): value for name, value in options.items()}
-    assert recovery["settings"] == told | {"epochs": 2, "only": None, "layers": None, "seed": 5}
+    assert recovery["settings"] == told | {"epochs": 2, "only": None, "layers": None, "seed": 5} | {
+        "norms": False,
+        "teacher": "dense",
+    }
     assert recovery["data"]["held_out"] == 26
 
 
@@ -764,8 +767,8 @@ NONE_OF_IT = [
     ("--lr", "nan", "'nan' is not a number."),
     ("--lr", "inf", "inf is not in the range 0<x<=1000000.0."),
     ("--lr", "fast", "'fast' is not a valid float range."),
-    ("--held-out", "0", "0.0 is not in the range 0<x<1."),
-    ("--held-out", "1", "1.0 is not in the range 0<x<1."),
+    ("--held-out", "-1", "-1.0 is not in the range 0<=x<1."),
+    ("--held-out", "1", "1.0 is not in the range 0<=x<1."),
     ("--held-out", "nan", "'nan' is not a number."),
     ("--samples", "1", "1 is not in the range x>=2."),
     ("--epochs", "0", "0 is not in the range x>=1."),

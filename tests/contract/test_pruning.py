@@ -15,6 +15,7 @@ from ckpt_prune.transform.settle import settle
 from tests.encoders import DEFAULTS
 from tests.families import contents
 from tests.interrupting import interrupt_at
+from tests.pairs import first_of_each
 
 from .dense import Dense, spaces_recipe
 from .models import ALIKE, LONG, ODD_HEAD, Case, first_cases, unlike_cases
@@ -84,7 +85,13 @@ def name(value: object) -> str:
     return "-".join(value.values()) if isinstance(value, dict) else str(value).replace(" ", "-")
 
 
-@pytest.mark.parametrize(("case", "methods", "target"), runs(), ids=name)
+def own_kind(cell: tuple[Case, dict[str, str], Target]) -> object:
+    """A family that no other stands for is run every time, others once for each variant."""
+    case = cell[0]
+    return (case.model_type, case.variant) if case.model_type in ALIKE else name(cell)
+
+
+@pytest.mark.parametrize(("case", "methods", "target"), first_of_each(runs(), own_kind), ids=name)
 def test_equals_a_whole_model_pruned_by_hand(
     dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
 ) -> None:

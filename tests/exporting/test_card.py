@@ -94,7 +94,12 @@ def test_an_image_classifier(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("dinov2-model", [1, 10, 16]), ("bert-mlm", [1, 3, 40]), ("bert-model", [1, 3, 16])]
+    ("name", "shape"),
+    [
+        ("dinov2-model", [1, 10, 16]),
+        ("bert-mlm", [1, 3, 40]),
+        pytest.param("bert-model", [1, 3, 16], marks=pytest.mark.thorough),
+    ],
 )
 def test_features_and_encoders(exported, tmp_path, name, shape):
     assert numbers(printed(exported(name)[1], tmp_path)) == shape
@@ -121,6 +126,7 @@ def test_the_card(exported):
     assert len([line for line in snippet(folder).splitlines() if line]) <= 12
 
 
+@pytest.mark.thorough
 def test_the_card_of_a_fused_graph(exported):
     card = (exported("turned-llama", optimize="cpu")[1] / "README.md").read_text()
     assert ": text-generation, fp32, opset 20, fused for onnxruntime's CPU provider.\n" in card

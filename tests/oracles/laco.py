@@ -1,5 +1,6 @@
 """LaCo, Algorithm 1, on whole models in float64: every step runs the whole pruned model, Adam is written out."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a block is trained."""
+    """How a block is trained, whether the last epoch stays, and whether the dense block is given the pruned stream."""
 
     epochs: int
     rate: float
     batch: int
     cosine: bool = True
     seed: int = 0
+    last: bool = False
+    of_pruned: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,17 @@ def parameters(model: Model, block: int) -> dict[str, list[nn.Parameter]]:
     return found
 
 
+def norms(model: Model, block: int) -> dict[str, list[nn.Parameter]]:
+    """A block's other parameters, of families that name modules on disk as in the model."""
+    of_linears = {id(parameter) for held in parameters(model, block).values() for parameter in held}
+    named = model.model.get_submodule(f"{model.layers}.{block}").named_parameters()
+    return {model.prefix.format(block) + path: [own] for path, own in named if id(own) not in of_linears}
+
+
 @torch.no_grad()
 def put(model: Model, block: int, weights: Weights) -> None:
-    """Give a block's linears these values."""
-    held = parameters(model, block)
+    """Give a block's linears and norms these values."""
+    held = parameters(model, block) | norms(model, block)
     for name in weights.keys() & held.keys():
         parts = weights[name].split([len(p) for p in held[name]])
         for parameter, part in zip(held[name], parts, strict=True):
@@ -86,10 +96,17 @@ def taken(model: Model, block: int) -> Weights:
     return {n: torch.cat([p.detach().clone() for p in held]) for n, held in parameters(model, block).items()}
 
 
+def everything_of(model: Model, block: int) -> Weights:
+    """A copy of what a block's linears and norms have."""
+    return taken(model, block) | {n: p.detach().clone() for n, (p,) in norms(model, block).items()}
+
+
 def free(weights: Weights, name: str) -> Tensor:
     """Mask M of a tensor, of what is not zero; of a bias also of empty slots, but for units that are not there."""
     tensor = weights[name]
     mask = torch.ones_like(tensor)
+    if weights[name.rpartition(".")[0] + ".weight"].dim() == 1:
+        return mask
     if name.endswith(".weight"):
         mask[tensor == 0] = 0
         return mask
@@ -105,6 +122,15 @@ def error(dense: Model, pruned: Model, block: int, data: Samples, rows: Sequence
     """‖Y − φ(H')‖² / ‖Y‖² after a block."""
     Y, found = (states(model, block, data, rows) for model in (dense, pruned))
     return float(((Y - found) ** 2).sum() / (Y**2).sum())
+
+
+def teacher(dense: Model, pruned: Model, block: int, rule: Rule) -> Model:
+    """What makes the target of a block: the dense model, or the pruned one with that block as it is in the dense."""
+    if not rule.of_pruned:
+        return dense
+    found = copy.deepcopy(pruned)
+    put(found, block, everything_of(dense, block))
+    return found
 
 
 def train(
@@ -124,9 +150,9 @@ def train(
         rule: of the optimiser.
     """
     with torch.no_grad():
-        Y = states(dense, block, data)
+        Y = states(teacher(dense, pruned, block, rule), block, data)
     energy = float((Y[torch.as_tensor(rows)] ** 2).sum()) / len(rows)
-    held, start = parameters(pruned, block), taken(pruned, block)
+    held, start = parameters(pruned, block) | norms(pruned, block), everything_of(pruned, block)
     trained = [p for name in names for p in held[name]]
     masks = [part for name in names for part in free(start, name).split([len(p) for p in held[name]])]
     first, second = ([torch.zeros_like(p) for p in trained] for _ in range(2))
@@ -155,7 +181,7 @@ def train(
                     p.copy_((p - rate * corrected[0] / (corrected[1].sqrt() + EPSILON)) * mask)
                     p.requires_grad_(False)
         path.losses.append(sum(losses) / len(losses))
-        path.weights.append(taken(pruned, block))
+        path.weights.append(everything_of(pruned, block))
     return path
 
 
@@ -179,11 +205,12 @@ def laco(
     """
     chosen = []
     for block in range(pruned.blocks):
+        taught = teacher(dense, pruned, block, rule)
         path = train(dense, pruned, block, names(block), data, split[0], rule)
         errors = []
         for weights in path.weights:
             put(pruned, block, weights)
-            errors.append(error(dense, pruned, block, data, split[1]))
-        chosen.append(path.weights[errors.index(min(errors))])
+            errors.append(error(taught, pruned, block, data, split[1]))
+        chosen.append(path.weights[-1 if rule.last else errors.index(min(errors))])
         put(pruned, block, chosen[-1])
     return chosen

@@ -14,6 +14,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
+from tests.pairs import every
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -53,7 +54,7 @@ def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, column
 @pytest.mark.parametrize(
     ("variant", "method"),
     # qwen3 has no slot for a bias on down_proj.
-    [(v, m) for v in VARIANTS for m in ("none", "bias") if m == "none" or not v.startswith("qwen3")],
+    every(3, [(v, m) for v in VARIANTS for m in ("none", "bias") if m == "none" or not v.startswith("qwen3")]),
 )
 def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, variant, method):
     """Attention is eager, so that the counter sees its two products."""
@@ -73,7 +74,7 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
 
 
-@pytest.mark.parametrize("variant", [name for name, own in VARIANTS.items() if own.kv_heads == 2])
+@pytest.mark.parametrize("variant", every(2, [name for name, own in VARIANTS.items() if own.kv_heads == 2]))
 @pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads"), ("queries", "heads", "values")], ids="-".join)
 def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
     """One of two in every group; beside groups what goes with both goes once. Keys stay cached as wide."""

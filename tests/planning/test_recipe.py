@@ -2,6 +2,7 @@ import pytest
 import yaml
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.recipe import Recipe, json_schema
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe, RecoverySettings
@@ -152,12 +153,28 @@ def test_shipped_recipes_with_recovery_are_those_without_and_the_papers_settings
     assert ours.model_dump(exclude=described) == backbone.model_dump(exclude=described)
     assert backbone.recovery is None
     assert ours.recovery is not None
-    assert ours.recovery.epochs == 10
-    assert (ours.recovery.samples, ours.recovery.lr, ours.recovery.only, ours.recovery.layers) == (None,) * 4
+    papers = {"epochs": 10, "lr": 5e-5, "schedule": "constant", "held_out": 0.0, "norms": True}
+    assert ours.recovery == RecoveryRecipe(**papers)
     assert ours.source == f"LaCo (ACL 2026 long.1342), Algorithm 1; {backbone.source}"
     assert ours.summary.endswith("; what stays of each block trained right after (LaCo).")
-    text = shipped_recipes()[name].read_text(encoding="utf-8")
-    assert "# lr is left out: 5e-5 as in the paper at its hidden size of 4096" in text
+
+
+@pytest.mark.parametrize(
+    "mask", ["magnitude-50", "magnitude-2-4", "wanda-50", "wanda-2-4", "sparsegpt-50", "sparsegpt-2-4"]
+)
+def test_denoise_rotator_learns_as_its_paper_says_and_ours_differ_in_nothing_else(mask):
+    paper, ours, shared = (
+        load_recipe(f"{name}-{mask}") for name in ("denoise-rotator", "cayley-rotator", "cayley-rotator-shared")
+    )
+    learned = {"retraction": "qr", "learning_rate": 0.01, "steps": 2000, "tolerance": 0.0, "patience": 2000}
+    assert paper.rotation == RotationRecipe(kind="per-layer", **learned)
+    assert ours.rotation == RotationRecipe(kind="per-layer")
+    assert shared.rotation == RotationRecipe(kind="shared")
+    described = {"name", "summary", "source", "time", "rotation"}
+    plain = load_recipe(mask).model_dump(exclude={*described, "target"})
+    for each in (paper, ours, shared):
+        assert each.model_dump(exclude={*described, "target"}) == plain
+        assert each.target == "sequential"
 
 
 def test_which_shipped_recipes_recover():
@@ -178,8 +195,9 @@ def test_recovery_may_be_added_to_any_recipe_and_changes_nothing_else(name):
 def test_the_digest_is_of_every_key_of_recovery():
     """Also of the learning rate's default, which is none: it depends on the model."""
     changes = {
-        **{"epochs": 3, "lr": 0.1, "batch": 9, "accumulate": 2, "schedule": "constant", "only": "mlp"},
+        **{"epochs": 3, "lr": 0.1, "batch": 9, "accumulate": 2, "schedule": "cosine", "only": "mlp"},
         **{"layers": "'0:1'", "held_out": 0.2, "patience": 9, "samples": 64, "seed": 1},
+        **{"norms": False, "teacher": "pruned"},
     }
     assert set(changes) == set(RecoveryRecipe.model_fields)
     digests = {load_recipe("laco-flap", (f"recovery.{key}={value}",)).digest for key, value in changes.items()}
@@ -455,7 +473,7 @@ def test_digests_of_recipes_that_know_no_budgets():
         "flap-global": "13c4e9e1b5b7491ca778dd734a1055fe34653c14a34fcaff5fbd12f6a8c77b7a",
         "ridge-folds": "092f242d2fdaecff4ca86573b8709f8a78494f30bcdbb92403842c3fc8c37caf",
         "ridge-perplexity": "ca65ffdebae72ec22e60835b26e04df5a9e8666209f73ae0f50e54134b2bf72b",
-        "laco-flap": "4dd7393f81644818213da605a6d911fed3dd7e30a3b17450f0ba43e4982e872c",
+        "laco-flap": "d94e9339a9add2431e8ffa10705edb4ad86154d57ab6d1e425aa7f8ae6c03ff1",
         "corp-heads": "046876cab72a908032255dad87e527946ebde068662abebf4d73544b16aa5c96",
     }
     assert {name: load_recipe(name).digest for name in known} == known

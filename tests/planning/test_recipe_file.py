@@ -72,7 +72,9 @@ def test_a_mistake_is_named_by_file_line_and_key(tmp_path, old, new, line, messa
     assert refusal(path) == f"{path}, line {line}: {message}"
 
 
-RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out, patience, samples, seed"
+RECOVERY_KEYS = (
+    "epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
+)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ RECOVERY_KEYS = "epochs, lr, batch, accumulate, schedule, only, layers, held_out
             f"unknown key recovery.ratio: ratio stands at the top of a recipe; allowed here: {RECOVERY_KEYS}",
         ),
         ("  epochs: 0", "recovery.epochs: input should be greater than or equal to 1, got 0"),
-        ("  held_out: 0", "recovery.held_out: input should be greater than 0, got 0"),
+        ("  held_out: -0.1", "recovery.held_out: input should be greater than or equal to 0, got -0.1"),
         ("  held_out: 1", "recovery.held_out: input should be less than 1, got 1"),
         ("  lr: 0", "recovery.lr: input should be greater than 0, got 0"),
         ("  lr: .nan", "recovery.lr: input should be a finite number, got nan"),

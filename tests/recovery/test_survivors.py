@@ -10,7 +10,7 @@ from tests.encoders import VARIANTS as ENCODERS
 from tests.families import VARIANTS as FAMILIES
 from tests.oracles import laco
 
-from .twins import BLOCKS
+from .twins import BLOCKS, settings
 
 NEVER = ("norm", "rotation", "layer_scale", "embed", "lambda")
 
@@ -22,12 +22,14 @@ def test_all_linears_of_a_block_and_nothing_else(twins, variant):
     model = pair.dense()
     for block in range(BLOCKS):
         expected = set(laco.parameters(model, block))
-        names = pair.names(block)
+        names = pair.names(block, settings())
         assert set(names) == expected
         assert len(names) == len(set(names))
         assert not any(word in name.lower() for name in names for word in NEVER)
-        mlp, attention = (pair.names(block, only) for only in ("mlp", "attention"))
+        mlp, attention = (pair.names(block, settings(only=only)) for only in ("mlp", "attention"))
         assert sorted([*mlp, *attention]) == sorted(names)
+        rest = set(pair.names(block, settings(norms=True))) - set(names)
+        assert rest == {name for name in pair.model.block_names(block) if "norm" in name.lower() or "scale" in name}
         shapes = {name: tuple(tensor.shape) for name, tensor in pair.block(block, pair.disk()).items()}
         # Attention is square here but for heads of another width; an MLP is not.
         assert {shapes[name] for name in mlp if name.endswith("weight")}.isdisjoint(
@@ -40,10 +42,13 @@ def test_names_of_a_llama_block(twins):
     modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     tensors = [f"model.layers.7.{module}.weight" for module in [*modules, "mlp.gate_proj", "input_layernorm"]]
     opened = "model.layers.7.self_attn.o_proj.bias"
-    assert trained_tensors(family, 7, [*tensors, opened]) == [*tensors[:4], opened, tensors[4]]
-    assert trained_tensors(family, 7, [*tensors, opened], "mlp") == [tensors[4]]
-    assert trained_tensors(family, 7, [*tensors, opened], "attention") == [*tensors[:4], opened]
-    assert trained_tensors(family, 6, tensors) == []
+    present = dict.fromkeys([*tensors, opened], torch.ones(2))
+    assert trained_tensors(family, 7, present) == [*tensors[:4], opened, tensors[4]]
+    assert trained_tensors(family, 7, present, "mlp") == [tensors[4]]
+    assert trained_tensors(family, 7, present, "attention") == [*tensors[:4], opened]
+    assert trained_tensors(family, 6, present) == []
+    present["model.layers.7.widths"] = torch.tensor([2, 3])
+    assert trained_tensors(family, 7, present, "mlp", norms=True) == [tensors[4], tensors[5]]
 
 
 def test_elements_that_are_free_worked_out_by_hand():

@@ -54,12 +54,12 @@ class Site:
         block = self.stream.factory.block(BLOCK, tensors)
         with torch.no_grad():
             found = torch.cat([self.stream.run(block, BLOCK, self.stream.states[row, None]) for row in self.held_out])
-        target = self.targets[self.split.held_out].double()
+        target = self.targets[self.split.measured].double()
         return float((found.double() - target).square().sum() / target.square().sum())
 
     @property
     def held_out(self) -> list[int]:
-        return self.split.held_out.tolist()
+        return self.split.measured.tolist()
 
 
 def site(
@@ -81,7 +81,7 @@ def site(
         theirs.advance(block, twins.block(block, dense))
         ours.advance(block, twins.block(block, pruned))
     theirs.advance(BLOCK, twins.block(BLOCK, dense))
-    tensors, names = twins.block(BLOCK, pruned), twins.names(BLOCK, chosen.only)
+    tensors, names = twins.block(BLOCK, pruned), twins.names(BLOCK, chosen)
     tensors |= {name: tensors[name].to(stored or tensors[name].dtype) for name in names}
     return Site(twins, tensors, names, ours, theirs.states, split, chosen)
 
@@ -137,6 +137,8 @@ CASES = {
     "qwen3, grouped queries, norms of heads": {},
     "seed_oss-biases-mha, all": {"schedule": "constant", "accumulate": 2},
     "opt, layer norms": {},
+    "llama-biases, with norms": {"norms": True},
+    "opt, the last epoch": {"held_out": 0, "schedule": "constant", "lr": 0.05, "epochs": 4, "norms": True},
     "opt-350m-like, norms behind": {"lr": 0.003},
     "dinov2-swiglu-classifier, two modules in one tensor": {},
     "vit, images": {"batch": 2},
@@ -151,12 +153,13 @@ def test_weights_are_those_of_algorithm_1(twins, case):
     errors = [error(weights) for weights in path.weights]
     told: list[tuple[int, float]] = []
     found = at.train(progress=lambda epoch, loss: told.append((epoch, loss)))
-    best = errors.index(min(errors))
+    best = errors.index(min(errors)) if at.chosen.held_out else at.chosen.epochs
     assert best > 0
     assert (found.epochs, found.best_epoch, found.diverged) == (at.chosen.epochs, best, False)
     assert_kept(found, at, path.weights[best])
     assert [epoch for epoch, _ in told] == list(range(1, at.chosen.epochs + 1))
     assert [loss for _, loss in told] == pytest.approx(path.losses, rel=1e-6)
+    assert at.chosen.held_out or errors.index(min(errors)) < best  # whether it is better or not
 
 
 def test_what_is_trained_of_either_half(twins):
@@ -371,7 +374,7 @@ def test_rates_that_are_none_are_refused(rate):
         settings(lr=rate)
 
 
-@pytest.mark.parametrize("rows", ["train", "held_out"])
+@pytest.mark.parametrize("rows", ["train", "measured"])
 def test_a_loss_that_stops_being_finite_keeps_the_best_epoch_so_far(twins, rows):
     """In the training loss, found at the next epoch's first step, or in the held-out error of this one."""
     at = site(twins("llama"), settings(epochs=6))
@@ -397,7 +400,7 @@ def test_an_error_that_grew_tenfold_is_divergence(twins, once, growth, diverged)
     at.targets = made * 1.1
 
     def move(epoch: int, loss: float) -> None:
-        at.targets[at.split.held_out] = made[at.split.held_out] * (1 + 0.1 * math.sqrt(growth))
+        at.targets[at.split.measured] = made[at.split.measured] * (1 + 0.1 * math.sqrt(growth))
 
     found = at.train(rate=1e-12, progress=move)
     assert (found.epochs, found.best_epoch, found.diverged) == (1, 0, diverged)
@@ -406,7 +409,7 @@ def test_an_error_that_grew_tenfold_is_divergence(twins, once, growth, diverged)
 
 def test_an_error_that_is_not_finite_at_the_start_is_left_alone(twins):
     at = site(twins("llama"), settings())
-    at.stream.states[at.split.held_out] = math.nan
+    at.stream.states[at.split.measured] = math.nan
     found = at.train()
     assert (found.epochs, found.best_epoch) == (0, 0)
     assert_same_bits(found.tensors, at.tensors)
@@ -558,7 +561,7 @@ def test_narrow_computation_has_wide_masters(twins):
 @given(samples=st.integers(2, 3000), share=st.floats(1e-6, 1 - 1e-6))
 def test_a_split_holds_out_some_evenly_and_trains_on_the_others(samples, share):
     split = Split.of(samples, share)
-    train, held_out = split.train.tolist(), split.held_out.tolist()
+    train, held_out = split.train.tolist(), split.measured.tolist()
     assert sorted(train + held_out) == list(range(samples))
     assert train == sorted(train)
     assert held_out == sorted(held_out)
@@ -572,10 +575,12 @@ def test_a_split_holds_out_some_evenly_and_trains_on_the_others(samples, share):
 
 
 def test_splits_worked_out_by_hand():
-    assert Split.of(10, 0.1).held_out.tolist() == [5]
-    assert Split.of(10, 0.2).held_out.tolist() == [2, 7]
+    assert Split.of(10, 0.1).measured.tolist() == [5]
+    assert Split.of(10, 0.2).measured.tolist() == [2, 7]
     assert Split.of(2, 0.999).train.tolist() == [0]
-    assert Split.of(3, 0.001).held_out.tolist() == [1]
+    assert Split.of(20, 0).measured.tolist() == [5, 15]
+    assert Split.of(20, 0).train.tolist() == list(range(20))
+    assert Split.of(3, 0.001).measured.tolist() == [1]
 
 
 @pytest.mark.parametrize("samples", [0, 1])
@@ -605,7 +610,7 @@ def test_sizes_are_the_numbers_of_samples_that_are_run_at_once(twins, batch, acc
     seen, run = [], stream.run
     stream.run = lambda block, index, states: seen.append(len(states)) or run(block, index, states)  # type: ignore[method-assign]
     found = train_block(
-        stream, 0, pair.block(0, tensors), pair.names(0), dense.states, split, chosen, rate=1e-4, seed=0
+        stream, 0, pair.block(0, tensors), pair.names(0, chosen), dense.states, split, chosen, rate=1e-4, seed=0
     )
     assert found.epochs == 2
     assert set(seen) == split.sizes(chosen)

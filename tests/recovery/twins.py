@@ -109,9 +109,9 @@ class Twins:
         """Those of a block."""
         return {name: tensors[name] for name in self.model.block_names(index)}
 
-    def names(self, index: int, only: str | None = None) -> list[str]:
+    def names(self, index: int, chosen: RecoverySettings) -> list[str]:
         """What is trained of a block."""
-        return trained_tensors(self.family, index, self.model.block_names(index), only)  # type: ignore[arg-type]
+        return trained_tensors(self.family, index, self.block(index, self.disk()), chosen.only, norms=chosen.norms)
 
     def stream(
         self,

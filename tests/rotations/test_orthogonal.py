@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.rotations.orthogonal import METHODS, identity, near_identity, orthonormalised, rotator
+from ckpt_prune.rotations.orthogonal import METHODS, clipped, identity, near_identity, orthonormalised, rotator
 from tests.problems import orthogonal
 
 
@@ -14,7 +14,7 @@ def defect(q: Tensor) -> float:
 def descend(found, target: Tensor, steps: int, rate: float) -> None:
     """Towards the orthogonal matrix nearest a target: L = −tr(Qᵀ T)."""
     for step in range(steps):
-        found.step(-target, rate * (1 - step / steps))
+        found.step(found.slope(-target), rate * (1 - step / steps))
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
@@ -37,8 +37,8 @@ def test_a_step_is_down_whatever_the_clip(method):
     start, target = orthogonal(6, 6, seed=3), orthogonal(6, 6, seed=4)
     ends = []
     for clip in (None, 1.0, 1e-3):
-        found = rotator(method, start, clip=clip)
-        found.step(-target, 1e-3)
+        found = rotator(method, start)
+        found.step(*clipped([found.slope(-target)], clip), 1e-3)
         assert float((found.rotation() * target).sum()) > float((start * target).sum())
         ends.append(found.rotation())
     # Adam does not see the scale of a first gradient; its epsilon does, a little.
@@ -47,7 +47,7 @@ def test_a_step_is_down_whatever_the_clip(method):
 
 def test_the_first_step_turns_every_pair_of_axes_by_the_rate():
     found = rotator("cayley", identity((5, 5), dtype=torch.float64))
-    found.step(orthogonal(5, 5, seed=6), 1e-3)
+    found.step(found.slope(orthogonal(5, 5, seed=6)), 1e-3)
     angles = (found.rotation() - found.rotation().T)[*torch.triu_indices(5, 5, 1)].abs() / 2
     torch.testing.assert_close(angles, torch.full((10,), 1e-3).double(), rtol=1e-2, atol=0)
 
@@ -58,13 +58,24 @@ def test_clip_bounds_what_one_large_gradient_weighs(method):
     target = orthogonal(5, 5, seed=5)
     moved = {}
     for clip in (None, 1.0):
-        found = rotator(method, identity((5, 5), dtype=torch.float64), clip=clip)
-        found.step(-1e6 * orthogonal(5, 5, seed=6), 0.0)
+        found = rotator(method, identity((5, 5), dtype=torch.float64))
+        found.step(*clipped([found.slope(-1e6 * orthogonal(5, 5, seed=6))], clip), 0.0)
         for _ in range(30):
-            found.step(-target, 1e-3)
+            found.step(*clipped([found.slope(-target)], clip), 1e-3)
         moved[clip] = float((found.rotation() * target).sum() - target.trace())
     assert moved[1.0] > 0.01
     assert abs(moved[None]) < abs(moved[1.0])
+
+
+def test_several_slopes_are_clipped_together():
+    slopes = [torch.full((2, 2), 3.0), torch.full((1, 4, 4), -1.0).double()]  # norms 6 and 4
+    short = clipped(slopes, 1.0)
+    for one, other in zip(short, slopes, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other / 52**0.5)
+    for clip in (None, 8.0):
+        assert all(torch.equal(one, other) for one, other in zip(clipped(slopes, clip), slopes, strict=True))
+    assert torch.equal(*clipped([torch.zeros(2, 2)], 1.0), torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -73,7 +84,7 @@ def test_stays_orthogonal_in_float32_for_2000_steps(method, shape):
     found = rotator(method, identity(shape, dtype=torch.float32))
     g = torch.Generator().manual_seed(0)
     for _ in range(2000):
-        found.step(torch.randn(shape, generator=g), 0.05)
+        found.step(found.slope(torch.randn(shape, generator=g)), 0.05)
     assert found.rotation().dtype == torch.float32
     assert float((found.rotation() - identity(shape, dtype=torch.float32)).norm()) > 0.1
     assert defect(found.rotation()) < 1e-5
@@ -89,7 +100,7 @@ def test_preserves_a_direction(method, direction):
     torch.testing.assert_close(found.rotation(), torch.eye(9))
     g = torch.Generator().manual_seed(0)
     for _ in range(50):
-        found.step(torch.randn(9, 9, generator=g), 0.05)
+        found.step(found.slope(torch.randn(9, 9, generator=g)), 0.05)
     q = found.rotation()
     assert float((q - torch.eye(9)).norm()) > 0.1
     torch.testing.assert_close(q @ direction, direction, atol=1e-5, rtol=0)

@@ -28,11 +28,12 @@ SAMPLES = 6
 BATCH = 2
 QUICK: dict[str, Any] = {"epochs": 2, "lr": 0.001, "batch": BATCH, "held_out": 0.34}
 """Enough to change something; two of six samples are held out."""
-HELD_OUT = Split.of(SAMPLES, QUICK["held_out"]).held_out.tolist()
+HELD_OUT = Split.of(SAMPLES, QUICK["held_out"]).measured.tolist()
 
 RECOVERY_KEYS = {"dense", "on_the_fly", "settings", "data", "perplexity_after"}
 SETTINGS_KEYS = {"epochs", "lr", "batch", "accumulate", "schedule", "only", "layers", "held_out", "patience", "seed"}
-DATA_KEYS = {"modality", "data", "samples", "held_out", "window", "tokens"}
+SETTINGS_KEYS |= {"norms", "teacher"}
+DATA_KEYS = {"modality", "data", "samples", "held_out", "measured", "window", "tokens"}
 LAYER_KEYS = {"block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"}
 LAYER_KEYS |= {"epochs", "best_epoch", "rate", "diverged", "recovered"}
 
@@ -160,7 +161,7 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Pat
     assert recovery["settings"].keys() == SETTINGS_KEYS
     assert recovery["data"].keys() == DATA_KEYS
     assert recovery["data"]["samples"] == SAMPLES
-    assert recovery["data"]["held_out"] == len(HELD_OUT)
+    assert recovery["data"]["held_out"] == recovery["data"]["measured"] == len(HELD_OUT)
     assert recovery["data"]["tokens"] == SAMPLES * recovery["data"]["window"]
     files = {path.name for path in pruned.iterdir()}
     assert {path.name for path in out.iterdir()} == files | {REPORT, "README.md"}

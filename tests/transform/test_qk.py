@@ -42,7 +42,7 @@ from tests.encoders import (
 from tests.families import prune
 from tests.measuring import measured
 from tests.oracles import logits, perplexity
-from tests.pairs import dealt, pairwise
+from tests.pairs import dealt, every, pairwise
 from tests.reports import comparable
 from tests.stored import Sources
 
@@ -95,7 +95,7 @@ def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
 
 
 # Every class in both containers, where the scale is kept in another way, with two widths of three in turn.
-@pytest.mark.parametrize(("place", "ratio"), dealt(itertools.product(CHOSEN, CONTAINERS), list(KEPT)))
+@pytest.mark.parametrize(("place", "ratio"), every(3, dealt(itertools.product(CHOSEN, CONTAINERS), list(KEPT))))
 def test_logits_are_those_of_the_dense_kronecker_solve(dense, place, ratio, tmp_path):
     """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
     variant, container = place
@@ -285,11 +285,14 @@ TOGETHER = [{"qk": 0.5, "mlp": 0.3}, {"qk": 0.5, "heads": 0.25}, {"qk": 0.25, "h
 # Every two of them: each class with each combination of spaces, each target and each container, and these in turn.
 @pytest.mark.parametrize(
     ("variant", "ratios", "target", "container"),
-    pairwise(
-        ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"],
-        TOGETHER,
-        ["dense", "sequential"],
-        CONTAINERS,
+    every(
+        2,
+        pairwise(
+            ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"],
+            TOGETHER,
+            ["dense", "sequential"],
+            CONTAINERS,
+        ),
     ),
 )
 def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
@@ -372,7 +375,10 @@ def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "method", "container"),
-    pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], list(LOGIT_METHODS), CONTAINERS),
+    every(
+        2,
+        pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], list(LOGIT_METHODS), CONTAINERS),
+    ),
 )
 def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path):
     """Also where heads are counted anew around padded queries and keys."""

@@ -17,7 +17,7 @@ from ckpt_prune.reporting.document import read_document
 from ckpt_prune.reporting.page import page
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
-from tests.pairs import dealt
+from tests.pairs import dealt, every
 
 from .recovering import (
     SAMPLES,
@@ -63,7 +63,7 @@ def narrower(variant: str) -> Recipe:
     return Recipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
 
 
-@pytest.mark.parametrize(("variant", "way"), dealt(VARIANTS, ["masked", "narrower"]))
+@pytest.mark.parametrize(("variant", "way"), every(3, dealt(VARIANTS, ["masked", "narrower"])))
 def test_every_variant(dense, tmp_path, variant, way):
     """Masked or narrower, in turns: every family in both, as a family has several variants side by side."""
     folder = dense.folder(variant)
@@ -114,7 +114,7 @@ KINDS: dict[str, tuple[str, Recipe, str]] = {
 """Variant, recipe, and what the output is stored as."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(2, KINDS))
 def test_every_kind_of_pruning(dense, tmp_path, kind):
     variant, recipe, container = KINDS[kind]
     folder = dense.folder(variant)

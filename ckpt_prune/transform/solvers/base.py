@@ -128,7 +128,6 @@ class Solver(ABC):
                 needs.
         """
 
-    @abstractmethod
     def divergence(
         self,
         block: int,
@@ -147,8 +146,10 @@ class Solver(ABC):
             fisher: the metric at the site.
 
         Returns:
-            None where the moments do not tell.
+            None where the moments do not tell. Of logits they tell errors alone, and of whole experts nothing: there
+            it is known only that dropping nothing does nothing.
         """
+        return 0.0 if solved[1] is None else None
 
     @abstractmethod
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:

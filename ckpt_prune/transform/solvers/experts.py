@@ -50,17 +50,6 @@ class ExpertSolver(Solver):
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         return self._plan(block, None, kept, scores), None if len(kept) == len(scores) else {}
 
-    def divergence(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        solved: SolvedSite,
-        fisher: Fisher,
-    ) -> float | None:
-        """Known where nothing goes."""
-        return 0.0 if solved[1] is None else None
-
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """There are no unknowns."""
         return 1, "0 unknowns"

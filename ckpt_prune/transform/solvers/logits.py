@@ -13,13 +13,18 @@ from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, unfitted
 from ckpt_prune.compensation.mixing import absorb
-from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.records import HeadErrors
 from ckpt_prune.planning.selection import in_heads, select_in_heads
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.transform.decisions import Decision
-from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
+from ckpt_prune.transform.solvers.base import SolvedSite, Solver
+from ckpt_prune.transform.solvers.head_errors import (
+    enter_diagnostics,
+    enter_errors,
+    enter_held_out,
+    over_heads,
+    settle_strength,
+)
 
 _TRIAL_STRENGTH = 0.001
 
@@ -76,9 +81,7 @@ class LogitSolver(Solver):
             lost = self.method.width_errors(self._fitted(moments)) / moments.samples
         else:
             lost = self._carried(moments, scores)
-        if fisher is None:
-            return lost.sum(0).cpu()
-        return (fisher.mean.to(lost.device) @ lost).cpu() / 2
+        return over_heads(lost, fisher)
 
     def _fitted(self, moments: LogitMoments) -> LogitMoments:
         """The moments that logits are fitted with."""
@@ -90,17 +93,6 @@ class LogitSolver(Solver):
         order = scores.to(energies.device).argsort(dim=-1, stable=True)
         lost = energies.gather(-1, order).cumsum(-1)
         return torch.cat([lost.new_zeros(len(lost), 1), lost], 1)
-
-    def divergence(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        solved: SolvedSite,
-        fisher: Fisher,
-    ) -> float | None:
-        """Known where every head's error is: a plan has them with diagnostics alone, and this none but of no loss."""
-        return 0.0 if solved[1] is None else None
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """As many dimensions of highest score in every head."""
@@ -144,46 +136,17 @@ class LogitSolver(Solver):
         """Fit, and enter errors and diagnostics into the plan."""
         own, method, whole = self.own.compensation, self.method, total(folds)
         system = logit.logit_system(whole, dimensions)
-        energy = float(system.energy.sum())
-        held_out = None
-        if method.uses_strength:
-            plan.strength = None if settled is None else settled.strength
-            if plan.strength is None and own.lambda_by == "folds":
-                if len(folds) < 2:
-                    raise UserError(NO_FOLDS)
-                assert own.lambda_grid is not None
-                choice = method.choose(folds, dimensions, own.lambda_grid, own.lambda_units)
-                plan.strength, held_out = choice.value, choice.errors[choice.value]
-            elif plan.strength is None:
-                plan.strength = own.strength
+
+        def choose(grid: Sequence[float]) -> logit.Choice:
+            return method.choose(folds, dimensions, grid, own.lambda_units)
+
+        held_out = settle_strength(plan, own, settled, len(folds), choose) if method.uses_strength else None
         fit = method.fit(whole, system, dimensions, plan.strength or 0.0, own.lambda_units)
         plan.residual = fit.residual
-        if energy > 0:
-            plan.error_uncompensated = float(system.dropped_energy.sum()) / energy
-            plan.error_compensated = float(fit.errors.sum()) / energy
-        if self.diagnostics and energy > 0:
-            found = method.diagnose(whole, system, fit.errors)
-            plan.j0 = float(found.uncompensated.sum()) / whole.samples
-            plan.floor = float(found.floor.sum()) / whole.samples
-            plan.rho2 = 1 - plan.floor / plan.j0 if plan.j0 > 0 else 1.0
-            plan.heads = [
-                HeadErrors(
-                    head=head,
-                    error_uncompensated=float(found.uncompensated[head] / system.energy[head]),
-                    error_compensated=float(fit.errors[head] / system.energy[head]),
-                    floor=float(found.floor[head] / system.energy[head]),
-                    rho2=float(found.rho2[head]),
-                )
-                for head in range(whole.heads)
-                if system.energy[head] > 0
-            ]
-            if len(folds) > 1 and plan.strength is None:
-                plan.error_held_out = plan.error_uncompensated
-            elif len(folds) > 1 and plan.strength is not None:
-                if held_out is None:
-                    chosen = method.choose(folds, dimensions, [plan.strength], own.lambda_units)
-                    held_out = chosen.errors[plan.strength]
-                plan.error_held_out = held_out
+        enter_errors(plan, system, fit.errors)
+        if self.diagnostics and plan.error_uncompensated is not None:
+            enter_diagnostics(plan, system, fit.errors, method.diagnose(whole, system, fit.errors), whole.samples)
+            enter_held_out(plan, held_out, len(folds), choose)
         return fit
 
 

@@ -11,6 +11,7 @@ from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.rotary import RotaryMoments
+from ckpt_prune.compensation.logit import Choice, absolute_strength
 from ckpt_prune.compensation.rotary import (
     absorb_factors,
     choose_factors,
@@ -19,15 +20,19 @@ from ckpt_prune.compensation.rotary import (
     pair_rows,
     rotary_system,
     solve_factors,
-    strengths_of,
 )
-from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.records import HeadErrors
 from ckpt_prune.planning.selection import in_heads, select_in_heads
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
 from ckpt_prune.transform.decisions import Decision
-from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
+from ckpt_prune.transform.solvers.base import SolvedSite, Solver
+from ckpt_prune.transform.solvers.head_errors import (
+    enter_diagnostics,
+    enter_errors,
+    enter_held_out,
+    over_heads,
+    settle_strength,
+)
 
 _TRIAL_STRENGTH = 0.001
 
@@ -84,18 +89,7 @@ class RotarySolver(Solver):
         moments = total(tuple(each.to(self.device) for each in _moments(folds)))
         curve = bare_errors if self.own.compensation.method == "none" else refitted_errors
         lost = curve(moments, scores.to(self.device)) / moments.samples
-        return lost.sum(0).cpu() if fisher is None else (fisher.mean.to(lost.device) @ lost).cpu() / 2
-
-    def divergence(
-        self,
-        block: int,
-        tensors: Mapping[str, Tensor],
-        folds: SpaceMoments,
-        solved: SolvedSite,
-        fisher: Fisher,
-    ) -> float | None:
-        """Known where every head's error is: a plan has them with diagnostics alone, and this none but of no loss."""
-        return 0.0 if solved[1] is None else None
+        return over_heads(lost, fisher)
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         """As many pairs of highest score in every KV head."""
@@ -133,47 +127,21 @@ class RotarySolver(Solver):
         """Fit, and enter errors and diagnostics into the plan."""
         own, whole = self.own.compensation, total(folds)
         system = rotary_system(whole, kept)
-        energy, held_out = float(system.energy.sum()), None
         factors: Tensor | None = None
-        errors = system.dropped_energy
+        errors, held_out = system.dropped_energy, None
+
+        def choose(grid: Sequence[float]) -> Choice:
+            return choose_factors(folds, kept, grid, own.lambda_units)
+
         if plan.method != "none":
-            plan.strength = None if settled is None else settled.strength
-            if plan.strength is None and own.lambda_by == "folds":
-                if len(folds) < 2:
-                    raise UserError(NO_FOLDS)
-                assert own.lambda_grid is not None
-                choice = choose_factors(folds, kept, own.lambda_grid, own.lambda_units)
-                plan.strength, held_out = choice.value, choice.errors[choice.value]
-            elif plan.strength is None:
-                plan.strength = own.strength
-            factors = solve_factors(system, strengths_of(plan.strength, own.lambda_units, system))
+            held_out = settle_strength(plan, own, settled, len(folds), choose)
+            strength = absolute_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
+            factors = solve_factors(system, strength)
             errors = factor_errors(system, factors)
-        if energy > 0:
-            plan.error_uncompensated = float(system.dropped_energy.sum()) / energy
-            plan.error_compensated = float(errors.sum()) / energy
-        if self.diagnostics and energy > 0:
-            found = diagnose_factors(system, errors)
-            plan.j0 = float(found.uncompensated.sum()) / whole.samples
-            plan.floor = float(found.floor.sum()) / whole.samples
-            plan.rho2 = 1 - plan.floor / plan.j0 if plan.j0 > 0 else 1.0
-            plan.heads = [
-                HeadErrors(
-                    head=head,
-                    error_uncompensated=float(found.uncompensated[head] / system.energy[head]),
-                    error_compensated=float(errors[head] / system.energy[head]),
-                    floor=float(found.floor[head] / system.energy[head]),
-                    rho2=float(found.rho2[head]),
-                )
-                for head in range(whole.heads)
-                if system.energy[head] > 0
-            ]
-            if len(folds) > 1 and plan.strength is None:
-                plan.error_held_out = plan.error_uncompensated
-            elif len(folds) > 1 and plan.strength is not None:
-                if held_out is None:
-                    chosen = choose_factors(folds, kept, [plan.strength], own.lambda_units)
-                    held_out = chosen.errors[plan.strength]
-                plan.error_held_out = held_out
+        enter_errors(plan, system, errors)
+        if self.diagnostics and plan.error_uncompensated is not None:
+            enter_diagnostics(plan, system, errors, diagnose_factors(system, errors), whole.samples)
+            enter_held_out(plan, held_out, len(folds), choose)
         return factors
 
 
