@@ -4,11 +4,14 @@ What the commands of `ckpt-prune` do, a function of the same name does here, wit
 (`UserError`); results are objects, and `progress=False` keeps stderr silent.
 """
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune._version import __version__
 from ckpt_prune.errors import UserError
+from ckpt_prune.errors import named as _named
 
 if TYPE_CHECKING:
     from ckpt_prune.api.benchmark import benchmark
@@ -51,7 +54,21 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "ckpt_prune.loading" if name == "load" else f"ckpt_prune.api.{name}"
-    return getattr(importlib.import_module(module), name)
+    return _with_user_errors(getattr(importlib.import_module(module), name))
+
+
+@functools.cache
+def _with_user_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose errors of the system are `UserError`, as the command line has them in a line."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except OSError as error:
+            raise _named(error) from error
+
+    return called
 
 
 def __dir__() -> list[str]:

@@ -5,5 +5,12 @@ class UserError(Exception):
     """Bad input: one line that names what is wrong and the remedy. The command line prints it and exits with code 2."""
 
 
+def named(error: OSError) -> UserError:
+    """What the system says of a file that no one place expects it of: a name that no file can have, a failing disk."""
+    if error.filename is None:
+        return UserError(f"{' '.join(str(error).split())[:300]}; look at the disk and the files that were named")
+    return UserError(f"{error.filename}: {error.strerror}; give another path or mend this one")
+
+
 class DiskError(UserError):
     """The disk is full or cannot be written: nothing is wrong with what was asked, and what is done may be kept."""

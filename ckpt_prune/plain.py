@@ -6,12 +6,20 @@ from typing import Any, TextIO, cast
 
 # Controls but tab and newline, and what turns the direction of the text around it.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_LONGEST = 1200
+"""Characters of a refusal; names from files have no end, and the longest of this tool's own have 500."""
 _MARKS = re.compile(r"[\\\[\]<`|]|^[#>+-]|^\d+(?=\.)")
 
 
 def plain(text: str) -> str:
     r"""Text with every such character as Python writes it, such as \x1b."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def line(text: str) -> str:
+    """A refusal: plain, in one line, and without the middle of what no reader gets through."""
+    whole = plain(text).replace("\n", "\\n")
+    return whole if len(whole) <= _LONGEST else f"{whole[: _LONGEST // 2]} … {whole[-_LONGEST // 4 :]}"
 
 
 def markdown(text: str) -> str:

@@ -3,11 +3,14 @@
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,25 +18,62 @@ import pytest
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no such processes and signals")
 
 
-def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProcess[str]":
-    """Run `work` in a copy of this process; nothing that it does to itself is seen here.
+@dataclass(frozen=True)
+class Child:
+    """A copy of this process that works."""
+
+    process: int
+    files: list[Path]
+
+    def send(self, number: int) -> None:
+        """Send a signal to it; it may have ended."""
+        os.kill(self.process, number)
+
+    def ended(self, seconds: float | None = None) -> "subprocess.CompletedProcess[str]":
+        """What came of it; after so many seconds it is killed, which is an error."""
+        waited = seconds is None or _ends(self.process, seconds)
+        if not waited:
+            os.kill(self.process, signal.SIGKILL)
+        _, status = os.waitpid(self.process, 0)
+        said = [path.read_text() for path in self.files]
+        for path in self.files:
+            path.unlink()
+        if not waited:
+            raise TimeoutError(f"it did not end in {seconds} s; it said {said}")
+        return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(status), *said)
+
+
+def _ends(process: int, seconds: float) -> bool:
+    last = time.monotonic() + seconds
+    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > last:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def begin(work: Callable[[], None], place: Path) -> Child:
+    """Begin `work` in a copy of this process; nothing that it does to itself is seen here.
 
     Args:
         work: its SystemExit is the process's status, as at the end of a program; after any other error it is 1.
         place: a folder for what it prints while it runs.
     """
     files = [place / name for name in (".stdout", ".stderr")]
+    for path in files:
+        path.write_bytes(b"")
     with warnings.catch_warnings():
         # Python 3.12 and later warn of threads: xdist has one, which does not work while a test does.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
         work_and_exit(work, files)
-    _, status = os.waitpid(process, 0)
-    said = [path.read_text() for path in files]
-    for path in files:
-        path.unlink()
-    return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(status), *said)
+    return Child(process, files)
+
+
+def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProcess[str]":
+    """Run `work` as `begin` does, to its end."""
+    return begin(work, place).ended()
 
 
 def work_and_exit(work: Callable[[], None], files: list[Path]) -> None:

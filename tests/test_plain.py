@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from ckpt_prune.plain import coded, markdown, plain, plain_output
+from ckpt_prune.plain import coded, line, markdown, plain, plain_output
 from ckpt_prune.report.card import model_card
 from ckpt_prune.report.model import Report
 from tests.reporting.examples import report
@@ -42,3 +42,11 @@ def test_a_card_holds_no_marks_of_its_recipe():
     assert r"!\[x\](http://y)" in card
     assert card.count("\n---\n") == 1
     assert card.count("\n# ") == 1
+
+
+def test_a_refusal_is_one_line_of_bounded_length():
+    assert line("no \x1b[31mname\nof mine") == "no \\x1b[31mname\\nof mine"
+    long = line(f"{'a' * 70_000} is too long")
+    assert len(long) < 1200
+    assert long.startswith("aaa")
+    assert long.endswith("a is too long")

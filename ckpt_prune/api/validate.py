@@ -10,7 +10,7 @@ from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
-    from ckpt_prune.exporting.outcome import Validation
+    from ckpt_prune.exporting.outcome import Validations
 
 
 def validate(
@@ -25,12 +25,15 @@ def validate(
     seed: int = 0,
     max_corrupt: float = 0.05,
     tolerance: float | None = None,
+    max_loss: float | str | None = None,
+    dense: AnyModel | None = None,
+    max_loss_dense: float | str | None = None,
     provider: Provider | None = None,
     device_map: Literal["auto"] | None = None,
     max_memory: str | Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: bool = True,
-) -> "Validation":
+) -> "Validations":
     """Compare an exported graph with its model again, as `ckpt-prune validate` does. The whole model is loaded.
 
     Args:
@@ -43,7 +46,10 @@ def validate(
         window: tokens per window.
         seed: of the random choice of images, and of noise.
         max_corrupt: share of the images that may fail to decode.
-        tolerance: largest difference that passes, in units of the largest output; None: by dtype.
+        tolerance: largest difference that passes in fp32 and fp16, in units of the largest output; None: by dtype.
+        max_loss: what rounding may have cost the task's metric, 0.01 or "1%"; None: by dtype.
+        dense: another model to compare the task's metric with as well.
+        max_loss_dense: what may be lost against that; None: it is only measured.
         provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
         device_map: "auto": accelerate puts the parts of the model where there is room; None for one device.
         max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
@@ -63,11 +69,11 @@ def validate(
 
     from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting import validation
+    from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
-    from ckpt_prune.exporting.session import provider_for
 
-    with progress_shown(progress), spread(spreading):
+    with progress_shown(progress), sessions_apart(), spread(spreading):
         manifest = read_manifest(place)
         model = resolve(path_of(against))
         chosen = proof_samples(place, manifest.what, options, trust=trust_remote_code)
@@ -75,8 +81,10 @@ def validate(
             place,
             model,
             chosen,
-            provider=provider or provider_for(manifest.optimize),
+            provider=provider,
             tolerance=options.tolerance,
+            max_loss=options.max_loss,
+            dense=validation.dense_of(options.dense, options.max_loss_dense),
             trust=trust_remote_code,
         )
         found.write(place)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.checkpoint.hub import output_folder, resolve
+from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options import SpreadOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
@@ -39,6 +40,7 @@ def verify(
     folder: AnyModel,
     *,
     against: AnyModel | None = None,
+    statistics: AnyPath | None = None,
     family: AnyPath | None = None,
     device_map: Literal["auto"] | None = None,
     max_memory: str | Sequence[str] = (),
@@ -49,6 +51,7 @@ def verify(
     Args:
         folder: an output of this tool, or a folder that `export` wrote.
         against: the dense model, or the one that was exported: also check that what was kept is its own.
+        statistics: folder that the output was made from, beside `against`: also compute some blocks again, and compare.
         family: file of a description of the dense model's family, where neither this version nor the output has one.
         device_map: "auto": accelerate puts the parts of the model where there is room; None for one device.
         max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
@@ -58,19 +61,27 @@ def verify(
         UserError: there is no such folder.
     """
     spreading = checked(SpreadOptions, {"device_map": device_map, "max_memory": max_memory})
+    if statistics is not None and against is None:
+        raise UserError("--statistics needs --against MODEL: blocks are computed again from both")
     place = output_folder(Path(path_of(folder)))
 
     from ckpt_prune.evaluation import verify as checking
     from ckpt_prune.evaluation.placing import spread
-    from ckpt_prune.exporting.session import GRAPH
+    from ckpt_prune.exporting.apart import sessions_apart
+    from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
 
-    with progress_shown(progress), spread(spreading):
+    with progress_shown(progress), sessions_apart(), spread(spreading):
         dense = None if against is None else resolve(path_of(against))
-        holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
+        holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))
         checks = list(checking.verify(place, dense, None if family is None else Path(family)))
+        if statistics is not None and dense is not None:
+            from ckpt_prune.transform.recomputing import recomputed
+
+            measured = Path(statistics)
+            checks.append(checking.guarded("recomputed", lambda: recomputed(place, dense, measured)))
         if (place / GRAPH_FOLDER / GRAPH_RECORD).is_file():
             inside = verify_graph(place / GRAPH_FOLDER, place)
             checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
 
 Phase = Literal["prefill", "decode", "forward"]
@@ -24,8 +25,8 @@ class Seat:
     device: str
     """As torch names it: cpu, cuda or cuda:1."""
     threads: int
-    dtype: Literal["fp32", "fp16"]
-    """That PyTorch computes in; a graph has its own."""
+    dtype: GraphType
+    """That PyTorch computes in, fp32 or fp16; of a graph its own, by which its file is called."""
     trust: bool = False
     spread: SpreadOptions | None = None
     """Over which devices PyTorch's model is spread."""

@@ -35,6 +35,7 @@ from ckpt_prune.calibration.statistics import (
 )
 from ckpt_prune.calibration.streams import HiddenStream, fold_slices
 from ckpt_prune.calibration.taylor import measure_taylor
+from ckpt_prune.checkpoint.digests import READERS
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside, write_whole
@@ -246,9 +247,12 @@ def measure_into(
             model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, group=group
         ):
             group.at_first(partial(write_units, block, units))
+    reader = model.reader_fingerprint
+    # After that, so that it is one of the files that turned data into input.
+    checkpoint.check_unchanged(name for name in READERS if name in checkpoint.stamps)
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
-        tokenizer=model.reader_fingerprint,
+        tokenizer=reader,
         dtype=str(model.dtype).removeprefix("torch."),
         modality=family.modality,
         data=[samples.fingerprint],

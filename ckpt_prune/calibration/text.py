@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ckpt_prune.calibration.pieces import parts
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
 
@@ -135,11 +136,14 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto
     """
     if bos == "always" and tokenizer.bos_token_id is None:
         raise UserError("this tokenizer has no beginning-of-sequence token; use bos=auto or bos=never")
-    ids = _encode(tokenizer, text)
+    found = [
+        torch.tensor(_encode(tokenizer, part), dtype=torch.int64)
+        for part in parts(getattr(tokenizer, "backend_tokenizer", None), text)
+    ]
     wanted = bos == "always" or (bos == "auto" and _adds_bos(tokenizer))
-    if wanted and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [tokenizer.bos_token_id, *ids]
-    return torch.tensor(ids, dtype=torch.int64)
+    if wanted and found[0][:1].tolist() != [tokenizer.bos_token_id]:
+        found.insert(0, torch.tensor([tokenizer.bos_token_id]))
+    return torch.cat(found)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:

@@ -23,6 +23,8 @@ PROCESSOR = "preprocessor_config.json"
 """Settings of an image processor."""
 PROCESSOR_OF_ALL = "processor_config.json"
 """Settings of all that prepares a model's input; where it has a part `image_processor`, transformers 5 takes that."""
+READERS = (*_TOKENIZER_FILES, PROCESSOR, PROCESSOR_OF_ALL)
+"""What decides how data becomes a model's input."""
 _EDGE_BYTES = 4096
 _PIECE_BYTES = 256
 _PIECES = 16

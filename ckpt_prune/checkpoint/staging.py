@@ -7,7 +7,6 @@ journal of the units that are safely on disk, so that a killed run can go on whe
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,12 +176,11 @@ class Staging:
             names = {path.name: path for path in self.path.iterdir() if path.name not in (JOURNAL, SCRATCH)}
             self._check_out(self._wants | names)
             shutil.rmtree(self.scratch, ignore_errors=True)
-            self._published = True
             try:
                 kept = swap(self.path, self.out, self._kind)
-            except OSError:
-                self._published = False
-                raise
+            finally:
+                # Whatever stopped it: where the folder is gone, it is in its place.
+                self._published = not self.path.exists()
             self.active = False
         self.release()
         return kept
@@ -265,20 +263,41 @@ def _hold(folder: Path) -> int | None:
     """
     if fcntl is None:
         return None
-    busy = UserError(f"{folder} is being written by another run; wait for it or stop it")
     descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        locked = _lock(descriptor, folder, folder)
+    except UserError:
+        os.close(descriptor)
+        raise
+    if not locked:
+        os.close(descriptor)
+    return descriptor if locked else None
+
+
+def _lock(descriptor: int, path: Path, what: Path) -> bool:
+    """Lock an open file or folder; False where there are no locks.
+
+    Args:
+        descriptor: of it.
+        path: where it is.
+        what: is written, in the message.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    if fcntl is None:
+        return False
+    busy = UserError(f"{what} is being written by another run; wait for it or stop it")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(descriptor)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return None  # a file system without locks
+            return False  # a file system without locks
         raise busy from error
-    # Another run may have deleted it and made its own between the two calls above: the lock is then on nothing.
-    if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
-        os.close(descriptor)
+    # Another run may have moved or deleted it and made its own between the two calls: the lock is then on nothing.
+    if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
         raise busy
-    return descriptor
+    return True
 
 
 def refuse_overlap(source: Path, out: Path) -> None:
@@ -345,14 +364,25 @@ def disk_failures(path: Path) -> Iterator[None]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all.
 
+    It grows beside its place under a name that follows from its own: what a kill leaves, the next who writes it takes.
+
     Raises:
-        UserError: the disk is full, or the folder cannot be written.
+        UserError: the disk is full, the folder cannot be written, or another run writes the same file.
     """
-    with (
-        disk_failures(path),
-        tempfile.TemporaryDirectory(prefix=".ckpt-prune-", dir=path.absolute().parent) as scratch,
-    ):
-        whole = Path(scratch) / path.name
-        whole.write_bytes(text.encode())
-        sync(whole)
-        whole.replace(path)
+    fresh = path.with_name(f".{path.name}.ckpt_prune-partial")
+    with disk_failures(path):
+        # Not through a link that somebody put there, and open to whoever the umask lets read it.
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            _lock(descriptor, fresh, path)
+            try:
+                os.ftruncate(descriptor, 0)
+                with open(descriptor, "wb", closefd=False) as file:
+                    file.write(text.encode())
+                sync(fresh)
+                fresh.replace(path)
+            except BaseException:
+                fresh.unlink(missing_ok=True)
+                raise
+        finally:
+            os.close(descriptor)

@@ -25,12 +25,12 @@ def swap(fresh: Path, out: Path, kind: Kind) -> list[str]:
     Returns:
         What was kept of the old folder: paths below OUT of what this tool did not write.
     """
-    if out.exists():
-        out.rename(_aside(out))
     try:
+        if out.exists():
+            out.rename(_aside(out))
         fresh.rename(out)
-    except OSError:
-        if _aside(out).exists():
+    except (OSError, KeyboardInterrupt):
+        if _aside(out).exists() and not out.exists():
             _aside(out).rename(out)
         raise
     return complete(out, kind)

@@ -228,9 +228,13 @@ class CheckpointWriter:
         self._check_active()
         if missing := sorted(self._plan.keys() - self._written):
             raise ValueError(f"{len(missing)} planned tensors were not written, the first is {missing[0]!r}")
+        self.write_index()
+        return self._staging.publish()
+
+    def write_index(self) -> None:
+        """Write the index, where there is one; `finish()` does it, too."""
         if self._sharded:
             self.write_json(INDEX, self._index())
-        return self._staging.publish()
 
     def _index(self) -> dict[str, object]:
         listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}

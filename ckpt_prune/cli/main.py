@@ -5,16 +5,17 @@ import errno
 import importlib
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
 
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import UserError, named
 from ckpt_prune.parallel.joining import joined, started_by_torchrun
-from ckpt_prune.plain import plain, plain_output
+from ckpt_prune.plain import line, plain_output
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
 # instead of 190 s beside one busy process). Read when torch is first imported, which commands do; a user's own setting
@@ -52,6 +53,17 @@ class Refusal(click.ClickException):
     exit_code = 2
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A signal that asks to stop is a line, and its exit code."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        with suppress(OSError):  # after SIGHUP the terminal may be gone
+            click.echo("Interrupted.", err=True)
+        raise SystemExit(exit_code(error)) from None
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, so that `--help` does not load torch."""
 
@@ -83,23 +95,23 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """Read the command line; Ctrl-C is what it is later."""
+        with interruptible():
+            return super().make_context(*args, **more)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            with stoppable(), plain_output(sys.stdout), joined():
+            with interruptible(), stoppable(), plain_output(sys.stdout), joined():
                 return super().invoke(ctx)
         except UserError as error:
-            raise Refusal(plain(str(error))) from error
+            raise Refusal(line(str(error))) from error
         except OSError as error:
-            # What no one place expects: a name that no file can have, a folder that may not be read, a disk that fails.
-            # Where nobody listens any more (EPIPE), click knows what to do.
-            if error.errno == errno.EPIPE or error.filename is None:
+            # Where nobody listens any more, click knows what to do.
+            if error.errno == errno.EPIPE:
                 raise
-            raise Refusal(plain(f"{error.filename}: {error.strerror}; give another path or mend this one")) from error
-        except KeyboardInterrupt as error:
-            with suppress(OSError):  # after SIGHUP the terminal may be gone
-                click.echo("Interrupted.", err=True)
-            raise SystemExit(exit_code(error)) from None
+            raise Refusal(line(str(named(error)))) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

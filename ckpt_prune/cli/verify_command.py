@@ -19,6 +19,12 @@ from ckpt_prune.options import SpreadOptions
     help="The dense model: also check that kept rows, or weights that a mask left, are its own, bit for bit. Of an "
     "exported folder the model that it was exported from.",
 )
+@click.option(
+    "--statistics",
+    metavar="STATS",
+    type=click.Path(path_type=Path),
+    help="What OUT was made from: with --against also compute some blocks again, chosen at random, and compare them.",
+)
 @family_option
 @options_of(SpreadOptions)
 @json_option

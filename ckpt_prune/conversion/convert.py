@@ -74,9 +74,10 @@ def convert_checkpoint(checkpoint: Checkpoint, out: Path, *, overwrite: bool = F
             writer.write_json(PROCESSOR, plain.processor)
         for name, path in kept.items():
             writer.copy(path, name)
+        carried(checkpoint)  # raises where one changed while it was copied
         with (writer.folder / SINGLE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        record = {"source": str(checkpoint.path), "files": {SINGLE: digest}, "notes": list(plain.notes)}
+        record = {"source": checkpoint.name, "files": {SINGLE: digest}, "notes": list(plain.notes)}
         writer.write_json(CONVERTED, record | {"side_files": sorted(writer.side_names | {CONVERTED})})
         writer.finish()
     parameters = sum(prod(made.shape) for made in plain.tensors.values())

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckpt_prune._version import __version__
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.family import KINDS, OUTSIDE_KEY, described_by, with_description
@@ -21,8 +23,9 @@ from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
-from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import MaskedLinear, SiteRecord
@@ -38,6 +41,7 @@ from ckpt_prune.sparsity.zeros import (
     weights_by_module,
 )
 
+_CARD = "README.md"
 _ONLY_ZEROING = {"magnitude", "wanda"}
 """Mask methods that leave the weights they keep as they were."""
 
@@ -191,8 +195,18 @@ def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
         return False, f"{absent[0]} is gone"
     changed = [n for n, digest in sha256_files(folder, report.files).items() if digest != report.files[n]]
     if changed:
-        return False, f"{changed[0]} changed since it was written"
-    return True, f"{len(report.files)} file(s) as written"
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return False, f"{changed[0]} changed since it was written{more}"
+    unknown = sorted({*(report.side_files or ())} - {*report.files, REPORT, _CARD})
+    former = f"; a former version took no digest of {unknown[0]} and what else is no tensor" if unknown else ""
+    code = folder / f"{REMOTE_MODULE}.py"
+    if not (report.container.remote_code and code.is_file()):
+        return True, f"{len(report.files)} file(s) as written{former}"
+    if code.read_bytes() == (files("ckpt_prune") / code.name).read_bytes():
+        return True, f"{len(report.files)} file(s) as written, {code.name} is this package's{former}"
+    if report.ckpt_prune == __version__:
+        return False, f"{code.name} is not this package's, and transformers would run it with trust_remote_code"
+    return True, f"{len(report.files)} file(s) as written, {code.name} by ckpt_prune {report.ckpt_prune}{former}"
 
 
 def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
@@ -245,12 +259,16 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
+    if report.depth is not None:
+        dense = dense_at_depth(dense, report.depth)
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense, whole_blocks=report.recovery.trained_norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
+    if report.depth is not None:
+        return kept_blocks(checkpoint, dense, report.depth)
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
     return _kept_rows(checkpoint, dense, report)

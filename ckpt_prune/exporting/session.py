@@ -1,7 +1,6 @@
 """Running an exported graph in onnxruntime, as the model it came from."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,13 +14,22 @@ from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import config_of
+from ckpt_prune.exporting.apart import new_session
 from ckpt_prune.exporting.tasks import PAST, PRESENT
+from ckpt_prune.graph_types import GraphType
 
 T = TypeVar("T")
 
-GRAPH = "model.onnx"
-DATA = f"{GRAPH}.data"
-"""External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
+FILES: dict[GraphType, str] = {
+    "fp32": "model.onnx",
+    "fp16": "model_fp16.onnx",
+    "int8": "model_int8.onnx",
+    "int4": "model_q4.onnx",
+    "q4f16": "model_q4f16.onnx",
+}
+"""Type → file, by the names that the Hub's ONNX models have."""
+DATA = "_data"
+"""Ending of external data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
 
 Provider = Literal["cpu", "cuda"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -44,7 +52,7 @@ class Session:
     """An open graph."""
 
     inner: Any
-    """onnxruntime's InferenceSession."""
+    """onnxruntime's InferenceSession, or what stands for it in another process (`apart`)."""
     provider: Provider
     """What it runs on."""
     note: str | None
@@ -63,22 +71,17 @@ def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None
     Raises:
         UserError: onnxruntime cannot load it.
     """
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.log_severity_level = 3
-    # Threads that spin while they wait take the cores from whoever else computes (measured: PyTorch beside it 1.7 times
-    # slower); alone on the machine it costs 0 to 6 %.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    own = threads or torch.get_num_threads()
     note = None
     if provider == "cuda":
         # It would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
         cuda = (_PROVIDERS["cuda"], {"use_tf32": "0", "device_id": str(device)})
         there = _PROVIDERS["cuda"] in _built_for()
-        found = _load(graph, options, [cuda, _PROVIDERS["cpu"]]) if there else "not built in"
+        found = _load(graph, own, [cuda, _PROVIDERS["cpu"]]) if there else "not built in"
         if not isinstance(found, str) and _PROVIDERS["cuda"] in found.get_providers():
             return Session(found, "cuda", None)
         note = f"CUDA was asked for and {_WHY}"
-    found = _load(graph, options, [_PROVIDERS["cpu"]])
+    found = _load(graph, own, [_PROVIDERS["cpu"]])
     if isinstance(found, str):
         more = f"; {note}" if note else ""
         raise UserError(f"{graph}: onnxruntime cannot load it: {found}{more}")
@@ -90,31 +93,20 @@ def _built_for() -> list[str]:
     return providers
 
 
-def _load(graph: Path, options: Any, providers: list[Any]) -> Any:
+def _load(graph: Path, threads: int, providers: list[Any]) -> Any:
     """An InferenceSession, or in one line why there is none."""
     try:
-        with _quiet_onnxruntime():
-            # Its own way back to other providers prints on stdout and keeps quiet about what it runs on.
-            return onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
+        return new_session(graph, threads, providers)
     except Exception as error:  # onnxruntime's exceptions share no base class
         return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-@contextmanager
-def _quiet_onnxruntime() -> Iterator[None]:
-    """Hold back what onnxruntime prints of a provider it cannot load; that it was not is said in one line."""
-    onnxruntime.set_default_logger_severity(4)
-    try:
-        yield
-    finally:
-        onnxruntime.set_default_logger_severity(2)
 
 
 class OnnxModel:
     """A graph that is called like the transformers model it came from.
 
     Args:
-        folder: of an export: `model.onnx` and config.json.
+        folder: with config.json.
+        file: the graph, in it.
         provider: what to run it on.
         threads: of one operator.
         device: number of the GPU.
@@ -133,10 +125,16 @@ class OnnxModel:
     device = torch.device("cpu")
 
     def __init__(
-        self, folder: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0
+        self,
+        folder: Path,
+        file: str = FILES["fp32"],
+        *,
+        provider: Provider = "cpu",
+        threads: int | None = None,
+        device: int = 0,
     ) -> None:
         self.config = config_of(folder)
-        self.session = open_session(folder / GRAPH, provider=provider, threads=threads, device=device)
+        self.session = open_session(folder / file, provider=provider, threads=threads, device=device)
         self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
         self.outputs = {each.name: each for each in self.session.inner.get_outputs()}
         self.dtype = next(_TYPES.get(each.type, torch.float32) for each in self.outputs.values())

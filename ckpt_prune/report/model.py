@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, SiteRecord
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -208,13 +208,16 @@ class Report(Fixed):
         lambda_search: where λ was chosen by perplexity.
         container: what the output is stored as.
         before, after: cost of the source and of the output.
+        depth: which whole blocks are gone; None, and left out of JSON, where none was to go. All else that is said of
+            blocks is by their numbers in the output.
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
-        files: file → sha256.
-        side_files: names of what was written beside `files`; None where a former version wrote the report.
+        files: file → sha256, of all that was written but this report and the card; former versions had only the
+            files with tensors and the config here.
+        side_files: names of what was written beside tensors and config; None where a former version wrote the report.
         job: digest of all that the output depends on: another run of the same job has nothing to do. None as before.
     """
 
@@ -233,6 +236,7 @@ class Report(Fixed):
     container: StoredAs
     before: Cost
     after: Cost
+    depth: Depth | None = None
     mask: Mask | None = None
     rotation: Rotation | None = None
     sites: list[SiteRecord]
@@ -251,4 +255,6 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
+        if self.depth is None:
+            del values["depth"]
         return values

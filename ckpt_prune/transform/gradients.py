@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.distances import EndDistances
 from ckpt_prune.calibration.fisher import LIMITS, Fisher, measure_fisher
 from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Part, Samples
@@ -74,7 +75,8 @@ def add_gradients(
     def write(block: int, found: Mapping[str, Fisher]) -> None:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
 
-    measured = measure_fisher(model, some, device=device, watcher=trials, rotary=rotary, **how)
+    ends = EndDistances(len(some))
+    measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
     for block, found in measured:
         group.at_first(partial(write, block, found))
     predicted: Predicted = {} if trials is None else trials.found
@@ -83,9 +85,8 @@ def add_gradients(
     # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
     if predicted and model.blocks > SHALLOW and model.family.experts is None:
         together, scores = measure_spaces(refits, some, predicted, **how)
-    return group.once(
-        lambda: with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores)
-    )
+    told = (predicted, together, scores, ends.found)
+    return group.once(lambda: with_fisher(statistics, len(some), dict(sorted(files.items())), *told))
 
 
 @dataclass

@@ -40,7 +40,7 @@ def publish(
         report: of the output, without digests and stages.
         container: what it is stored as.
         source: the checkpoint whose side files travel along.
-        names: files whose digests the report gets, beside the config's.
+        names: files with tensors. Their digests and those of all that is written beside them are in the report.
         stages: of the run so far.
         announce: told which graphs of an old output stay, and are out of date.
 
@@ -50,12 +50,14 @@ def publish(
     with stages.stage("publishing"):
         config = container.config if source.within is None else composite_config(source, container.config)
         writer.write_json(CONFIG, config)
-        digests = sha256_files(writer.folder, [*names, CONFIG])
         if container.remote_class is not None:
             code = files("ckpt_prune") / f"{REMOTE_MODULE}.py"
             writer.write_text(f"{REMOTE_MODULE}.py", code.read_text(encoding="utf-8"))
         for name, path in carried(source).items():
             writer.copy(path, name)
+        writer.write_index()
+        digests = sha256_files(writer.folder, dict.fromkeys([*names, CONFIG, *sorted(writer.side_names)]))
+        carried(source)  # raises where one changed while it was copied
     whole = report.model_copy(
         update={
             "stages": stages.records,

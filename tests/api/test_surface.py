@@ -12,6 +12,7 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune import UserError
+from ckpt_prune.errors import named
 from tests.cli.running import refused
 
 VERBS = [
@@ -156,3 +157,13 @@ def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monke
     monkeypatch.setattr("ckpt_prune.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
     monkeypatch.setattr("ckpt_prune.checkpoint.hub.resolve", lambda *_a, **_k: pytest.fail("loaded"))
     assert refused(*words, "--text", "calib.txt", "--text", "clib.txt") == "clib.txt: no such text file"
+
+
+def test_what_the_system_says_is_a_user_error():
+    """Of a name that no file can have, of a folder that may not be read, of a library's file without a name."""
+    with pytest.raises(UserError) as found:
+        ckpt_prune.plan("model", recipe="magnitude", output="x" * 300)
+    assert str(found.value) == f"{'x' * 300}: File name too long; give another path or mend this one"
+    assert ckpt_prune.plan is ckpt_prune.plan
+    assert ckpt_prune.plan.__name__ == "plan"
+    assert str(named(OSError("cannot\nread"))) == "cannot read; look at the disk and the files that were named"

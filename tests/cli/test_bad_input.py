@@ -127,6 +127,14 @@ def test_more_layers_than_any_model_has(place, command):
     )
 
 
+def test_a_context_of_no_tokens(place):
+    """Costs came out below zero, which no record takes."""
+    set_config("dense", max_position_embeddings=-32)
+    assert refused("inspect", "dense") == (
+        "dense/config.json: max_position_embeddings is -32, where a model reads one token at least; download it again"
+    )
+
+
 # ---- tensors against the config --------------------------------------------------------------------------------
 
 

@@ -112,7 +112,7 @@ def test_a_plan_of_other_statistics(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
     assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
-        f"the plan was made from other statistics than {Path('stats').resolve()}: plan again"
+        "the plan was made from other statistics than stats: plan again"
     )
 
 

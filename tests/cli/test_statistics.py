@@ -94,8 +94,9 @@ def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, seed,
     again = ("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "discard", Staging.release)
-        interrupt_at(patch, Path, "rename", rename)
-        assert run(*again).exit_code == 130
+        interrupt_at(patch, Path, "rename", rename, Killed())
+        with pytest.raises(Killed):
+            run(*again)
     found = {Statistics(path.parent).index.seed for path in Path().glob(f"*stats*/{INDEX}")}
     assert found == {0, 1}
     assert Path("stats").exists() == (rename != 2)
@@ -106,6 +107,10 @@ def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, seed,
         assert run(*again).exit_code == 130
     assert Statistics(Path("stats")).index.seed == seed
     assert not list(Path().glob(".stats*"))
+
+
+class Killed(BaseException):
+    """Stands for what no code hears of."""
 
 
 def stop(*_: object, **__: object) -> None:
@@ -175,11 +180,23 @@ def test_show(place):
             "folds",
             "collect",
         ],
-        *["compute_dtype", "blocks", "consumers", "linears", "fisher", "predicted", "effects", "digest", "bytes"],
+        *[
+            "compute_dtype",
+            "blocks",
+            "consumers",
+            "linears",
+            "fisher",
+            "predicted",
+            "stream",
+            "effects",
+            "digest",
+            "bytes",
+        ],
     ]
     assert said["collect"] == "moments, gram, linears, fisher"
     assert said["fisher"] == "8"
     assert said["predicted"] == said["effects"] == "of 4 sites (--json has them)"
+    assert said["stream"] == "of 2 blocks (--json has it)"
     assert said["consumers"] == (
         "model.layers.{block}.self_attn.o_proj.weight (16), model.layers.{block}.mlp.down_proj.weight (24)"
     )

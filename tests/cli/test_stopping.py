@@ -5,6 +5,7 @@ import signal
 from itertools import count
 from pathlib import Path
 
+import click
 import pytest
 
 from ckpt_prune.checkpoint.writing import CheckpointWriter
@@ -58,6 +59,17 @@ def test_the_first_signal_stops_and_others_do_not_disturb(name):
         signal.signal(number, before)
     assert exit_code(caught.value) == 128 + number
     assert exit_code(KeyboardInterrupt()) == 130
+
+
+def test_ctrl_c_while_the_command_line_is_read(monkeypatch):
+    """click's own word for it is another, and its exit code 1."""
+
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Group, "parse_args", interrupted)
+    result = run("recipe", "list")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
 @posix

@@ -1,5 +1,6 @@
 """`verify`: all well is exit code 0, a check that fails is 1, what cannot be checked is 2."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ kept units      ok
 tensors: 21 tensors have the shapes that config.json says
 finite: no NaN, no Inf
 load: LlamaForCausalLM by stock transformers: no key missing, unexpected or mismatched
-digests: 2 file(s) as written
+digests: 5 file(s) as written
 sparsity: no mask recorded; 0.0 % of block weights are zero
 kept units: producers of 4 pruned spaces hold the dense rows, bit for bit
 """
@@ -262,7 +263,7 @@ def vision(tmp_path_factory, tmp_path, monkeypatch) -> Path:
 
 
 def test_a_graph(vision):
-    tensors = len(read_json("vision-onnx/ckpt_prune_onnx.json")["tensors"])
+    tensors = len(read_json("vision-onnx/ckpt_prune_onnx.json")["graphs"][0]["tensors"])
     assert ok("verify", "vision-onnx", "--against", "vision") == GRAPH.format(tensors=tensors)
     said = json.loads(ok("verify", "vision-onnx", "--json"))
     assert said["passed"] is True
@@ -284,7 +285,7 @@ def test_a_byte_of_a_graphs_weight(vision):
     data = path.read_bytes()
     at = data.index(weight[1].numpy().tobytes())
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    tensors = len(read_json("vision-onnx/ckpt_prune_onnx.json")["tensors"])
+    tensors = len(read_json("vision-onnx/ckpt_prune_onnx.json")["graphs"][0]["tensors"])
     result = run("verify", "vision-onnx")
     assert (result.exit_code, result.stderr) == (1, "")
     assert "files       FAILED\nchecker         ok\n" in result.stdout
@@ -354,3 +355,84 @@ def test_what_is_not_a_checkpoint(place):
 def test_a_shard_that_is_gone(place):
     Path(FILE).unlink()
     assert refused("verify", "pruned").startswith("pruned has neither model.safetensors nor model.safetensors.index")
+
+
+# ---- a bit --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_of_any_file_is_found_and_the_file_named(place):
+    """Of tensors, config, index, tokenizer and code; the report and the card, which is made of it, have no digest."""
+    job = ("prune", "sharded", "--recipe", "flap-global", "--ratio", "0.5", *TEXT, "-o", "out")
+    ok(*job)
+    names = {path.name for path in Path("out").iterdir()} - {"ckpt_prune.json", "README.md"}
+    assert {"config.json", "model.safetensors.index.json", "tokenizer.json", "modeling_pruned.py"} < names
+    assert "modeling_pruned.py is this package's" in ok("verify", "out")
+    for name in sorted(names):
+        path = Path("out") / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+        result = run("verify", "out")
+        assert result.exit_code in (1, 2), name
+        assert name in result.output
+        path.write_bytes(whole)
+    assert run("verify", "out").exit_code == 0
+
+
+def test_code_that_is_not_this_packages(place):
+    """Though the report vouches for it: transformers would run it."""
+    ok("prune", "dense", "--recipe", "flap-global", "--ratio", "0.5", *TEXT, "-o", "out")
+    code, record = Path("out/modeling_pruned.py"), Path("out/ckpt_prune.json")
+    code.write_text(code.read_text() + "# more\n")
+    report = read_json(record)
+    report["files"][code.name] = hashlib.sha256(code.read_bytes()).hexdigest()
+    record.write_text(json.dumps(report))
+    result = run("verify", "out")
+    assert result.exit_code == 1
+    assert "modeling_pruned.py is not this package's, and transformers would run it" in result.stdout
+    record.write_text(json.dumps(report | {"ckpt_prune": "0.0.1"}))
+    assert "modeling_pruned.py by ckpt_prune 0.0.1" in ok("verify", "out")
+    del report["files"]["tokenizer.json"]
+    record.write_text(json.dumps(report | {"ckpt_prune": "0.0.1"}))
+    assert "a former version took no digest of tokenizer.json" in ok("verify", "out")
+
+
+# ---- computed again -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [("rcpu", "--ratio", "0.5"), ("ridge", "--ratio", "0.25"), ("flap-global", "--ratio", "0.5"), ("wanda-2-4",)],
+)
+def test_blocks_are_computed_again(place, recipe):
+    ok("prune", "dense", "--recipe", *recipe, "--set", "target=dense", "--statistics", "stats", "-o", "out")
+    said = ok("verify", "out", "--against", "dense", "--statistics", "stats")
+    assert "recomputed: 2 blocks of 2 computed again: bit for bit" in said
+
+
+def test_weights_that_the_recipe_did_not_make_are_named(place):
+    """Kept rows are the dense model's, digests are right: only what compensates is not what it should be."""
+    ok("prune", "dense", "--recipe", "ridge", "--set", "target=dense", "--statistics", "stats", "-o", "out")
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_weights("out", lambda tensors: tensors[name].mul_(1.05))
+    report = read_json("out/ckpt_prune.json")
+    report["files"]["model.safetensors"] = hashlib.sha256(Path("out/model.safetensors").read_bytes()).hexdigest()
+    Path("out/ckpt_prune.json").write_text(json.dumps(report))
+    ok("verify", "out", "--against", "dense")
+    result = run("verify", "out", "--against", "dense", "--statistics", "stats")
+    assert result.exit_code == 1
+    assert f"recomputed: {name} is not what the recipe makes of the source: 0.0" in result.stdout
+
+
+def test_what_cannot_be_computed_again(place):
+    ok("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "out")
+    assert "recomputed: not computed again: it was measured on text or images" in ok(
+        "verify", "out", "--against", "dense", "--statistics", "stats"
+    )
+    assert refused("verify", "pruned", "--statistics", "stats") == (
+        "--statistics needs --against MODEL: blocks are computed again from both"
+    )
+    ok("prune", "dense", "--recipe", "rcpu", "--set", "target=dense", "--statistics", "stats", "-o", "other")
+    ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "more")
+    result = run("verify", "other", "--against", "dense", "--statistics", "more")
+    assert result.exit_code == 1
+    assert "recomputed: other was made from other statistics than more: give those" in result.stdout

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.exporting import session
 from ckpt_prune.exporting.session import OnnxModel, complete, open_session
 from tests.graphs import Exported
 
@@ -58,7 +57,7 @@ def test_called_like_an_encoder_and_like_a_model_of_images(exported):
 
 
 def test_half_precision_goes_in_and_out(exported):
-    graph = OnnxModel(exported("opt", dtype="fp16")[1])
+    graph = OnnxModel(exported("opt", dtype="fp16")[1], "model_fp16.onnx")
     assert graph.dtype == torch.float16
     assert {cache.dtype for cache in graph.empty_cache(2).values()} == {torch.float16}
     assert graph(input_ids=torch.tensor([[3, 4]])).logits.dtype == torch.float16
@@ -113,7 +112,7 @@ def test_as_many_threads_as_torch_uses(exported, monkeypatch):
         seen.append(options.intra_op_num_threads)
         return original(path, options, **rest)
 
-    monkeypatch.setattr(session.onnxruntime, "InferenceSession", watched)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", watched)
     path = exported("dinov2-model")[1] / "model.onnx"
     open_session(path)
     open_session(path, threads=2)

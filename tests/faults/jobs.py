@@ -1,0 +1,121 @@
+"""Commands that write, on a tiny model: what each is given, and what it is told to make."""
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import ok
+from tests.conversion.test_convert import timm
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+
+IN = "../inputs"
+TEXT = ("--text", f"{IN}/calib.txt", "--samples", "4", "--window", "16")
+THEIRS = "notes-of-mine.txt"
+"""A file in an old output that this tool did not write."""
+_WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dog", "ran", "far", "away"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that makes `out`.
+
+    Attributes:
+        arguments: all of it.
+        resumable: whether another run can go on with it.
+        old: folder of the inputs that lies at `out` before, and is to be replaced.
+        fixed: whether it never replaces what it made.
+        graph: whether it traces a model: that is done before and once.
+        out: name of what it makes.
+    """
+
+    arguments: tuple[str, ...]
+    resumable: bool = False
+    old: str | None = None
+    fixed: bool = False
+    graph: bool = False
+    out: str = "out"
+
+
+def _prune(recipe: str, *more: str, old: bool = False, graph: bool = False, given: tuple[str, ...] = TEXT) -> Job:
+    arguments = ("prune", f"{IN}/dense", "--recipe", recipe, *given, *more, "-o", "out")
+    return Job(
+        arguments + (("--overwrite",) if old else ()), resumable=True, old="pruned" if old else None, graph=graph
+    )
+
+
+_HALF = ("--ratio", "0.5")
+_STATS = ("--statistics", f"{IN}/stats")
+_FEW = ("--samples", "4", "--window", "16")
+JOBS = {
+    "calibrate": Job(("calibrate", f"{IN}/dense", *TEXT, "--collect", "moments,gram", "-o", "out")),
+    "calibrate-fisher": Job(("calibrate", f"{IN}/dense", *TEXT, "--folds", "2", "-o", "out")),
+    "calibrate-again": Job(
+        ("calibrate", f"{IN}/dense", *TEXT, "--collect", "moments,gram", "-o", "out", "--overwrite"), old="stats"
+    ),
+    "add": Job(("statistics", "add", f"{IN}/stats", f"{IN}/more", "-o", "out")),
+    "plan": Job(("plan", f"{IN}/dense", "--recipe", "ridge", *_HALF, *_STATS, "-o", "out.json"), out="out.json"),
+    "recipe": Job(("recipe", "copy", "ridge", "out.yaml"), fixed=True, out="out.yaml"),
+    "dense": _prune("ridge", *_HALF, "--set", "target=dense", given=_STATS),
+    "planned": Job(("prune", f"{IN}/dense", "--plan", f"{IN}/plan.json", "-o", "out"), resumable=True),
+    "sequential": _prune("rcpu", *_HALF),
+    "sharded": Job(
+        ("prune", f"{IN}/sharded", "--recipe", "magnitude", *_HALF, "-o", "out"),
+        resumable=True,
+    ),
+    "drift": _prune("best", *_HALF),
+    "masks": _prune("sparsegpt-2-4"),
+    "rotations": _prune("cayley-rotator-shared-wanda-2-4", "--set", "rotation.steps=3"),
+    "recovery": _prune("laco-wanda-50", "--set", "recovery.epochs=2"),
+    "again": _prune("rcpu", *_HALF, old=True),
+    "graph": _prune("rcpu", *_HALF, "--set", "export.format=onnx", graph=True),
+    "recover": Job(
+        ("recover", f"{IN}/pruned", "--dense", f"{IN}/dense", *TEXT, "--epochs", "2", "-o", "out"), resumable=True
+    ),
+    "export": Job(("export", f"{IN}/pruned", "-o", "out", *TEXT), graph=True),
+    "export-again": Job(("export", f"{IN}/pruned", "-o", "out", *TEXT, "--overwrite"), old="onnx", graph=True),
+    "report": Job(("report", f"{IN}/pruned", "-o", "out.html"), out="out.html"),
+    "convert": Job(("convert", f"{IN}/timm", "-o", "out")),
+}
+
+
+def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
+    """What the jobs are given, in `folder/inputs`; tracing takes seconds, and only jobs with `graph` need it."""
+    here = folder / "inputs"
+    here.mkdir()
+    work = folder / "work"
+    work.mkdir()
+    rng = random.Random(0)
+    for name, words in (("calib.txt", 400), ("more.txt", 300)):
+        (here / name).write_text(" ".join(rng.choice(_WORDS) for _ in range(words)))
+    with quiet_transformers():
+        model = tiny_llama(max_position_embeddings=32)
+        model.save_pretrained(here / "dense")
+        model.save_pretrained(here / "sharded", max_shard_size="10KB")
+    for name in ("dense", "sharded"):
+        tiny_tokenizer("<s> $A").save_pretrained(here / name)
+    moments = ("--collect", "moments,gram")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        ok("calibrate", f"{IN}/dense", *TEXT, *moments, "-o", f"{IN}/stats")
+        ok("calibrate", f"{IN}/dense", "--text", f"{IN}/more.txt", *_FEW, *moments, "-o", f"{IN}/more")
+        ok("prune", f"{IN}/dense", "--recipe", "wanda-sp", *_HALF, *_STATS, "-o", f"{IN}/pruned")
+        ok("plan", f"{IN}/dense", "--recipe", "ridge", *_HALF, *_STATS, "-o", f"{IN}/plan.json")
+        if graphs:
+            ok("export", f"{IN}/pruned", "-o", f"{IN}/onnx")
+    work.rmdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        timm(Path("timm"))
+    return here
+
+
+def lay(job: Job, inputs: Path, place: Path) -> None:
+    """What is there before a job begins."""
+    place.mkdir()
+    if job.old:
+        shutil.copytree(inputs / job.old, place / job.out)
+        (place / job.out / THEIRS).write_text("mine")

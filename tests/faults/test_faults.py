@@ -1,0 +1,97 @@
+"""A few of the faults that `tools/faults.py` injects by the thousand, of every kind one; and what it found."""
+
+import signal
+
+import pytest
+
+from tests.faults.campaign import Case, faults_of
+from tests.faults.jobs import JOBS
+from tests.faults.shim import DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
+from tests.faults.trial import Machine
+from tests.forked import posix
+
+pytestmark = posix
+
+QUICK = ("sequential", "calibrate-again", "again", "plan")
+"""Jobs that touch files in every way there is: journal, shards, side files, swap, what is kept of an old folder."""
+KINDS = [*SIGNALS, *ERRORS, *TORN, FULL]
+
+
+@pytest.mark.parametrize(("job", "what"), [(QUICK[i % len(QUICK)], what) for i, what in enumerate(KINDS)])
+def test_a_fault_where_files_change(machine: Machine, job: str, what: str) -> None:
+    """In the middle of what such faults are possible at: another place for each kind."""
+    seen = machine.reference(job).seen
+    kinds = GROWS | {"sync", "rename"}
+    places = [at for at, each in enumerate(seen, 1) if each.what in kinds and what in faults_of(each)]
+    share = (KINDS.index(what) + 1) / (len(KINDS) + 1)
+    assert Case(job, Fault(places[int(share * len(places))], what)).run(machine) == []
+
+
+@pytest.mark.parametrize("how", DISTURBED)
+def test_an_input_that_changes_meanwhile(machine: Machine, how: str) -> None:
+    seen = machine.reference("sequential").seen
+    weights = [at for at, each in enumerate(seen, 1) if each.path.endswith("dense/model.safetensors")]
+    at = weights[len(weights) // 2]
+    assert Case("sequential", Fault(at, how, "dense/model.safetensors")).run(machine) == []
+    assert Case("calibrate", Fault(at, how, "dense/tokenizer.json")).run(machine) == []
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_at_any_time(machine: Machine, name: str) -> None:
+    assert machine.struck("masks", getattr(signal, name), 0.07, "resume") == []
+
+
+# ---- what was found ------------------------------------------------------------------------------------------------
+
+
+def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
+    """Where an operation of a job is done to files whose names end so."""
+    seen = machine.reference(job).seen
+    return [at for at, each in enumerate(seen, 1) if each.what == what and each.path.endswith(ending)]
+
+
+@pytest.mark.parametrize("job", ["plan", "recipe", "report"])
+def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Machine, job: str) -> None:
+    """It stayed for ever in a hidden folder whose name nobody told."""
+    [write] = places_of(machine, job, "write", "ckpt_prune-partial")
+    for at in (write, write + 1, write + 2):
+        assert Case(job, Fault(at, "SIGKILL")).run(machine) == []
+    assert Case(job, Fault(write, "torn-SIGKILL")).run(machine) == []
+    assert Case(job, Fault(write, FULL)).run(machine) == []
+
+
+@pytest.mark.parametrize(("job", "ending"), [("calibrate", ".out.partial"), ("again", "out.partial")])
+def test_a_signal_just_before_the_folder_gets_its_name(machine: Machine, job: str, ending: str) -> None:
+    """Statistics stayed in a hidden folder, and an old output away from its place."""
+    [at] = places_of(machine, job, "rename", ending)
+    assert Case(job, Fault(at, "SIGTERM")).run(machine) == []
+
+
+def test_a_tokenizer_that_vanishes_while_calibrating_is_an_error(machine: Machine) -> None:
+    """The fingerprint in the statistics was of files that nobody had read."""
+    seen = machine.reference("calibrate").seen
+    blocks = [at for at, each in enumerate(seen, 1) if each.what == "create" and "block-00000" in each.path]
+    assert Case("calibrate", Fault(blocks[0], "deleted", "dense/tokenizer_config.json")).run(machine) == []
+
+
+def test_a_side_file_that_changes_while_it_is_copied_is_an_error(machine: Machine) -> None:
+    """The output had a tokenizer that was looked at before, and was another by then."""
+    name = "dense/tokenizer_config.json"
+    at = places_of(machine, "dense", "open", name)[-1]
+    assert Case("dense", Fault(at, "rewritten", name)).run(machine) == []
+
+
+def test_statistics_that_vanish_while_they_are_read_are_a_line(machine: Machine) -> None:
+    name = "stats/block-00000.safetensors"
+    seen = machine.reference("plan").seen
+    at = max(at for at, each in enumerate(seen, 1) if each.path.endswith("stats/statistics.json")) + 1
+    assert Case("plan", Fault(at, "deleted", name)).run(machine) == []
+
+
+def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(machine: Machine) -> None:
+    """The machine itself: without a fault a job ends well, and a wrong file is seen."""
+    assert machine.faulty("plan", Fault(10**6, "EIO"), "overwrite") == []
+    kinds = {each.what for name in QUICK for each in machine.reference(name).seen}
+    assert {"open", "create", "write", "sync", "mkdir", "rename", "remove", "claim"} <= kinds
+    assert set(QUICK) <= set(JOBS)
+    assert FULL in faults_of(Operation("write", ""))

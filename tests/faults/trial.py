@@ -1,0 +1,316 @@
+"""One fault in one command, and what must hold after it."""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.checkpoint.journal import JOURNAL, is_own
+from ckpt_prune.cli.main import main
+from ckpt_prune.filenames import VALIDATION
+from tests.faults.jobs import JOBS, THEIRS, Job, lay
+from tests.faults.shim import SIGNALS, Fault, Operation, Shim, disturb
+from tests.forked import begin
+from tests.graphs import traced_before
+from tests.reports import comparable
+
+SECONDS = 120
+"""The longest that any command here may take."""
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that ended: its exit code (negative: the signal that killed it) and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a job does without a fault: its files, and every operation on its output and on what it is given."""
+
+    before: Files
+    after: Files
+    seen: tuple[Operation, ...]
+    seconds: float
+
+
+class Machine:
+    """Runs jobs in copies of this process, in folders of their own.
+
+    Args:
+        folder: with `inputs`, as `make_inputs` wrote it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.inputs = folder, folder / "inputs"
+        self._references: dict[str, Reference] = {}
+        self._graphs = {"export": self.inputs / "onnx", "export-again": self.inputs / "onnx"}
+        self.untouched = _stamps(self.inputs)
+        self._count = 0
+
+    def reference(self, name: str) -> Reference:
+        """A job without a fault; once."""
+        if name not in self._references:
+            job, place = JOBS[name], self._place(name)
+            before = _files(place)
+            seen = place.with_suffix(".seen")
+            began = time.monotonic()
+            ran = self.run(name, place, job.arguments, None, seen)
+            seconds = time.monotonic() - began
+            if ran.code != 0:
+                raise AssertionError(f"{name} fails without a fault: {ran.err or ran.out}")
+            operations = tuple(Operation(*each) for each in json.loads(seen.read_text()))
+            found = Reference(before, _files(place), operations, seconds)
+            self._references[name] = found
+            if job.graph and name not in self._graphs:
+                self._graphs[name] = self.folder / f"graph-{name}"
+                shutil.copytree(place / job.out / "onnx", self._graphs[name])
+            shutil.rmtree(place)
+        return self._references[name]
+
+    def run(
+        self,
+        name: str,
+        place: Path,
+        arguments: tuple[str, ...],
+        fault: Fault | None = None,
+        seen: Path | None = None,
+        after: tuple[float, int] | None = None,
+    ) -> Ran:
+        """A command in a copy of this process.
+
+        Args:
+            name: of the job.
+            place: the working folder.
+            arguments: of the command line.
+            fault: what happens to it.
+            seen: file for the operations that it did.
+            after: seconds, and the signal that is sent then.
+        """
+
+        def work() -> None:
+            os.chdir(place)
+            tempfile.tempdir = str(place)
+            shim = Shim((place, place.parent / "inputs"), fault)
+            with pytest.MonkeyPatch.context() as patch:
+                if name in self._graphs:
+                    traced_before(patch, self._graphs[name])
+                shim.install()
+                try:
+                    main(arguments, "ckpt-prune")
+                finally:
+                    if seen is not None:
+                        shim.off()
+                        seen.write_text(json.dumps([[each.what, each.path] for each in shim.seen]))
+
+        child = begin(work, place.parent)
+        if after is not None:
+            time.sleep(after[0])
+            child.send(after[1])
+        done = child.ended(SECONDS)
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    def faulty(self, name: str, fault: Fault, then: str) -> list[str]:
+        """Run a job with a fault, then what a user would do; what does not hold, in lines.
+
+        Args:
+            name: of the job.
+            fault: which.
+            then: "resume" or "overwrite".
+        """
+        reference, job, place = self.reference(name), JOBS[name], self._place(name)
+        try:
+            ran = self.run(name, place, job.arguments, fault)
+            return self._judged(job, name, place, reference, ran, _allowed(fault), then)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def struck(self, name: str, number: int, seconds: float, then: str) -> list[str]:
+        """The same for a signal that comes after some time."""
+        reference, job, place = self.reference(name), JOBS[name], self._place(name)
+        try:
+            ran = self.run(name, place, job.arguments, after=(seconds, number))
+            # Before Python handles signals the system does, which is the same to a shell.
+            allowed = {-number, 0} if number == signal.SIGKILL else {-number, 128 + number, 0}
+            return self._judged(job, name, place, reference, ran, allowed, then)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def disturbed(self, name: str, at: int, how: str, which: str) -> list[str]:
+        """The same for an input that another process changes meanwhile.
+
+        What comes out is made of the old one or of the new one, and of no mixture.
+
+        Args:
+            name: of the job.
+            at: which operation comes after the change.
+            how: one of DISTURBED.
+            which: the input, below the inputs.
+        """
+        reference, job = self.reference(name), JOBS[name]
+        apart = self._apart(name)
+        place = apart / "at"
+        try:
+            ran = self.run(name, place, job.arguments, Fault(at, how, str(apart / "inputs" / which)))
+            wrong = list(_code_faults(ran, {0, 2}))
+            if ran.code == 0 and _files(place) != reference.after:
+                anew = self._apart(name)
+                disturb(anew / "inputs" / which, how)
+                again = self.run(name, anew / "at", job.arguments)
+                if again.code != 0 or _files(place) != _files(anew / "at"):
+                    wrong.append(f"a mixture: {_difference(_files(place), reference.after)} {again.err.strip()[-200:]}")
+                shutil.rmtree(anew)
+            elif ran.code != 0:
+                wrong += _place_faults(job, place, reference, ran)
+                shutil.copy(self.inputs / which, apart / "inputs" / which)
+                wrong += self._after_faults(job, name, place, reference, "resume")
+            return wrong
+        finally:
+            shutil.rmtree(apart, ignore_errors=True)
+
+    def _apart(self, name: str) -> Path:
+        """A folder with inputs of its own, and a job's place beside them."""
+        self._count += 1
+        apart = self.folder / f"apart-{self._count}"
+        shutil.copytree(self.inputs, apart / "inputs", symlinks=True)
+        lay(JOBS[name], self.inputs, apart / "at")
+        return apart
+
+    def _place(self, name: str) -> Path:
+        self._count += 1
+        place = self.folder / f"at-{self._count}"
+        lay(JOBS[name], self.inputs, place)
+        return place
+
+    def _judged(
+        self, job: Job, name: str, place: Path, reference: Reference, ran: Ran, allowed: set[int], then: str
+    ) -> list[str]:
+        wrong = [*_code_faults(ran, allowed), *_place_faults(job, place, reference, ran)]
+        wrong += self._after_faults(job, name, place, reference, then)
+        if _stamps(self.inputs) != self.untouched:
+            wrong.append("an input was touched")
+            self.untouched = _stamps(self.inputs)
+        return wrong
+
+    def _after_faults(self, job: Job, name: str, place: Path, reference: Reference, then: str) -> Iterator[str]:
+        """What does not hold after another run, or two."""
+        told = []
+        for option in _attempts(job, then):
+            ran = self.run(name, place, (*(a for a in job.arguments if a != "--overwrite"), *option))
+            told.append(f"{' '.join(option) or 'again'}: {ran.code} {ran.err.strip()[-300:]}")
+            if ran.code == 0 or (job.fixed and _files(place) == reference.after):
+                break
+            if ran.code != 2 or "Traceback" in ran.err or "--overwrite" not in ran.err:
+                yield f"the next run: {'; '.join(told)}"
+        else:
+            yield f"no run ends well: {'; '.join(told)}"
+            return
+        found = _files(place)
+        if found != reference.after:
+            yield f"after {'; '.join(told)}: {_difference(found, reference.after)}"
+
+
+def _allowed(fault: Fault) -> set[int]:
+    if fault.what in SIGNALS:
+        number = getattr(signal, fault.what)
+        return {-number} if fault.what == "SIGKILL" else {128 + number}
+    return {"short": {0}, "torn-SIGKILL": {-signal.SIGKILL}}.get(fault.what, {2, 0})
+
+
+def _attempts(job: Job, then: str) -> list[tuple[str, ...]]:
+    """What a user tries one after the other."""
+    if job.fixed:
+        return [()]
+    if then == "overwrite":
+        return [("--overwrite",)]
+    return [("--resume",) if job.resumable else (), ("--overwrite",)]
+
+
+def _code_faults(ran: Ran, allowed: set[int]) -> Iterator[str]:
+    said = ran.err.strip().splitlines()
+    if ran.code not in allowed:
+        yield f"exit code {ran.code}, not {sorted(allowed)}: {' '.join(said)[-400:]}"
+    if "Traceback" in ran.err or "Exception ignored" in ran.err:
+        yield f"a traceback: {' | '.join(said)[-600:]}"
+    elif ran.code == 2 and sum(line.startswith("Error: ") for line in said) != 1:
+        yield f"not one line: {said}"
+
+
+def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iterator[str]:
+    """What does not hold before anybody does anything about it."""
+    found = _files(place)
+    if ran.code == 0:
+        if found != reference.after:
+            yield f"exit code 0, and {_difference(found, reference.after)}"
+        return
+    out = _below(found, job.out)
+    aside = f".{job.out}.ckpt_prune-replaced"
+    new = _below(reference.after, job.out)
+    finished = [new, {name: data for name, data in new.items() if not name.startswith(f"{job.out}/onnx/")}]
+    if f"{aside}/{THEIRS}" in found:  # what is not this tool's moves last
+        finished += [{name: data for name, data in each.items() if name != f"{job.out}/{THEIRS}"} for each in finished]
+    own = {
+        name: data
+        for name, data in out.items()
+        if not name.startswith((f"{job.out}/onnx.partial/", f"{job.out}/{JOURNAL}"))
+    }
+    if out and own not in (_below(reference.before, job.out), *finished):
+        yield f"{job.out} is neither old nor new: {_difference(out, _below(reference.after, job.out))}"
+    if ran.code < 0:
+        return
+    left = {name.split("/")[0] for name in found} - {job.out}
+    if not out and job.old and aside not in left:
+        yield f"{job.out} is gone"
+    for name in sorted(left):
+        if name == f"{job.out}.partial" and (job.resumable or job.graph):
+            if not is_own(place / name):
+                yield f"{name} has no journal: {sorted(_below(found, name))[:4]}"
+        elif not name.startswith(f".{job.out}.ckpt_prune-"):
+            yield f"{name} is left: {sorted(_below(found, name))[:4]}"
+
+
+def _files(folder: Path) -> Files:
+    """Every file's bytes but for what a run took; a folder without files stands for itself."""
+    found: Files = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_dir():
+            if not any(path.iterdir()):
+                found[f"{name}/"] = b""
+        elif path.name == VALIDATION:
+            found[name] = b""
+        elif path.name != JOURNAL:
+            found[name] = comparable(path)
+    return found
+
+
+def _below(files: Files, name: str) -> Files:
+    return {path: data for path, data in files.items() if path.split("/")[0] == name}
+
+
+def _difference(found: Files, wanted: Files) -> str:
+    parts = {
+        "too many": sorted(found.keys() - wanted.keys()),
+        "missing": sorted(wanted.keys() - found.keys()),
+        "other": sorted(name for name in found.keys() & wanted.keys() if found[name] != wanted[name]),
+    }
+    return ", ".join(f"{what}: {names[:4]}" for what, names in parts.items() if names)
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {}
+    for path in folder.rglob("*"):
+        stat = path.lstat()
+        found[str(path)] = (stat.st_size, stat.st_mtime_ns)
+    return found

@@ -1,0 +1,180 @@
+"""Commands on changed files, in copies of this process, and what must hold whatever is in a file."""
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from tests.cli.running import listing
+from tests.forked import begin
+from tests.fuzz.mutate import CANARY, mutated
+from tests.fuzz.targets import TARGETS
+
+SECONDS = 20
+"""The longest that a command may take."""
+MOST = 2**31
+"""Bytes of memory that it may take beside what the process has."""
+WORDS = ("model_type", "the recipe", "the plan", "the text", "calibration data")
+"""What stands for the one file of its kind that a command is given."""
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+_FORBIDDEN = ("pickle.find_class", "socket.connect", "os.system", "os.exec", "os.posix_spawn")
+
+
+class _HungError(BaseException):
+    """It took too long."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What did not hold for a case."""
+
+    target: str
+    number: int
+    command: str
+    what: str
+
+
+def batch(place: Path, target: str, seed: int, first: int, count: int) -> list[Failure]:
+    """Try cases of a target in a copy of this process.
+
+    Args:
+        place: as `make_place` wrote it; it is as it was afterwards.
+        target: of TARGETS.
+        seed: of the changes.
+        first: number of the first case.
+        count: of cases.
+    """
+    told = place.parent / f"told-{target.replace(' ', '-')}"
+    told.write_text("")
+    whole = (place / TARGETS[target].file).read_bytes()
+    found: list[Failure] = []
+    while first >= 0 and count > 0:
+        end = first + count
+        child = begin(partial(_work, place, target, seed, first, end, told), place.parent)
+        try:
+            done = child.ended(SECONDS * 3 + count * 5)
+            code = f"the process ended with {done.returncode}"
+        except TimeoutError:
+            code = "the process hung"
+        lines = [json.loads(line) for line in told.read_text().splitlines()]
+        told.write_text("")
+        found += [Failure(**line["failure"]) for line in lines if "failure" in line]
+        (place / TARGETS[target].file).write_bytes(whole)
+        reached = [line["case"] for line in lines if "case" in line]
+        last, command = (reached or [(first, "")])[-1]
+        if lines and "done" in lines[-1]:
+            break
+        found.append(Failure(target, last, command, code))
+        first, count = last + 1, end - last - 1
+    return found
+
+
+def case_bytes(place: Path, target: str, seed: int, number: int) -> bytes:
+    """The changed file of a case."""
+    own = TARGETS[target]
+    return mutated((place / own.file).read_bytes(), own.kind, random.Random(f"{seed} {target} {number}"))
+
+
+def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path) -> None:
+    os.chdir(place)
+    tempfile.tempdir = str(place.parent)
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + MOST
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    signal.signal(signal.SIGALRM, _hung)
+    seen: list[str] = []
+    watched = Path.cwd()
+
+    def audit(event: str, given: tuple[Any, ...]) -> None:
+        if event == "open" and CANARY in str(given[0]):
+            seen.append(f"opens {given[0]}")
+        elif event in _FORBIDDEN and given[0] != "ckpt_prune.exporting.apart":
+            seen.append(f"{event} {given[:1]}")
+        elif event == "compile" and str(watched) in str(given[1]):
+            seen.append(f"compiles {given[1]}")
+
+    sys.addaudithook(audit)
+    own = TARGETS[target]
+    path = Path(own.file)
+    whole = path.read_bytes()
+    with told.open("a", buffering=1) as file:
+
+        def tell(**what: Any) -> None:
+            file.write(json.dumps(what) + "\n")
+
+        for number in range(first, end):
+            command = own.commands[number % len(own.commands)]
+            tell(case=[number, " ".join(command)])
+            path.write_bytes(mutated(whole, own.kind, random.Random(f"{seed} {target} {number}")))
+            before = listing()
+            seen.clear()
+            for what in [*_faults(command, own.file), *seen]:
+                tell(failure=Failure(target, number, " ".join(command), what).__dict__)
+            _clear()
+            if listing() != before:
+                changed = sorted(k for k in before.keys() | listing().keys() if before.get(k) != listing().get(k))
+                tell(failure=Failure(target, number, " ".join(command), f"wrote {changed[:3]}").__dict__)
+        path.write_bytes(whole)
+        tell(done=True)
+
+
+def _clear() -> None:
+    out = Path("out")
+    if out.is_dir():
+        shutil.rmtree(out)
+    out.unlink(missing_ok=True)
+
+
+def _hung(*_: object) -> None:
+    raise _HungError
+
+
+def _faults(command: tuple[str, ...], file: str) -> list[str]:
+    began = time.monotonic()
+    signal.alarm(SECONDS)
+    try:
+        result = CliRunner().invoke(main, command)
+    except _HungError:
+        return [f"hangs: more than {SECONDS} s"]
+    except BaseException as error:  # a panic is no Exception
+        return [f"raises {type(error).__name__}: {str(error)[:200]}"]
+    finally:
+        signal.alarm(0)
+    faults = []
+    # What is wrong with a file may show in another that it is about.
+    given = {Path(each).parts[0] for each in command if "/" in each or Path(each).exists()} - {"out"}
+    error = result.exception
+    if error is not None and not isinstance(error, SystemExit):
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        at = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where is not None else ""
+        return [f"raises {type(error).__name__} at {at}: {str(error)[:200]}"]
+    if result.exit_code not in (0, 1, 2) or (result.exit_code == 1 and command[0] not in ("verify", "validate")):
+        faults.append(f"exit code {result.exit_code}")
+    if result.exit_code == 2:
+        said = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+        if len(said) != 1 or result.stderr.splitlines()[-1:] != said:
+            faults.append(f"not one line: {result.stderr[:200]!r}")
+        elif not any(name in said[0] for name in (file, Path(file).name, *given, *WORDS)):
+            faults.append(f"does not name the file: {said[0][:200]!r}")
+        elif len(said[0]) > 2000:
+            faults.append(f"a line of {len(said[0])} characters")
+    if found := _CONTROLS.search(result.stdout + result.stderr):
+        faults.append(f"prints {found[0]!r}")
+    if time.monotonic() - began > SECONDS:
+        faults.append("hangs")
+    return faults

@@ -1,0 +1,121 @@
+"""Files that come from others, each with the commands that read it."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import ok
+from tests.faults.jobs import make_inputs
+from tests.images import write_csv, write_images, write_processor, write_vit
+
+TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "16")
+_MOMENTS = ("--collect", "moments", "-o", "out")
+_MAGNITUDE = ("--recipe", "magnitude", "--ratio", "0.5")
+_IMAGES = ("calibrate", "vit", "--images", "flat", "--samples", "3", *_MOMENTS)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file, how it is changed (see `mutate.mutated`), and what reads it."""
+
+    file: str
+    kind: str
+    commands: tuple[tuple[str, ...], ...]
+
+
+_JOB = ("prune", "dense", *_MAGNITUDE)
+_RECOVER = ("recover", "rotated", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out")
+TARGETS = {
+    "config": Target(
+        "dense/config.json",
+        "json",
+        (("inspect", "dense"), (*_JOB, "-o", "out", "--dry-run"), ("inspect", "dense", "--json")),
+    ),
+    "index": Target("sharded/model.safetensors.index.json", "json", (("inspect", "sharded"), ("verify", "sharded"))),
+    "weights": Target("dense/model.safetensors", "safetensors", (("inspect", "dense"), (*_JOB, "-o", "out"))),
+    "tokenizer": Target("dense/tokenizer.json", "json", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
+    "tokenizer settings": Target("dense/tokenizer_config.json", "json", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
+    "generation": Target("dense/generation_config.json", "json", ((*_JOB, "-o", "out"),)),
+    "processor": Target("vit/preprocessor_config.json", "json", (_IMAGES,)),
+    "recipe": Target(
+        "recipe.json",
+        "json",
+        (("recipe", "validate", "recipe.json"), ("plan", "dense", "--recipe", "recipe.json", "--statistics", "stats")),
+    ),
+    "recipe text": Target("recipe.yaml", "bytes", (("recipe", "validate", "recipe.yaml"),)),
+    "plan": Target(
+        "plan.json",
+        "json",
+        (("prune", "dense", "--plan", "plan.json", "-o", "out", "--dry-run"), ("report", "plan.json", "-o", "out")),
+    ),
+    "statistics": Target(
+        "stats/statistics.json",
+        "json",
+        (
+            ("statistics", "show", "stats"),
+            ("plan", "dense", "--recipe", "ridge", "--statistics", "stats"),
+            ("statistics", "add", "stats", "more", "-o", "out"),
+        ),
+    ),
+    "moments": Target(
+        "stats/block-00000.safetensors",
+        "safetensors",
+        (("plan", "dense", "--recipe", "ridge", "--statistics", "stats"),),
+    ),
+    "report": Target(
+        "pruned/ckpt_prune.json",
+        "json",
+        (("report", "pruned", "-o", "out"), ("verify", "pruned", "--against", "dense")),
+    ),
+    "rotations": Target("rotated/rotations.st", "safetensors", (_RECOVER,)),
+    "labels": Target(
+        "listed/labels.csv",
+        "bytes",
+        (("evaluate", "vit", "--images", "listed/images", "--labels", "listed/labels.csv", "--samples", "2"),),
+    ),
+    "image": Target("flat/0.png", "bytes", (_IMAGES,)),
+    "text": Target("calib.txt", "bytes", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
+    "lines": Target("calib.jsonl", "bytes", (("calibrate", "dense", "--text", "calib.jsonl", *TEXT[2:], *_MOMENTS),)),
+    "graph record": Target("onnx/ckpt_prune_onnx.json", "json", (("verify", "onnx"),)),
+    "graph": Target("onnx/model.onnx", "bytes", (("verify", "onnx"),)),
+}
+GRAPHS = {"graph record", "graph"}
+"""Targets that take a traced model."""
+RECIPE = {
+    "version": 1,
+    "name": "own",
+    "summary": "One of everything.",
+    "target": "sequential",
+    "ratio": 0.5,
+    "spaces": {
+        "heads": {"score": "rcpu", "compensation": {"method": "ridge", "lambda": 0.01}},
+        "mlp": {"score": "flap", "ratio": 0.25, "compensation": {"method": "rotation"}},
+    },
+    "recovery": {"epochs": 2, "layers": "0:1", "only": "mlp"},
+    "export": {"format": "onnx", "dtype": "fp16"},
+}
+
+
+def make_place(folder: Path, *, graphs: bool = True) -> Path:
+    """Every file of `TARGETS`, and what stands beside them."""
+    place = make_inputs(folder, graphs=graphs)
+    (place / "recipe.json").write_text(json.dumps(RECIPE))
+    shutil.copy(Path(__file__).parents[2] / "recipes" / "best.yaml", place / "recipe.yaml")
+    lines = [json.dumps({"text": line}) for line in (place / "calib.txt").read_text().split(" then ")]
+    (place / "calib.jsonl").write_text("\n".join(lines))
+    with quiet_transformers():
+        write_vit(place / "vit", 0)
+    write_processor(place / "vit")
+    names = [f"{i}.png" for i in range(4)]
+    write_images(place / "flat", names)
+    write_images(place / "listed" / "images", names)
+    write_csv(place / "listed" / "labels.csv", "file,label", *(f"images/{name},{i}" for i, name in enumerate(names)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        wanted = ("--recipe", "cayley-rotator-wanda-2-4", "--set", "rotation.steps=1")
+        ok("prune", "dense", *wanted, *TEXT, "-o", "rotated")
+    return place

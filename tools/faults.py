@@ -1,0 +1,54 @@
+"""Break every command that writes, at every moment, and see whether anything is wrong afterwards.
+
+    PYTHONPATH=. python tools/faults.py --hours 0.5 --seed 1
+
+tests/faults says what is broken and what must hold. What does not is printed at once; the last line has the figures.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from tests.faults.campaign import cases
+from tests.faults.jobs import JOBS, make_inputs
+from tests.faults.trial import Machine
+
+MEMORY = Path("/dev/shm")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=0.1, help="how long")
+    parser.add_argument("--seed", type=int, default=0, help="of what is broken where")
+    parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=[*JOBS], metavar="JOB", help="; ".join(JOBS))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-prune-faults-", dir=MEMORY if MEMORY.is_dir() else None))
+    injected: Counter[str] = Counter()
+    wrong = 0
+    try:
+        make_inputs(folder)
+        machine = Machine(folder)
+        last = time.monotonic() + 3600 * given.hours
+        for case in cases(machine, given.jobs, given.seed):
+            if time.monotonic() > last:
+                break
+            injected[case.fault.what] += 1
+            if found := case.run(machine):
+                wrong += 1
+                print(case, *found, sep="\n    ", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    kinds = ", ".join(f"{count} {what}" for what, count in injected.most_common())
+    print(f"{injected.total()} faults in {len(given.jobs)} jobs, seed {given.seed}: {wrong} violations ({kinds})")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
