@@ -1,7 +1,9 @@
 """Whole models in memory, for evaluation only. Pruning never comes here: it reads one block at a time."""
 
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
@@ -120,18 +122,20 @@ def load_reported(
         if not trust_remote_code:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         ours, foreign = None, True
-    refuse_quantised(folder, raw)
+    if not is_packed(raw):
+        refuse_quantised(folder, raw)
     loader: Any = getattr(transformers, auto or auto_class(raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
     source: Path | None = folder
-    with quiet_transformers():
+    # compressed-tensors shows bars of its own, which nothing turns off.
+    with quiet_transformers(), redirect_stderr(StringIO()) if is_packed(raw) else nullcontext():
         try:
             if ours is not None:
                 loader = remote_model_class(ours)
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
-            elif plain_fp8(raw) and not foreign and places is not None:
-                raise UserError("fp8 weights are converted in memory, and do not go with --device-map")
+            elif places is not None and (is_packed(raw) or (plain_fp8(raw) and not foreign)):
+                raise UserError(f"{folder}: quantised weights are converted in memory, and do not go with --device-map")
             elif plain_fp8(raw) and not foreign:
                 # transformers' own way needs a GPU, or another package.
                 checkpoint, source = Checkpoint.open(folder), None
@@ -151,6 +155,8 @@ def load_reported(
                 dtype=dtype,
                 **options,
             )
+            if is_packed(raw):  # which the first forward pass does else
+                model.hf_quantizer.compressor.decompress_model(model)
         except UserError:
             raise
         except Exception as error:  # transformers raises anything here, from OSError to safetensors' own type
