@@ -20,6 +20,9 @@ GRAPH_RECORD = "ckpt_prune_onnx.json"
 VALIDATION = "validation.json"
 """What came out when an exported graph was compared with PyTorch."""
 
+GENAI = "genai_config.json"
+"""What onnxruntime-genai reads of an exported folder."""
+
 EXPORT_ERROR = ".export-error.log"
 """Ending of the file beside an export that has all that was said where a model could not be traced."""
 

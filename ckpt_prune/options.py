@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
-from ckpt_prune.ratios import checked_ratio
+from ckpt_prune.graph_types import GraphType
+from ckpt_prune.ratios import Ratio, checked_ratio
 
 
 def _several(value: Any) -> Any:
@@ -64,8 +65,10 @@ def checked(kind: type[O], given: Mapping[str, Any]) -> O:
         return kind(**{name: given[name] for name in kind.model_fields if name in given})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        option = str(first["loc"][0]).replace("_", "-")
         said = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # of several options together, which are named
+            raise UserError(said) from error
+        option = str(first["loc"][0]).replace("_", "-")
         raise UserError(f"--{option} {first['input']}: {said}") from error
 
 
@@ -316,7 +319,18 @@ class InspectOptions(OpeningOptions):
     sparsity: bool = Field(False, description="Count the zeros of the linear weights.")
 
 
-class ExportOptions(TrustOptions):
+class DenseOptions(Options):
+    """What else than its own model a graph is held against."""
+
+    dense: Folder | None = Field(None, description="A dense model to compare the task's metric with as well.")
+    max_loss_dense: Ratio | None = Field(
+        None,
+        gt=0,
+        description="What the task's metric may lose against --dense. Default: it is only measured.",
+    )
+
+
+class ExportOptions(TrustOptions, DenseOptions):
     """What to export, and into what."""
 
     model: Folder = Field(description="Folder of a model, or a Hub id.")
@@ -326,8 +340,16 @@ class ExportOptions(TrustOptions):
     overwrite: bool = Field(False, description="Replace an existing output.")
 
 
-class ValidateOptions(ProofOptions):
+class ValidateOptions(ProofOptions, DenseOptions):
     """What to compare on, and how strictly."""
+
+    max_loss: Ratio | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="What rounding may have cost the task's metric: 0.01 or 1%. [default: 2% for int8, 10% for int4 "
+        "and q4f16]",
+    )
 
     tolerance: float | None = Field(
         default=None,
@@ -351,7 +373,7 @@ class BenchmarkOptions(PlaceOptions):
     threads: int | None = Field(None, ge=1, description="Of each model.")
     provider: Literal["cpu", "cuda"] | None = Field(None, description="Of onnxruntime.")
     optimize: Literal["none", "cpu", "cuda"] | None = Field(None, description="Fuse graphs made here for this.")
-    dtype: Literal["fp32", "fp16"] | None = Field(None, description="Of PyTorch and of graphs made here.")
+    dtype: GraphType | None = Field(None, description="Of graphs made here, and fp16 of PyTorch too.")
 
 
 def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:

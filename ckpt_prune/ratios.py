@@ -1,7 +1,9 @@
 """Ratios as people write them: 0.2 or 20%."""
 
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from ckpt_prune.errors import UserError
 
@@ -36,3 +38,7 @@ def as_share(value: Any) -> Any:
     """The number that a percentage is; any other value as it is."""
     share = share_of(value) if isinstance(value, str) else None
     return value if share is None else share
+
+
+Ratio = Annotated[float, BeforeValidator(as_share)]
+"""A number, or a percentage such as 20%."""

@@ -116,9 +116,15 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
     patch.setattr(export_folder, "build_graph", reweighed)
 
 
+def graph_of(folder: Path) -> Path:
+    """The only graph of a folder."""
+    (found,) = folder.glob("*.onnx")
+    return found
+
+
 def _whole(graph: Path) -> onnx_ir.Model:
     """A graph with its weights in memory: its file may be replaced meanwhile."""
-    found = onnx_ir.load(graph / "model.onnx")
+    found = onnx_ir.load(graph_of(graph))
     onnx_ir.external_data.load_to_model(found)
     return found
 

@@ -106,19 +106,20 @@ def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
             )  # fmt: skip
             found = json.loads(printed)
             # A graph that did not pass is a result too.
-            cases = found["validation"]["cases"]
+            (proved,) = found["validation"]["graphs"]
+            cases = proved["cases"]
             line = {
                 "key": key,
                 "model": model.name,
                 "ratio": ratio,
                 "graph": variant,
                 "written": found["written"],
-                "bytes": found["bytes"],
+                "bytes": sum(found["bytes"].values()),
                 "seconds": time.monotonic() - start,
                 "max_abs": largest(cases, "max_abs"),
                 "mean_abs": largest(cases, "mean_abs"),
                 "agreement": min((case["agreement"] for case in cases if case["agreement"] is not None), default=None),
-                "metrics": found["validation"]["metrics"],
+                "metrics": proved["metrics"],
                 "proof": model.proof,
             }
             record(args.out, line)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, Provider
 from ckpt_prune.errors import UserError
+from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import BenchmarkOptions, checked
 from ckpt_prune.progress import Notices, progress_shown
 
@@ -25,7 +26,7 @@ def benchmark(
     threads: int | None = None,
     provider: Provider | None = None,
     optimize: Literal["none", "cpu", "cuda"] | None = None,
-    dtype: Literal["fp32", "fp16"] | None = None,
+    dtype: GraphType | None = None,
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -44,7 +45,7 @@ def benchmark(
         threads: of each model; None for as many as PyTorch takes.
         provider: of onnxruntime; None for cuda where the device is, else cpu.
         optimize: fuse graphs made here for this provider.
-        dtype: of PyTorch and of graphs made here.
+        dtype: of graphs made here, and fp16 of PyTorch too.
         trust_remote_code: run code that a folder brings.
         device: of PyTorch: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.

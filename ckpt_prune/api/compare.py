@@ -92,22 +92,24 @@ def compare(
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
     from ckpt_prune.transform.dense import Dense
-    from ckpt_prune.transform.pairs import check_models, check_same_reader, container_of, rotated_as
+    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, container_of, rotated_as
 
     trust = options.trust_remote_code
     with progress_shown(progress):
         say = Notices()
         target = resolve_device(options.device)
         theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
-        check_models(ours, theirs, WHY)
+        report = report_of(ours.checkpoint.path)
+        beside, leaps = at_same_depth(ours, theirs, report)
+        check_models(ours, beside, WHY)
         chosen = chosen_samples(theirs, options, options, trust=trust, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         for source in (theirs, ours):
             source.checkpoint.check_finite()
         container = container_of(ours)
-        rotated = rotated_as(ours, theirs, target, report_of(ours.checkpoint.path))
+        rotated = rotated_as(ours, theirs, target, report)
         found = comparing.compare(
-            Dense(theirs, target, rotated, None if rotated is None else container),
+            Dense(beside, target, rotated, None if rotated is None else container, leaps),
             Dense(ours, target, container=container),
             chosen,
             compute_dtype=computed_in(options.compute_dtype, target),

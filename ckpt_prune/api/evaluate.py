@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
 from ckpt_prune.calibration.text_files import check_texts
+from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import EvaluateOptions, checked
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ckpt_prune.evaluation.results import Result
 
 
@@ -36,7 +39,8 @@ def evaluate(
     """Measure a model, as `ckpt-prune evaluate` does. The whole model is loaded, and both with `against`.
 
     Args:
-        model: a folder, a Hub id, or what a function of this package has written.
+        model: a folder, a Hub id, or what a function of this package has written; or an ONNX graph beside its config
+            and tokenizer or image processor, or a folder with one.
         text: files to measure perplexity on; masked tokens of a masked language model, features of a base model,
             predictions of another head, embeddings of its lines by a sentence-transformers folder.
         window: tokens per window, or of a line at most; needed with text.
@@ -66,7 +70,6 @@ def evaluate(
     _check(options)
     check_texts(options.text)
 
-    from ckpt_prune.checkpoint.hub import resolve
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.evaluation.pictures import measure_images
     from ckpt_prune.evaluation.results import TaskResult
@@ -75,20 +78,46 @@ def evaluate(
 
     with progress_shown(progress):
         target = resolve_device(options.device)
-        folder = resolve(options.model)
+        graph, folder = _place(options.model)
         names = _names(options.tasks)
         if names and not _are_files(names):
+            if graph is not None:
+                raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
             from ckpt_prune.evaluation.harness import run_tasks
 
             found = run_tasks(folder, names, device=target, limit=options.samples, include_path=options.include_path)
             return TaskResult(folder, found)
-        reference = None if options.against is None else resolve(options.against)
-        pair = Pair(folder, reference, target, options.trust_remote_code)
+        other, reference = (None, None) if options.against is None else _place(options.against)
+        if options.generate and (graph or other) is not None:
+            raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
+        pair = Pair(
+            folder,
+            reference,
+            target,
+            options.trust_remote_code,
+            graph,
+            other,
+            _open_graph,
+        )
         if names:
             return measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
         if options.generate:
             return measure_generation(pair, options.generate, options.generate_tokens)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)
+
+
+def _place(name: str) -> tuple[Path | None, Path]:
+    """The graph that a model is, if it is one, and its folder."""
+    from ckpt_prune.checkpoint.hub import resolve
+
+    graph = graph_named(name)
+    return graph, resolve(name) if graph is None else graph.parent
+
+
+def _open_graph(path: Path) -> "PreTrainedModel":
+    from ckpt_prune.exporting.opening import open_graph
+
+    return open_graph(path, "cpu")
 
 
 def _names(tasks: str | None) -> list[str]:

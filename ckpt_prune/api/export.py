@@ -1,8 +1,10 @@
 """`ckpt_prune.export`."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import ExportOptions, ProofOptions, checked
 from ckpt_prune.planning.export_recipe import AskedTask, GraphSettings
 from ckpt_prune.progress import progress_shown
@@ -17,10 +19,17 @@ def export(
     output: AnyPath,
     task: AskedTask = "auto",
     opset: int | None = None,
-    dtype: Literal["fp32", "fp16"] = "fp32",
+    dtype: GraphType | Sequence[GraphType] = "fp32",
     cache: bool | None = None,
     optimize: Literal["cpu", "cuda", "none"] = "none",
     tolerance: float | None = None,
+    max_loss: float | str | None = None,
+    block_size: Literal[16, 32, 64, 128, 256] | None = None,
+    symmetric: bool = False,
+    accuracy_level: Literal[0, 1, 2, 3, 4] = 4,
+    rounding: Literal["nearest", "gptq"] = "nearest",
+    dense: AnyModel | None = None,
+    max_loss_dense: float | str | None = None,
     proof: bool = True,
     text: Texts = (),
     images: AnyPath | None = None,
@@ -41,10 +50,18 @@ def export(
         output: the folder to write; it appears only if the graph computes what the model does.
         task: what the graph is for; "auto": what the checkpoint's own head is.
         opset: ONNX opset; None for 20.
-        dtype: of the weights and of what is computed.
+        dtype: of the weights and of what is computed; several make a graph each. int8 rounds inputs too, int4 weights
+            alone, q4f16 computes the same in fp16.
         cache: keys and values of earlier tokens as inputs and outputs; None: where text is generated.
         optimize: fuse into onnxruntime's own operators for this provider.
-        tolerance: largest difference that passes, in units of the largest output; None: by dtype.
+        tolerance: largest difference that passes in fp32 and fp16, in units of the largest output; None: by dtype.
+        max_loss: what rounding may cost the task's metric, 0.01 or "1%"; None: 2 % for int8, 10 % for int4 and q4f16.
+        block_size: weights that share a scale; None: 32.
+        symmetric: blocks have no zero of their own.
+        accuracy_level: what onnxruntime may compute products of blocks in.
+        rounding: of weights in 4 bits: to the nearest, or by Grams of their inputs.
+        dense: a dense model to compare the task's metric with as well.
+        max_loss_dense: what may be lost against that; None: it is only measured.
         proof: compare the graph in onnxruntime with PyTorch.
         text: files to compare on; without any, Python's standard library.
         images: folder of images to compare on; without any, noise.
@@ -76,7 +93,9 @@ def export(
     from ckpt_prune.containers.opening import Opening, open_checkpoint
     from ckpt_prune.exporting.folder import GraphWriter
     from ckpt_prune.exporting.proof_data import proof_samples
+    from ckpt_prune.exporting.rounding import check_rounded
     from ckpt_prune.exporting.session import provider_for
+    from ckpt_prune.exporting.validation import dense_of
     from ckpt_prune.exporting.writing import write_graph
 
     trust = options.trust_remote_code
@@ -84,11 +103,22 @@ def export(
         source = open_checkpoint(options.model, Opening(trust))
         refuse_inside(options.output, [proving.images, proving.labels, *proving.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
-        chosen = proof_samples(source.path, writer.task, proving, trust=trust) if options.proof else None
+        check_rounded(
+            settings,
+            writer.task,
+            images=proving.images is not None,
+            provider=options.provider or provider_for(settings.optimize),
+        )
+        chosen = None
+        if options.proof or settings.quantised:
+            chosen = proof_samples(source.path, writer.task, proving, trust=trust, rounded=settings.quantised)
         return write_graph(
             writer,
-            chosen,
-            provider=options.provider or provider_for(settings.optimize),
+            chosen if options.proof else None,
+            measured=chosen,
+            provider=options.provider,
             tolerance=settings.tolerance,
+            max_loss=settings.max_loss,
+            dense=dense_of(options.dense, options.max_loss_dense),
             trust=trust,
         )

@@ -170,13 +170,14 @@ def plan(
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.transform.asked import check_plan_place, plan_request
+    from ckpt_prune.transform.depth import planned_depth
     from ckpt_prune.transform.planned import make_plan
     from ckpt_prune.transform.settle import settle
     from ckpt_prune.transform.shifts import Shifting
 
     with progress_shown(progress):
         request = plan_request(options)
-        settled = settle(request)
+        settled = planned_depth(settle(request))
         request.model.checkpoint.check_finite()
         shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
         made = make_plan(settled, shifting)

@@ -137,9 +137,10 @@ def recover(
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import resolve_device
+    from ckpt_prune.report.reading import report_of
     from ckpt_prune.transform import recover as recovering
     from ckpt_prune.transform.asked import asked_after, training_dtype
-    from ckpt_prune.transform.pairs import check_models, check_same_reader
+    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader
     from ckpt_prune.transform.publish import wanted_names
 
     with progress_shown(progress):
@@ -156,7 +157,8 @@ def recover(
             inputs=[options.images, options.labels, *options.text],
             wants=wanted_names(ours.checkpoint),
         )
-        check_models(ours, theirs, recovering.WHY)
+        beside, _ = at_same_depth(ours, theirs, report_of(ours.checkpoint.path))
+        check_models(ours, beside, recovering.WHY)
         chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryRequest(

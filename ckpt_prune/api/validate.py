@@ -9,7 +9,7 @@ from ckpt_prune.options import ValidateOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
-    from ckpt_prune.exporting.outcome import Validation
+    from ckpt_prune.exporting.outcome import Validations
 
 
 def validate(
@@ -24,10 +24,13 @@ def validate(
     seed: int = 0,
     max_corrupt: float = 0.05,
     tolerance: float | None = None,
+    max_loss: float | str | None = None,
+    dense: AnyModel | None = None,
+    max_loss_dense: float | str | None = None,
     provider: Provider | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
-) -> "Validation":
+) -> "Validations":
     """Compare an exported graph with its model again, as `ckpt-prune validate` does. The whole model is loaded.
 
     Args:
@@ -40,7 +43,10 @@ def validate(
         window: tokens per window.
         seed: of the random choice of images, and of noise.
         max_corrupt: share of the images that may fail to decode.
-        tolerance: largest difference that passes, in units of the largest output; None: by dtype.
+        tolerance: largest difference that passes in fp32 and fp16, in units of the largest output; None: by dtype.
+        max_loss: what rounding may have cost the task's metric, 0.01 or "1%"; None: by dtype.
+        dense: another model to compare the task's metric with as well.
+        max_loss_dense: what may be lost against that; None: it is only measured.
         provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
         trust_remote_code: run code that a folder brings.
         progress: show bars and notices on stderr.
@@ -59,7 +65,6 @@ def validate(
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
-    from ckpt_prune.exporting.session import provider_for
 
     with progress_shown(progress), sessions_apart():
         manifest = read_manifest(place)
@@ -69,8 +74,10 @@ def validate(
             place,
             model,
             chosen,
-            provider=provider or provider_for(manifest.optimize),
+            provider=provider,
             tolerance=options.tolerance,
+            max_loss=options.max_loss,
+            dense=validation.dense_of(options.dense, options.max_loss_dense),
             trust=trust_remote_code,
         )
         found.write(place)

@@ -61,12 +61,12 @@ def verify(
 
     from ckpt_prune.evaluation import verify as checking
     from ckpt_prune.exporting.apart import sessions_apart
-    from ckpt_prune.exporting.session import GRAPH
+    from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
 
     with progress_shown(progress), sessions_apart():
         dense = None if against is None else resolve(path_of(against))
-        holds_graph = (place / GRAPH).is_file() and not any(place.glob("*.safetensors"))
+        holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))
         checks = list(checking.verify(place, dense, None if family is None else Path(family)))

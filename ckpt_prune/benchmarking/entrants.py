@@ -16,6 +16,7 @@ from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.tasks import Task, chosen_task
 from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.graph_types import GraphType
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 Say = Callable[[str], None]
@@ -26,7 +27,12 @@ class GraphWish:
     """What graph is wanted of a checkpoint; None where any will do, or else what `GraphSettings` has by default."""
 
     optimize: Literal["none", "cpu", "cuda"] | None = None
-    dtype: Literal["fp32", "fp16"] | None = None
+    dtype: GraphType | None = None
+
+    def chosen(self, manifest: Manifest) -> Manifest:
+        """Of a folder's graphs the one that is wanted, or the first."""
+        there = [each.dtype for each in manifest.graphs]
+        return manifest.of(self.dtype if self.dtype in there else there[0])
 
     def refuses(self, manifest: Manifest) -> str | None:
         """Why a graph that is there already is not what is wanted; None where it is."""
@@ -72,7 +78,7 @@ def open_entrant(label: Literal["A", "B"], name: str, wish: GraphWish, say: Say,
     """
     folder = resolve(name)
     if (folder / GRAPH_RECORD).is_file():
-        manifest = read_manifest(folder)
+        manifest = wish.chosen(read_manifest(folder))
         if (reason := wish.refuses(manifest)) is not None:
             raise UserError(f"{name} is an exported graph, and {reason}: give the checkpoint, or leave that option out")
         return Entrant(label, name, folder, None, folder, manifest)
@@ -81,7 +87,7 @@ def open_entrant(label: Literal["A", "B"], name: str, wish: GraphWish, say: Say,
     own = folder / GRAPH_FOLDER
     if not onnx or not (own / GRAPH_RECORD).is_file():
         return entrant
-    manifest = read_manifest(own)
+    manifest = wish.chosen(read_manifest(own))
     reason = wish.refuses(manifest)
     task = chosen_task(checkpoint.config)
     if manifest.source.fingerprint != checkpoint.fingerprint:

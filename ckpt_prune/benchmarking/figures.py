@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ckpt_prune.benchmarking.costs import Costs
 from ckpt_prune.benchmarking.messages import Phase, Runtime, Seat, Timing
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.graph_types import GraphType
 
 Label = Literal["A", "B"]
 
@@ -63,7 +64,7 @@ class Run(_Frozen):
 
     Attributes:
         device: of torch's, or onnxruntime's provider.
-        dtype: fp32 or fp16.
+        dtype: fp32 or fp16; of graphs also int8, int4 or q4f16.
         optimize: provider that a graph is fused for, or none; None in PyTorch.
         parameters: None of a graph without its checkpoint.
         disk_bytes: of the checkpoint's weights, or of the graph with its external data.
@@ -76,7 +77,7 @@ class Run(_Frozen):
     model: str
     runtime: Runtime
     device: str
-    dtype: Literal["fp32", "fp16"]
+    dtype: GraphType
     optimize: str | None
     parameters: int | None
     disk_bytes: int

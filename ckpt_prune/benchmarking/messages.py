@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt_prune.graph_types import GraphType
+
 Phase = Literal["prefill", "decode", "forward"]
 Runtime = Literal["PyTorch", "onnxruntime"]
 Timing = dict[Phase, list[float]]
@@ -22,8 +24,8 @@ class Seat:
     device: str
     """As torch names it: cpu, cuda or cuda:1."""
     threads: int
-    dtype: Literal["fp32", "fp16"]
-    """That PyTorch computes in; a graph has its own."""
+    dtype: GraphType
+    """That PyTorch computes in, fp32 or fp16; of a graph its own, by which its file is called."""
     trust: bool = False
 
     def __str__(self) -> str:

@@ -19,6 +19,8 @@ from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.folder import graph_bytes
 from ckpt_prune.exporting.manifest import runtime_versions
+from ckpt_prune.exporting.session import FILES
+from ckpt_prune.graph_types import GraphType
 from ckpt_prune.progress import meter
 
 
@@ -44,8 +46,8 @@ class Settings:
     """The provider of onnxruntime; None for CUDA where PyTorch's device is one, else the CPU."""
     optimize: Literal["none", "cpu", "cuda"] | None = None
     """What graphs are fused for; None for graphs as they are found, or made without."""
-    dtype: Literal["fp32", "fp16"] | None = None
-    """The type of both runtimes; None for fp32, and for graphs as they are found."""
+    dtype: GraphType | None = None
+    """The type of graphs; None for fp32, and for graphs as they are found. PyTorch computes in fp16 where that is."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
 
@@ -178,7 +180,7 @@ def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool
             str(each.folder),
             settings.device,
             threads,
-            settings.dtype or "fp32",
+            "fp16" if settings.dtype == "fp16" else "fp32",
             settings.trust,
         )
         for each in pair
@@ -205,7 +207,9 @@ def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], cost
         parameters = known.parameters
     elif entrant.checkpoint is not None:
         parameters = sum(info.numel for info in entrant.checkpoint.tensors.values())
-    disk = graph_bytes(Path(seat.folder)) if graph or entrant.checkpoint is None else weights_bytes(entrant.checkpoint)
+    disk = graph_bytes(Path(seat.folder), FILES[seat.dtype])
+    if not graph and entrant.checkpoint is not None:
+        disk = weights_bytes(entrant.checkpoint)
     return Run(
         label=seat.label,
         model=seat.model,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.exporting.session import OnnxModel, Provider, complete, next_cache
+from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PRESENT
 
 
@@ -106,7 +106,9 @@ class OnnxRunner:
         device = torch.device(seat.device)
         provider: Provider = "cuda" if device.type == "cuda" else "cpu"
         self._gpu = device.index or 0
-        self._model = OnnxModel(Path(seat.folder), provider=provider, threads=seat.threads, device=self._gpu)
+        self._model = OnnxModel(
+            Path(seat.folder), FILES[seat.dtype], provider=provider, threads=seat.threads, device=self._gpu
+        )
         session = self._model.session
         self.device = seat.device if session.provider == provider else session.provider
         self.note = session.note

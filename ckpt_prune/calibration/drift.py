@@ -67,8 +67,8 @@ def observe_drift(
     if not spaces:
         return pruned.observe(index, tensors, gram), passed
     wanted = list(spaces.values())
-    theirs = None if dense_tensors is None else _Residual(dense, index, dense_tensors, wanted)
-    ours = _Residual(pruned, index, tensors, wanted)
+    theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, wanted)
+    ours = Residual(pruned, index, tensors, wanted)
     experts = pruned.factory.experts(ours.block)
     observers = {key: pruned.observer(ours.block, index, key, own) for key, own in gram.items()}
     ours.whole = any(key not in pruned.factory.family.spaces for key in gram)
@@ -116,7 +116,7 @@ def observe_drift(
     return found, passed
 
 
-def _with_drift(residual: "_Residual", space: SpaceName, moments: SpaceMoments) -> SpaceMoments:
+def _with_drift(residual: "Residual", space: SpaceName, moments: SpaceMoments) -> SpaceMoments:
     """Moments of tokens that were shown to an expert that does not see them: nothing is to be made up for there."""
     none = residual.no_drift(space).to("cpu")
     return tuple(replace(each, drift=each.drift or none) for each in moments if isinstance(each, Moments))
@@ -126,7 +126,7 @@ class _SeenError(Exception):
     """Raised by a hook to stop a block once all that is asked for has been seen."""
 
 
-class _Residual:
+class Residual:
     """One block of a stream, and the residual stream after those of its spaces that are asked for.
 
     Args:
@@ -139,6 +139,7 @@ class _Residual:
         block: the module.
         whole: whether the block runs to its end even where only attention is asked for.
         inputs: linear module → its input in the batch that ran last, (..., d_in).
+        outputs: the same of outputs, (..., d_out).
         left: what the block made of that batch, if it ran to its end.
     """
 
@@ -164,7 +165,7 @@ class _Residual:
         self.whole = False
         self._brief = all(self._attention(space) for space in spaces)
         self.inputs: dict[str, Tensor] = {}
-        self._outputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
         self._entered = self.left = torch.empty(0)
         # What tells pre-norm and post-norm apart, and what the consumers asked for need.
         watched = {family.attention.query}
@@ -175,16 +176,17 @@ class _Residual:
 
     def _watch(self, name: str) -> None:
         def see(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            self.inputs[name], self._outputs[name] = args[0], output
+            self.inputs[name], self.outputs[name] = args[0], output
             if self._brief and not self.whole and name == self._stream.factory.family.attention.output:
                 raise _SeenError
 
         path = self._stream.factory.module_path(self._index, name)
         self.block.get_submodule(path).register_forward_hook(see)
 
-    def run(self, rows: slice) -> None:
-        """Let samples go through the block, as far as is needed."""
-        self._entered = self._stream.states[rows].to(self._stream.factory.device)
+    def run(self, rows: slice, states: Tensor | None = None) -> None:
+        """Let samples go through the block, as far as is needed; they enter it as the stream has them by default."""
+        entering = self._stream.states[rows] if states is None else states
+        self._entered = entering.to(self._stream.factory.device)
         with suppress(_SeenError):
             self.left = self._stream.run(self.block, self._index, self._entered)
 
@@ -210,14 +212,18 @@ class _Residual:
         if self.ends(space):
             return _rows(self.left)
         before = self._entered if self._attention(space) else self.inputs[self._columns[space].readers[0]]
-        output = self._outputs[self._columns[space].consumer]
+        return _rows(before) + self.added(space)
+
+    def added(self, space: SpaceName) -> Tensor:
+        """What a space's consumer adds to the residual stream, (tokens, hidden) float64."""
+        output = self.outputs[self._columns[space].consumer]
         added = _rows(self._norms[space](output) if space in self._norms else output)
-        return _rows(before) + (added * self._scales[space] if space in self._scales else added)
+        return added * self._scales[space] if space in self._scales else added
 
     def unscaled(self, space: SpaceName, residual: Tensor) -> Tensor:
         """What a space's consumer would have to give for a difference of the residual stream; 0 where its scale is."""
         if space in self._gains:
-            output = self._outputs[self._columns[space].consumer]
+            output = self.outputs[self._columns[space].consumer]
             gain, own = self._gains[space], _rows(output)
             normed = torch.where(gain == 0, 0.0, _rows(self._norms[space](output)) / gain)
             # Its length over that of what the norm makes of it, the same elements counted.

@@ -62,6 +62,25 @@ class Fisher:
         return self.sums.double() / self.samples
 
 
+class EndWatcher(Protocol):
+    """Looks on at the ends of blocks while gradients are taken."""
+
+    def begin(self, stream: HiddenStream, states: Sequence[Tensor]) -> None:
+        """States at all ends are known: those that enter the first block, and that leave every one."""
+        ...
+
+    def see(self, stream: HiddenStream, before: Sequence[Tensor], end: Tensor, drawn: Sequence[Drawn]) -> None:
+        """Gradients are at one of the ends, the last first.
+
+        Args:
+            stream: of the samples.
+            before: states at the ends before it.
+            end: states there.
+            drawn: gradients there, of every draw.
+        """
+        ...
+
+
 class Watcher(Protocol):
     """Looks on while the gradients of a block are taken."""
 
@@ -94,6 +113,7 @@ def measure_fisher(
     compute_dtype: torch.dtype,
     allocate: Allocate = in_memory,
     watcher: Watcher | None = None,
+    ends: EndWatcher | None = None,
     rotary: bool = False,
 ) -> Iterator[tuple[int, dict[str, Fisher]]]:
     """The Fisher metric at every site of the dense model, block by block from the last to the first.
@@ -110,6 +130,7 @@ def measure_fisher(
         compute_dtype: in which they run.
         allocate: makes the tensors that hold hidden states.
         watcher: told of every block.
+        ends: told of the ends of all blocks.
         rotary: also at the sites of rotary pairs.
 
     Yields:
@@ -122,13 +143,21 @@ def measure_fisher(
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     states = states_at_ends(model, stream, allocate)
-    gradients = _at_the_end(Readout(factory, checkpoint.tensors, checkpoint.read), samples, states.pop(), allocate)
+    if ends is not None:
+        ends.begin(stream, states)
+    readout, end = Readout(factory, checkpoint.tensors, checkpoint.read), states.pop()
+    gradients = gradients_at_the_end(readout, samples, end, allocate)
+    if ends is not None:
+        ends.see(stream, states, end, gradients)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
         if watcher is not None:
             watcher.begin(block, tensors)
         module = factory.block(block, tensors).requires_grad_(False)
-        found = _backward(stream, module, block, states.pop(), gradients, watcher, rotary)
+        end = states.pop()
+        found = _backward(stream, module, block, end, gradients, watcher, rotary)
+        if ends is not None and states:
+            ends.see(stream, states, end, gradients)
         if watcher is not None:
             watcher.end(len(samples))
         named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
@@ -138,7 +167,7 @@ def measure_fisher(
         yield block, named
 
 
-def _at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
+def gradients_at_the_end(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[Drawn]:
     """Gradients at the states that leave the last block."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[Drawn] = []

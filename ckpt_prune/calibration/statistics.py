@@ -35,6 +35,7 @@ from torch import Tensor
 from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.distances import Distances
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, packed_width
@@ -63,6 +64,15 @@ def _check_ascending(name: str, effects: Sequence[Effect]) -> None:
     counts = [count for count, _ in effects]
     if not counts or counts != sorted(set(counts)):
         raise ValueError(f"{name}: units dropped must ascend")
+
+
+class StreamDistances(BaseModel):
+    """What runs of blocks do to the residual stream and to the model's own output (`distances.Distances`)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    cosine: list[list[float]]
+    divergence: list[list[float]]
 
 
 class StatisticsIndex(BaseModel):
@@ -99,6 +109,8 @@ class StatisticsIndex(BaseModel):
             dropped of each, ascending (`transform.gradients`). Left out like `effects`.
         scores: space → the score for all of its sites, where it is to be preferred to the best of each. Left out like
             `effects`.
+        stream: of the samples of `fisher`, what leaving out runs of blocks does (`distances.EndDistances`). Left out
+            like `effects`.
         effects: on-disk weight of a consumer, or of a query projection → what pruning that site alone does to the
             model's own output, by units dropped, ascending (`transform.effects`). Empty, and left out of what is
             written, where it was not measured, so that statistics without it have the digest they always had.
@@ -130,6 +142,7 @@ class StatisticsIndex(BaseModel):
     predicted: dict[str, dict[str, list[Effect]]] = Field(default_factory=dict)
     spaces: dict[str, list[Effect]] = Field(default_factory=dict)
     scores: dict[str, str] = Field(default_factory=dict)
+    stream: StreamDistances | None = None
     effects: dict[str, list[Effect]] = Field(default_factory=dict)
 
     @field_validator("effects", "spaces")
@@ -150,7 +163,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("turned", "routers", "fisher", "predicted", "spaces", "scores", "effects"):
+        for key in ("turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         return values
@@ -503,6 +516,7 @@ def with_fisher(
     predicted: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
     spaces: Mapping[SpaceName, Sequence[tuple[int, float]]],
     scores: Mapping[SpaceName, str],
+    stream: Distances,
 ) -> Statistics:
     """Enter the Fisher metric, whose files are there, and what is predicted from gradients into a folder's index.
 
@@ -513,6 +527,7 @@ def with_fisher(
         predicted: site → score → (units dropped, divergence), ascending.
         spaces: space → (units dropped of every block, divergence), ascending.
         scores: space → the score of all its sites.
+        stream: what leaving out runs of blocks does.
 
     Raises:
         UserError: a divergence is negative, NaN or Inf, or counts do not ascend; or the folder cannot be written.
@@ -527,6 +542,7 @@ def with_fisher(
         "predicted": told,
         "spaces": {space: list(own) for space, own in spaces.items()},
         "scores": dict(scores),
+        "stream": {"cosine": stream.cosine, "divergence": stream.divergence},
     }
     return _entered(statistics, known)
 
@@ -594,8 +610,24 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
             "predicted": predicted,
             "spaces": _mean_effects(a.spaces, b.spaces, shared),
             "scores": {space: score for space, score in a.scores.items() if b.scores.get(space) == score},
+            "stream": _mean_stream(a, b),
             "effects": _mean_effects(a.effects, b.effects, shared),
         }
+    )
+
+
+def _mean_stream(a: StatisticsIndex, b: StatisticsIndex) -> StreamDistances | None:
+    """The mean over the samples of both, where both have it."""
+    if a.stream is None or b.stream is None:
+        return None
+    share = a.fisher / (a.fisher + b.fisher)
+
+    def mean(ours: list[list[float]], theirs: list[list[float]]) -> list[list[float]]:
+        rows = zip(ours, theirs, strict=True)
+        return [[share * x + (1 - share) * y for x, y in zip(own, other, strict=True)] for own, other in rows]
+
+    return StreamDistances(
+        cosine=mean(a.stream.cosine, b.stream.cosine), divergence=mean(a.stream.divergence, b.stream.divergence)
     )
 
 

@@ -91,6 +91,7 @@ class Checkpoint:
         stamps: of the folder's files when it was opened, by name.
         within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
         stacks: tensor of a file → names of the parts that `tensors` has in its place.
+        replaced: tensors that are read from elsewhere, each by its name, with the absolute path of its file.
     """
 
     path: Path
@@ -102,6 +103,7 @@ class Checkpoint:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     within: Within | None = None
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
@@ -141,7 +143,7 @@ class Checkpoint:
         for name in names:
             if name not in self.tensors:
                 raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
-        return read_tensors(self.path, [self.tensors[name] for name in names])
+        return read_tensors(self.path, [self.replaced.get(name, self.tensors[name]) for name in names])
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Refuse to go on with files of the folder that are not what they were when it was opened.
@@ -175,6 +177,19 @@ class Checkpoint:
             own = {name: info} if parts is None else {part: info.part(i, part) for i, part in enumerate(parts)}
             tensors |= own
         return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
+
+    def renamed(self, names: Mapping[str, str], config: dict[str, Any]) -> "Checkpoint":
+        """Some of the tensors under other names and with another config; the rest is not there.
+
+        Args:
+            names: of a tensor, or of one that holds a stack of them → its new name.
+            config: of what these tensors are.
+        """
+        tensors = {names[n]: replace(info, name=names[n]) for n, info in self.tensors.items() if n in names}
+        stacks = {names[n]: tuple(names[p] for p in parts) for n, parts in self.stacks.items() if n in names}
+        held = {info.file for info in tensors.values()}
+        files = tuple(file for file in self.files if file in held)
+        return replace(self, config=config, tensors=tensors, files=files, stacks=stacks)
 
     @property
     def stored(self) -> dict[str, TensorInfo]:

@@ -1,11 +1,12 @@
 """`ckpt-prune benchmark`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from ckpt_prune.api.benchmark import benchmark
 from ckpt_prune.cli.options import checked_model, device_option, echo_json, json_option, table, trust_option
+from ckpt_prune.graph_types import GraphType
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmarking.figures import Block, Result, Row, Run
@@ -49,8 +50,10 @@ NONE = "-"
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "fp16"]),
-    help="Of PyTorch and of graphs made here. [default: fp32, a graph in the checkpoint's folder onnx as it is]",
+    type=click.Choice(get_args(GraphType)),
+    help="Of graphs made here or taken from the checkpoint's folder onnx; PyTorch computes in fp32, or in fp16 too. "
+    "Weights of int8, int4 and q4f16 are rounded alike here, to time them. [default: fp32, a graph in the checkpoint's "
+    "folder onnx as it is]",
 )
 @trust_option
 @json_option

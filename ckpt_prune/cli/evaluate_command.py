@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_prune.api.evaluate import evaluate
+from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.cli.options import (
     checked_model,
     device_option,
     echo_json,
     json_option,
-    model_argument,
     options_of,
     table,
     trust_option,
@@ -25,13 +25,18 @@ NAMED = 10
 """So many images that do not decode are named in text; JSON names all."""
 
 
+def _checked(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse what is neither a graph nor can be a checkpoint."""
+    return value if value is not None and graph_named(value) else checked_model(context, parameter, value)
+
+
 @click.command("evaluate")
-@model_argument
+@click.argument("model", callback=_checked)
 @options_of(EvaluationOptions)
 @click.option(
     "--against",
     metavar="MODEL2",
-    callback=checked_model,
+    callback=_checked,
     help="A reference (the dense model): both side by side, with KL divergence.",
 )
 @click.option(
@@ -65,6 +70,9 @@ def command(as_json: bool, **given: Any) -> None:
     Perplexity: non-overlapping windows, the tail dropped, the first token of each window unscored, exp of the mean.
     Two protocols are in use, windows of 128 and of 2048 tokens, and differ by a factor of two on the same model: the
     window is printed with every figure. KL is the mean over scored tokens of KL(MODEL2 || MODEL), in nats.
+
+    MODEL and MODEL2 may be ONNX graphs, this tool's or another's, beside their config and tokenizer or image processor
+    (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU.
 
     Images: top-1 and top-5 of an image classifier, and with --against how often both put the same class first and the
     mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes

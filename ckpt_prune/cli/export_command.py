@@ -15,7 +15,7 @@ from ckpt_prune.cli.options import (
     provider_option,
     trust_option,
 )
-from ckpt_prune.options import ProofOptions
+from ckpt_prune.options import DenseOptions, ProofOptions
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 
@@ -31,6 +31,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
     help="Compare the graph in onnxruntime with PyTorch before it takes its place.",
 )
 @options_of(ProofOptions)
+@options_of(DenseOptions)
 @provider_option
 @overwrite_option
 @trust_option
@@ -38,9 +39,10 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 def command(as_json: bool, **given: Any) -> None:
     """Write MODEL (a folder or a Hub id, any output of this tool included) as an ONNX graph that onnxruntime runs.
 
-    OUT is complete for deployment: model.onnx, with model.onnx.data beside it above 1 GiB of weights, config.json,
-    tokenizer or image processor, generation config, validation.json, and a README.md with a few lines that run it.
-    It may be a new folder inside MODEL, as in the Hub's repositories.
+    OUT is complete for deployment: model.onnx, or by --dtype model_fp16.onnx, model_int8.onnx, model_q4.onnx and
+    model_q4f16.onnx, with .onnx_data beside a graph of more than 1 GiB, config.json, tokenizer or image processor,
+    generation config, validation.json, and a README.md with a few lines that run it. As a new folder onnx inside MODEL
+    it is what the Hub's repositories have.
 
     Batch and length are dynamic. A model that generates text takes input_ids, attention_mask, position_ids and
     past_key_values.i.key and .value, of which the first call gives none (length 0), and returns logits and
@@ -50,13 +52,18 @@ def command(as_json: bool, **given: Any) -> None:
     --text, by default Python's standard library, or on --images, by default noise; outside the tolerance nothing is
     written and the exit code is 1. See `ckpt-prune validate`.
 
+    Of graphs in int8 and int4 the task's metric is compared, and --max-loss is what it may lose. Where all weights in
+    few bits lose more than that, each is measured alone, and the most harmful are stored in 8 bits. --dense also
+    compares with the dense model.
+
     Fused graphs (--optimize) have operators of onnxruntime alone. One for cuda is meant for its CUDA provider.
 
     This loads the WHOLE model, and once more to compare.
 
     \b
       ckpt-prune export OUT -o OUT/onnx --text held_out.txt
-      ckpt-prune export VIT -o vit-onnx --images DIR
+      ckpt-prune export VIT -o vit-onnx --images DIR --dtype fp32 --dtype int8
+      ckpt-prune export OUT -o OUT/onnx --dtype int4 --rounding gptq --text held_out.txt --dense MODEL
       ckpt-prune export OUT -o onnx-fp16 --dtype fp16 --optimize cuda --provider cuda
     """
     exported = export(**given)

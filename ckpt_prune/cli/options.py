@@ -15,7 +15,7 @@ from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.hub import local_folder
 from ckpt_prune.options import OpeningOptions
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, find_recipe
-from ckpt_prune.ratios import checked_ratio, share_of
+from ckpt_prune.ratios import Ratio, as_share, checked_ratio, share_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,6 +51,7 @@ def _click_arguments(field: Any) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         annotation = next(a for a in get_args(annotation) if a is not type(None))
         origin = get_origin(annotation)
+    share = annotation == Ratio
     default = None if field.default is PydanticUndefined else field.default
     arguments: dict[str, Any] = {"default": default, "show_default": default not in (None, ())}
     limits = {name: next((getattr(m, name) for m in field.metadata if hasattr(m, name)), None) for name in _LIMITS}
@@ -62,13 +63,16 @@ def _click_arguments(field: Any) -> dict[str, Any]:
         return arguments | {"type": click.Choice(get_args(annotation))}
     if annotation is int and minimum is not None:
         return arguments | {"type": click.IntRange(min=minimum, max=maximum)}
-    if annotation is float and minimum is not None:
+    if share or (annotation is float and minimum is not None):
         opened = {"min_open": limits["gt"] is not None, "max_open": limits["lt"] is not None}
-        return arguments | {"type": _Number(min=minimum, max=maximum, **opened)}
+        kind = _Share if share else _Number
+        return arguments | {"type": kind(min=minimum, max=maximum, **opened)}
     return arguments | {"type": _click_type(annotation)}
 
 
 def _click_type(annotation: Any) -> Any:
+    if get_origin(annotation) is Literal:
+        return click.Choice(get_args(annotation))
     return click.Path(path_type=Path) if annotation is Path else annotation
 
 
@@ -83,6 +87,14 @@ class _Number(click.FloatRange):
         if math.isinf(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+class _Share(_Number):
+    """A number, or a percentage such as 1%."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse."""
+        return super().convert(as_share(value), param, ctx)
 
 
 state_memory_option = click.option(

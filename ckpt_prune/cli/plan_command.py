@@ -233,6 +233,7 @@ def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
 
 def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.cli.rendering import COST_HEADERS, cost_rows, kept_line, plan_legend, warning_lines
+    from ckpt_prune.report.depth import depth_lines
     from ckpt_prune.report.figures import relative_floor
     from ckpt_prune.transform.messages import few_tokens, predicted_line, size_lines, wider_choice
 
@@ -256,9 +257,13 @@ def _print_plan(settled: Any, plan: Any) -> None:
             ]
         )
     headers = ["block", "space", "kept", "compensation", "error before", "error after", "floor", "rho2", "held out"]
-    click.echo(table([*headers, "margin"] if chosen else headers, rows))
-    click.echo()
-    for line in plan_legend(settled.model, plan.sites):
+    if plan.depth is None:
+        click.echo(table([*headers, "margin"] if chosen else headers, rows))
+        click.echo()
+        lines = plan_legend(settled.model, plan.sites)
+    else:
+        lines = depth_lines(plan.depth)
+    for line in lines:
         click.echo(line)
     click.echo(f"\n{kept_line(settled)}")
     predicted = predicted_line(settled.model, plan)

@@ -2,54 +2,102 @@
 
 from ckpt_prune.checkpoint.units import counted, human_bytes
 from ckpt_prune.cli.options import table
-from ckpt_prune.exporting.outcome import Case, Validation
+from ckpt_prune.exporting.metrics import Metric
+from ckpt_prune.exporting.outcome import Case, Continuation, Validation, Validations
 from ckpt_prune.exporting.writing import Exported
+from ckpt_prune.quantising.record import Quantised
 
 
 def exported_lines(exported: Exported) -> list[str]:
     """What became of an export, in lines; a table's lines come as one element."""
     found = [] if exported.validation is None else proof_lines(exported.validation)
     if exported.manifest is None:
-        return [*found, f"the graph does not compute what the model does: nothing is written to {exported.path}"]
+        wrong = [each for each in exported.validation.graphs if not each.passed] if exported.validation else []
+        lost = all(each.max_loss is not None for each in wrong)
+        why = "loses more than is allowed" if lost else "does not compute what the model does"
+        return [*found, f"the graph {why}: nothing is written to {exported.path}"]
     what = exported.manifest
     cache = ", with cache" if what.cached else ""
     if exported.validation is None:
         found.append("not compared with PyTorch: `ckpt-prune validate` does it")
-    size = human_bytes(exported.bytes)
-    return [
-        *found,
-        f"{what.task}{cache}, {what.dtype}, opset {what.opset}, {size}: written to {exported.path}",
-    ]
+    for each in what.graphs:
+        size = human_bytes(exported.bytes[each.dtype])
+        found += [] if each.quantised is None else [rounding_line(each.quantised)]
+        found.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
+    return found
 
 
-def proof_lines(validation: Validation) -> list[str]:
+def rounding_line(record: Quantised) -> str:
+    """How the weights of a graph are stored, in a line."""
+    stored = ", ".join(f"{count} in {kind}" for kind, count in record.weights.items())
+    block = f"of {record.block_size}" + (", symmetric" if record.symmetric else "")
+    padded = f", {record.padded} with padded last blocks" if record.padded else ""
+    cost = "" if record.loss is None else f"; together they cost {record.loss:.2g} (of {record.allowed:g} allowed)"
+    return f"weights: {stored} ({block}, {record.rounding}{padded}){cost}, measured on {record.measured_on}"
+
+
+def proof_lines(validations: Validations) -> list[str]:
+    """What came out of each graph, as `graph_lines` has it; with its name, where there are several."""
+    lines = []
+    for each in validations.graphs:
+        lines += [f"{each.file}:"] if len(validations.graphs) > 1 else []
+        lines += graph_lines(each)
+    return lines
+
+
+def graph_lines(validation: Validation) -> list[str]:
     """What came out: a table of the cases, the checks that failed, and the metrics.
 
     A table's lines come as one element.
     """
     lines = [validation.note] if validation.note else []
-    if validation.cases:
+    if validation.cases and validation.max_loss is None:
         headers = ["onnxruntime - PyTorch", "max abs", "mean abs", "max rel", "mean rel", "top-1", ""]
         lines.append(table(headers, [_row(case) for case in validation.cases]))
     lines += [f"{_named(case)}: {_where(case)}" for case in validation.cases if not case.passed]
     for metric in validation.metrics:
         show = _percent if metric.name in ("top-1", "agreement") else _decimal
         failed = "" if metric.passed else " FAILED"
+        where = "" if metric.against is None else f" of {metric.against}"
+        rounded = _alike(metric) if validation.max_loss is not None or metric.against is not None else ""
         if metric.name in ("agreement", "cosine"):
-            lines.append(f"{metric.name} {show(metric.onnxruntime)} ({metric.of}){failed}")
+            beside = f" with PyTorch{where}" if where else ""
+            lines.append(f"{metric.name}{beside} {show(metric.onnxruntime)} ({metric.of}){rounded}{failed}")
         else:
             ours, theirs = show(metric.onnxruntime), show(metric.pytorch)
-            lines.append(f"{metric.name} {ours} in onnxruntime, {theirs} in PyTorch ({metric.of}){failed}")
+            lines.append(
+                f"{metric.name} {ours} in onnxruntime, {theirs} in PyTorch{where} ({metric.of}){rounded}{failed}"
+            )
+    lines += [_said(each) for each in validation.continuations]
     lines += [f"{check.name} FAILED: {check.detail}" for check in validation.checks if check.passed is False]
     skipped = [check for check in validation.checks if check.passed is None]
     lines += [f"{check.name}: {check.detail}" for check in skipped]
     lines.append(f"compared on: {validation.data.get('what', 'noise')}")
     verdict = "agrees" if validation.passed else "does NOT agree"
+    held = (
+        f"tolerance {validation.tolerance:g} of the largest output"
+        if validation.max_loss is None
+        else f"{validation.max_loss:.4g} of the metric may be lost"
+    )
     lines.append(
-        f"the graph {verdict} with {validation.against.name} ({validation.dtype}, {validation.provider}, tolerance "
-        f"{validation.tolerance:g} of the largest output)"
+        f"the graph {verdict} with {validation.against.name} ({validation.dtype}, {validation.provider}, {held})"
     )
     return lines
+
+
+def _alike(metric: Metric) -> str:
+    """What is lost, and how alike the predictions are."""
+    parts = [] if metric.difference is None else [f"{metric.difference:.2%} lost"]
+    parts += [] if metric.kl is None else [f"KL {metric.kl:.4f}"]
+    parts += [] if metric.same is None else [f"{metric.same:.1%} of the predictions the same"]
+    return f": {', '.join(parts)}"
+
+
+def _said(each: Continuation) -> str:
+    return (
+        f"after {each.prompt!r} the first {each.same} of {each.tokens} tokens are the same: onnxruntime "
+        f"{each.onnxruntime!r}, PyTorch {each.pytorch!r}"
+    )
 
 
 def _row(case: Case) -> list[str]:

@@ -158,7 +158,7 @@ def _print_dry(settled: Any) -> None:
             f"{len(settled.request.training.samples)} samples"
         )
     if settled.recipe.export is not None:
-        click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {settled.recipe.export.dtype}")
+        click.echo(f"to be exported to the output's folder {GRAPH_FOLDER}, {', '.join(settled.recipe.export.dtype)}")
     if settled.foreseen:
         click.echo(container_line(settled))
     unmeasured = list(unmeasured_lines(settled))

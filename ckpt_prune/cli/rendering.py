@@ -9,6 +9,7 @@ from ckpt_prune.architectures.spaces import first_of_experts, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     cost_changes,
     held_out_errors,
@@ -23,6 +24,7 @@ from ckpt_prune.report.figures import (
 from ckpt_prune.report.model import Report
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
+from ckpt_prune.transform.request import Shortened
 from ckpt_prune.transform.settle import Settled
 
 COST_HEADERS = ["", "before", "after", "share"]
@@ -39,6 +41,8 @@ def kept_line(settled: Settled) -> str:
     """Units kept per block, with the share that goes or the size that this is for."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
+    if settled.request.shortened is not None:
+        return _depth_line(settled, settled.request.shortened)
     if settled.foreseen:
         return _foreseen_line(settled)
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
@@ -56,6 +60,18 @@ def kept_line(settled: Settled) -> str:
     else:
         why = f" (the size of ratio {recipe.ratio:g})" if recipe.allocation == "least-error" else ""
     return f"kept per block: {', '.join(kept)}{why}"
+
+
+def _depth_line(settled: Settled, shortened: Shortened) -> str:
+    """How many whole blocks stay, and which where that is known."""
+    size, record = shortened.whole.recipe.size, shortened.record
+    why = "" if size is None else f", for {size.words}"
+    if not record.gaps:
+        return f"nothing is dropped: the model is within {'its size' if size is None else size.words} as it is"
+    if settled.foreseen:
+        what = "blocks stay" if record.part == "block" else f"blocks keep their {record.part}"
+        return f"{len(record.kept)} of {record.blocks} {what}{why}: which ones is measured first"
+    return f"gone: {named_all(record)}{why}"
 
 
 def _foreseen_line(settled: Settled) -> str:
@@ -80,6 +96,8 @@ def container_line(settled: Settled) -> str:
 
 def report_lines(report: Report) -> Iterable[str]:
     """All that is said of an output below its costs and widths, as far as one line each can say it."""
+    if report.depth is not None:
+        yield from depth_lines(report.depth)
     yield from error_lines(report.sites)
     yield from mask_lines(report)
     yield from warning_lines(report.sites)

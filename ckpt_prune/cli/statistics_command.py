@@ -45,6 +45,8 @@ def show(folder: Path, as_json: bool) -> None:
             continue
         if key in ("predicted", "effects"):
             shown = f"of {len(value)} sites (--json has them)"
+        elif key == "stream":
+            shown = f"of {summary['blocks']} blocks (--json has it)"
         elif key == "spaces":
             shown = f"of {', '.join(value)} (--json has them)"
         elif isinstance(value, list):

@@ -51,24 +51,23 @@ def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | F
 
 
 def _features(pair: Pair, base: Path, samples: ImageSamples) -> FeaturesResult:
-    models = [pair.load(path) for path in (pair.folder, base)]
+    models = [pair.load(), pair.load_reference()]
     try:
         found = compare_features(models[0], models[1], samples)
     except ValueError as error:  # what transformers' vision models raise for images of another size
         reason = " ".join(str(error).split())
         raise UserError(f"the models do not take what they are to be compared on: {reason[:300]}") from error
-    return FeaturesResult(pair.folder, base, found, tuple(sorted(samples.skipped)))
+    return FeaturesResult(pair.name, pair.reference_name or base, found, tuple(sorted(samples.skipped)))
 
 
 def _classification(pair: Pair, samples: ImageSamples) -> AccuracyResult:
     skipped = tuple(sorted(samples.skipped))
-    model = pair.load(pair.folder)
+    model = pair.load()
     if pair.reference is None:
-        return AccuracyResult(pair.folder, classify(model, samples), skipped)
-    other = pair.load(pair.reference)
-    found = compare_classifiers(model, other, samples)
+        return AccuracyResult(pair.name, classify(model, samples), skipped)
+    found = compare_classifiers(model, pair.load_reference(), samples)
     return AccuracyResult(
-        pair.folder, found.score, skipped, pair.reference, found.reference_score, found.kl, found.agreement
+        pair.name, found.score, skipped, pair.reference_name, found.reference_score, found.kl, found.agreement
     )
 
 

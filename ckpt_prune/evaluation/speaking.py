@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from ckpt_prune.calibration.text import Bos, load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.errors import UserError
@@ -31,12 +33,12 @@ def measure_choices(pair: Pair, files: Sequence[Path], limit: int | None, bos: B
     if len(tasks) < len(files):
         raise UserError("--tasks: two files have the same name: figures could not be told apart")
 
-    def scores(folder: Path) -> dict[str, ChoiceScore]:
-        model, tokenizer = pair.load(folder), load_tokenizer(folder)
+    def scores(model: PreTrainedModel, folder: Path) -> dict[str, ChoiceScore]:
+        tokenizer = load_tokenizer(folder)
         return {name: answer(model, tokenizer, items, bos=bos, what=name) for name, items in tasks.items()}
 
-    other = None if pair.reference is None else scores(pair.reference)
-    return ChoiceResult(pair.folder, scores(pair.folder), pair.reference, other)
+    other = None if pair.reference is None else scores(pair.load_reference(), pair.reference)
+    return ChoiceResult(pair.name, scores(pair.load(), pair.folder), pair.reference_name, other)
 
 
 def measure_generation(pair: Pair, prompts: Sequence[str], tokens: int) -> GenerationResult:
@@ -52,11 +54,11 @@ def measure_generation(pair: Pair, prompts: Sequence[str], tokens: int) -> Gener
     """
     _check(pair)
 
-    def said(folder: Path) -> tuple[Continuation, ...]:
-        return tuple(continue_prompts(pair.load(folder), load_tokenizer(folder), prompts, tokens=tokens))
+    def said(model: PreTrainedModel, folder: Path) -> tuple[Continuation, ...]:
+        return tuple(continue_prompts(model, load_tokenizer(folder), prompts, tokens=tokens))
 
-    other = None if pair.reference is None else said(pair.reference)
-    return GenerationResult(pair.folder, tuple(prompts), said(pair.folder), pair.reference, other)
+    other = None if pair.reference is None else said(pair.load_reference(), pair.reference)
+    return GenerationResult(pair.name, tuple(prompts), said(pair.load(), pair.folder), pair.reference_name, other)
 
 
 def _check(pair: Pair) -> None:

@@ -1,5 +1,6 @@
 """Measuring a model of text: perplexity, masked tokens, classes, embeddings or features, whichever it gives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,19 +51,49 @@ class Pair:
         reference: the other's, or None.
         device: where both run.
         trust: run code that a folder brings.
+        graph: the model's ONNX graph, where it is one; the folder is the one that it lies in.
+        reference_graph: the same of the other.
+        open_graph: opens a graph as what is called like a model. It is another room's.
     """
 
     folder: Path
     reference: Path | None
     device: torch.device
     trust: bool
+    graph: Path | None = None
+    reference_graph: Path | None = None
+    open_graph: Callable[[Path], PreTrainedModel] | None = None
 
-    def load(self, folder: Path) -> PreTrainedModel:
-        """One of the two, WHOLE.
+    @property
+    def name(self) -> Path:
+        """The model, as results name it."""
+        return self.graph or self.folder
+
+    @property
+    def reference_name(self) -> Path | None:
+        """The other, as results name it."""
+        return self.reference_graph or self.reference
+
+    def load(self) -> PreTrainedModel:
+        """The model, WHOLE.
 
         Raises:
             UserError: it does not load.
         """
+        return self._opened(self.folder, self.graph)
+
+    def load_reference(self) -> PreTrainedModel:
+        """The other, WHOLE.
+
+        Raises:
+            UserError: it does not load.
+        """
+        assert self.reference is not None
+        return self._opened(self.reference, self.reference_graph)
+
+    def _opened(self, folder: Path, graph: Path | None) -> PreTrainedModel:
+        if graph is not None and self.open_graph is not None:
+            return self.open_graph(graph)
         return load_model(folder, device=self.device, trust_remote_code=self.trust)
 
 
@@ -90,13 +121,12 @@ def _perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
     assert options.window is not None
     stream = token_stream(load_tokenizer(pair.folder), read_text(options.text), bos=options.bos)
     windows = evaluation_windows(stream, window=options.window, limit=options.samples)
-    model = pair.load(pair.folder)
+    model = pair.load()
     if pair.reference is None:
-        return PerplexityResult(pair.folder, perplexity(model, windows))
-    other = pair.load(pair.reference)
-    found = compare(model, other, windows)
+        return PerplexityResult(pair.name, perplexity(model, windows))
+    found = compare(model, pair.load_reference(), windows)
     return PerplexityResult(
-        pair.folder, found.score, pair.reference, found.reference_score, found.kl, found.top1_agreement
+        pair.name, found.score, pair.reference_name, found.reference_score, found.kl, found.top1_agreement
     )
 
 
@@ -127,16 +157,18 @@ def _encoder(pair: Pair, options: EvaluationOptions) -> TextResult:
         return _head(pair, windows, per_token=auto == "AutoModelForTokenClassification")
     if base is None:
         return _masked(pair, tokenizer, windows)
-    models = [pair.load(path) for path in (pair.folder, base)]
+    models = [pair.load(), pair.load_reference()]
     for each in models:
         check_windows(each, windows)
-    return FeaturesResult(pair.folder, base, compare_features(models[0], models[1], TokenWindows(windows)))
+    return FeaturesResult(
+        pair.name, pair.reference_name or base, compare_features(models[0], models[1], TokenWindows(windows))
+    )
 
 
 def _head(pair: Pair, windows: Tensor, *, per_token: bool) -> HeadResult:
-    assert pair.reference is not None
-    models = [pair.load(path) for path in (pair.folder, pair.reference)]
-    return HeadResult(pair.folder, pair.reference, compare_heads(models[0], models[1], windows, per_token=per_token))
+    assert pair.reference_name is not None
+    models = [pair.load(), pair.load_reference()]
+    return HeadResult(pair.name, pair.reference_name, compare_heads(models[0], models[1], windows, per_token=per_token))
 
 
 def _sentences(
@@ -153,19 +185,24 @@ def _sentences(
         raise UserError(f"{pair.folder}: its tokenizer has no padding token, so texts cannot be read together")
     lines = [line.strip() for line in read_text(options.text).split("\n")]
     texts = [line for line in lines if line][: options.samples]
-    models = [SentenceModel(pair.load(path), path, tokenizer) for path in (pair.folder, base)]
-    return SentencesResult(pair.folder, base, compare_sentences(models[0], models[1], texts, options.window))
+    models = [
+        SentenceModel(model, path, tokenizer)
+        for model, path in ((pair.load(), pair.folder), (pair.load_reference(), base))
+    ]
+    return SentencesResult(
+        pair.name, pair.reference_name or base, compare_sentences(models[0], models[1], texts, options.window)
+    )
 
 
 def _masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> MaskedResult:
     if tokenizer.mask_token_id is None:
         raise UserError(f"{pair.folder}: its tokenizer has no mask token, so nothing can be masked")
     masked = choose_masked(windows, set(tokenizer.all_special_ids))
-    model = pair.load(pair.folder)
-    other = None
-    if pair.reference is not None:
-        other = pair.load(pair.reference)
+    model = pair.load()
+    other = None if pair.reference is None else pair.load_reference()
     found = fill_in(model, windows, masked, tokenizer.mask_token_id, other)
     if not isinstance(found, MaskedComparison):
-        return MaskedResult(pair.folder, found)
-    return MaskedResult(pair.folder, found.score, pair.reference, found.reference_score, found.kl, found.top1_agreement)
+        return MaskedResult(pair.name, found)
+    return MaskedResult(
+        pair.name, found.score, pair.reference_name, found.reference_score, found.kl, found.top1_agreement
+    )

@@ -25,6 +25,7 @@ from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import MaskedLinear, SiteRecord
@@ -258,12 +259,16 @@ def _count(linears: list[MaskedLinear]) -> str:
 
 def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool | None, str]:
     """The output holds the dense model's rows of kept units, and its weights that masks keep, unchanged."""
+    if report.depth is not None:
+        dense = dense_at_depth(dense, report.depth)
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if report.recovery is not None and report.rotation is None:
         return _kept_outside(checkpoint, dense, whole_blocks=report.recovery.trained_norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
+    if report.depth is not None:
+        return kept_blocks(checkpoint, dense, report.depth)
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
     return _kept_rows(checkpoint, dense, report)

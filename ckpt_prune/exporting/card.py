@@ -1,21 +1,26 @@
 """The model card of an exported graph, with a snippet that needs onnxruntime and numpy alone."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.exporting.manifest import Manifest
-from ckpt_prune.filenames import GRAPH_RECORD, VALIDATION
+from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
+from ckpt_prune.exporting.tasks import PAST, PRESENT
+from ckpt_prune.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.plain import coded, markdown
 
 
-def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = True) -> str:
+def graph_card(
+    manifest: Manifest, config: dict[str, Any], *, proved: bool = True, genai: dict[str, Any] | str = ""
+) -> str:
     """README.md of an exported folder.
 
     Args:
         manifest: its record.
         config: config.json.
         proved: whether there is a validation.json.
+        genai: what is in genai_config.json, or why there is none.
     """
     compared = (
         f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
@@ -32,18 +37,63 @@ def graph_card(manifest: Manifest, config: dict[str, Any], *, proved: bool = Tru
         "",
         f"# {markdown(manifest.source.name)}, ONNX",
         "",
+        "```python",
+        snippet(manifest),
+        "```",
+        "",
         f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {coded(manifest.source.name)} "
-        f"({markdown(str(config.get('model_type')))}): {manifest.task}, {manifest.dtype}, opset {manifest.opset}"
-        f"{fused}.",
+        f"({markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
         *_context(manifest, config),
+        *_genai(manifest, genai),
+        "",
+        "| file | type | opset | weights |",
+        "|---|---|---|---|",
+        *(f"| `{each.file}` | {each.dtype} | {each.opset} | {_stored(each)} |" for each in manifest.graphs),
         "",
         "| | name | type | shape |",
         "|---|---|---|---|",
     ]
     for what, ports in (("in", manifest.inputs), ("out", manifest.outputs)):
-        lines += [f"| {what} | `{port.name}` | {port.type} | {' × '.join(map(str, port.shape))} |" for port in ports]
-    return "\n".join([*lines, "", "```python", snippet(manifest), "```", ""])
+        lines += [f"| {what} | {name} | {kind} | {shape} |" for name, kind, shape in _ranges(ports)]
+    if {each.float_type for each in manifest.each} == {"float32", "float16"}:
+        lines += ["", "float32 is float16 in graphs of fp16 and q4f16."]
+    return "\n".join([*lines, ""])
+
+
+def _genai(manifest: Manifest, genai: dict[str, Any] | str) -> list[str]:
+    """Which graph onnxruntime-genai takes, or why it takes none."""
+    if isinstance(genai, dict):
+        return [f"onnxruntime-genai generates with `{genai['model']['decoder']['filename']}` (`{GENAI}`)."]
+    return [f"There is no `{GENAI}`: {genai}."] if genai and manifest.cached else []
+
+
+def _stored(graph: GraphEntry) -> str:
+    """How a graph's weights are stored."""
+    if graph.quantised is None:
+        return "as they are" if graph.dtype == "fp32" else "float16"
+    return ", ".join(f"{count} in {kind}" for kind, count in graph.quantised.weights.items())
+
+
+def _ranges(ports: list[Port]) -> list[tuple[str, str, str]]:
+    """Name, type and shape; keys and values of layers that follow each other and are alike in one row."""
+    rows: list[tuple[str, str, str]] = []
+    for alike, run in itertools.groupby(ports, key=lambda port: (_layer(port.name)[0], port.type, port.shape)):
+        names = [port.name for port in run]
+        first, last = _layer(names[0])[1], _layer(names[-1])[1]
+        name = f"`{names[0]}`"
+        if first is not None and last is not None and len(names) > 1:
+            ends = sorted({each.rpartition(".")[2] for each in names})
+            which = str(first) if first == last else f"{first}…{last}"
+            name = f"`{alike[0]}{which}.{'` and `.'.join(ends)}`"
+        rows.append((name, alike[1], " × ".join(map(str, alike[2]))))
+    return rows
+
+
+def _layer(name: str) -> tuple[str, int | None]:
+    """What a name of keys or values begins with, and of which layer they are; another name as it is."""
+    prefix = next((prefix for prefix in (PAST, PRESENT) if name.startswith(prefix)), None)
+    return (name, None) if prefix is None else (prefix, int(name.removeprefix(prefix).split(".")[0]))
 
 
 def _context(manifest: Manifest, config: dict[str, Any]) -> list[str]:
@@ -61,7 +111,7 @@ def snippet(manifest: Manifest) -> str:
         "import numpy as np",
         "import onnxruntime",
         "",
-        f'session = onnxruntime.InferenceSession("model.onnx"{on})',
+        f'session = onnxruntime.InferenceSession("{manifest.file}"{on})',
     ]
     names = [port.name for port in manifest.inputs]
     kind = manifest.float_type

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -20,23 +20,41 @@ from ckpt_prune.containers.side_files import carried, side_files, top_names
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.card import graph_card
+from ckpt_prune.exporting.genai import genai_config
 from ckpt_prune.exporting.graph import DEFAULT_OPSET, build_graph
-from ckpt_prune.exporting.manifest import Manifest, Source, ports, runtime_versions, tensor_digests
-from ckpt_prune.exporting.session import DATA, GRAPH
+from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Source, ports, runtime_versions, tensor_digests
+from ckpt_prune.exporting.outcome import ProofSamples
+from ckpt_prune.exporting.rounding import check_blocks, measuring_of, scheme_of
+from ckpt_prune.exporting.session import DATA, FILES
 from ckpt_prune.exporting.tasks import chosen_task, without_head
-from ckpt_prune.exporting.tracing import example_of
-from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD, VALIDATION
+from ckpt_prune.exporting.tracing import example_of, image_size
+from ckpt_prune.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
+from ckpt_prune.graph_types import QUANTISED, GraphType
 from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.progress import meter
+from ckpt_prune.quantising.deciding import Decision, Measuring, decide, store
 
-_MADE = (GRAPH, DATA, CONFIG, GENERATION_CONFIG_NAME, GRAPH_RECORD, VALIDATION, "README.md")
+_MADE = (
+    *FILES.values(),
+    *(f"{file}{DATA}" for file in FILES.values()),
+    CONFIG,
+    GENERATION_CONFIG_NAME,
+    GENAI,
+    GRAPH_RECORD,
+    VALIDATION,
+    "README.md",
+)
 EMBEDDED_BYTES = 1 << 30
 """Weights up to so many bytes stand in the graph's own file."""
 
 
-def dtype_of(settings: GraphSettings) -> torch.dtype:
-    """The type of a graph's weights."""
-    return torch.float16 if settings.dtype == "fp16" else torch.float32
+BITS: dict[GraphType, float] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4.5, "q4f16": 4.5}
+"""Of a weight, scales and zeros of blocks included."""
+
+
+def graphs_bytes(settings: GraphSettings, parameters: int) -> int:
+    """Size of the graphs of so many parameters, about."""
+    return round(sum(BITS[dtype] for dtype in settings.dtype) * parameters / 8)
 
 
 class GraphWriter:
@@ -77,6 +95,7 @@ class GraphWriter:
         self,
         *,
         prove: Callable[[Path], bool] | None = None,
+        measured: ProofSamples | None = None,
         trust: bool = False,
         embedded: int = EMBEDDED_BYTES,
     ) -> Manifest | None:
@@ -84,6 +103,7 @@ class GraphWriter:
 
         Args:
             prove: is given the finished folder before it takes its place, and says whether it may.
+            measured: what rounding is measured on; None: all weights are rounded alike.
             trust: run the checkpoint's own code, where it is not this tool's.
             embedded: weights above so many bytes go to a file of their own.
 
@@ -91,37 +111,77 @@ class GraphWriter:
             The folder's record, or None where `prove` said no; then nothing is left.
 
         Raises:
-            UserError: the model cannot be loaded or traced, or the disk is full.
+            UserError: the model cannot be loaded or traced, the disk is full, or a block size does not divide.
         """
-        dtype = dtype_of(self._settings)
-        weights = sum(info.numel for info in self.source.tensors.values()) * dtype.itemsize
-        check_room(self.out.absolute().parent, weights, "the graph needs")
+        parameters = sum(info.numel for info in self.source.tensors.values())
+        needed = graphs_bytes(self._settings, parameters)
+        check_room(self.out.absolute().parent, needed, "the graph needs")
         with self._staging:
-            with meter(3, "exporting") as bar:
-                bar.say("loading the model")
-                model = load_model(self.source.path, device="cpu", dtype=dtype, trust_remote_code=trust)
-                bar.to(1)
-                bar.say("tracing")
-                graph = self._traced(model)
-                bar.to(2)
-                bar.say("writing")
-                with disk_failures(self._staging.path):
-                    generation = getattr(model, "generation_config", None)
-                    manifest = self._fill(self._staging.path, graph, generation, embedded, prove is not None)
-                bar.to(3)
-            _let_go(graph, model)
-            del graph, model
-            if prove is not None and not prove(self._staging.path):
+            folder = self._staging.path
+            entries: dict[GraphType, GraphEntry] = {}
+            decisions: dict[GraphType, Decision] = {}
+            for kind in (torch.float32, torch.float16):
+                wanted = [dtype for dtype in self._settings.dtype if _traced_in(dtype) == kind]
+                # What becomes of a weight is measured in float32, whatever it is computed in later.
+                decided = [dtype for dtype in QUANTISED if dtype in self._settings.dtype and kind == torch.float32]
+                if not wanted and not decided:
+                    continue
+                with meter(2, "exporting") as bar:
+                    bar.say("loading the model")
+                    model = load_model(self.source.path, device="cpu", dtype=kind, trust_remote_code=trust)
+                    bar.to(1)
+                    bar.say("tracing")
+                    graph = self._traced(model)
+                    bar.to(2)
+                generation, own = getattr(model, "generation_config", None), model.config.get_text_config()
+                measuring = self._measuring(graph, model, measured) if decided and measured is not None else None
+                for dtype in decided:
+                    decisions[dtype] = self._decided(graph, dtype, measured, measuring, decisions)
+                for dtype in wanted:
+                    stored = store(graph, decisions[dtype], measuring) if dtype in decisions else graph
+                    with disk_failures(folder):
+                        entries[dtype] = _save(stored, folder, dtype, embedded, decisions.get(dtype))
+                _let_go(graph, model)
+                del graph, model
+            with disk_failures(folder):
+                graphs = [entries[each] for each in self._settings.dtype]
+                manifest = self._fill(folder, graphs, own, generation, prove is not None)
+            if prove is not None and not prove(folder):
                 return None
             self._staging.publish()
         return manifest
 
+    def _measuring(self, graph: onnx_ir.Model, model: PreTrainedModel, samples: ProofSamples) -> Measuring:
+        config = model.config.get_text_config()
+        size = (0, 0, 0)
+        if self.task.modality == "image":
+            size = (getattr(model.config, "num_channels", 3), *image_size(model.config))
+        return measuring_of(graph, self.task, samples, getattr(config, "vocab_size", 0), size)
+
+    def _decided(
+        self,
+        graph: onnx_ir.Model,
+        dtype: GraphType,
+        samples: ProofSamples | None,
+        measuring: Measuring | None,
+        earlier: dict[GraphType, Decision],
+    ) -> Decision:
+        """What becomes of the weights; int4 and q4f16 differ in what is computed in, not in that."""
+        check_blocks(graph, self._settings)
+        if dtype == "q4f16" and "int4" in earlier:
+            return earlier["int4"]
+        ranges = samples is not None and samples.images is not None
+        return decide(graph, scheme_of(dtype, self._settings, self.task, ranges=ranges), measuring)
+
     def _fill(
-        self, folder: Path, graph: onnx_ir.Model, generation: GenerationConfig | None, embedded: int, proved: bool
+        self,
+        folder: Path,
+        graphs: list[GraphEntry],
+        own: PreTrainedConfig,
+        generation: GenerationConfig | None,
+        proved: bool,
     ) -> Manifest:
         source, settings, task = self.source, self._settings, self.task
-        weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
-        onnx_ir.save(graph, folder / GRAPH, external_data=DATA if weights > embedded else None)
         for name, path in carried(source).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
@@ -131,22 +191,21 @@ class GraphWriter:
         (folder / CONFIG).write_text(pretty(config), encoding="utf-8")
         if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)
+        genai = genai_config(graphs, task, own, generation)
+        if isinstance(genai, dict):
+            (folder / GENAI).write_text(pretty(genai), encoding="utf-8")
         manifest = Manifest(
             versions=runtime_versions(),
             source=Source(name=source.name, fingerprint=source.fingerprint),
             task=task.name,
             modality=task.modality,
             cached=task.cached,
-            dtype=settings.dtype,
-            opset=graph.opset_imports[""],
             optimize=settings.optimize,
-            inputs=ports(graph.graph.inputs),
-            outputs=ports(graph.graph.outputs),
             files=sha256_files(folder, _files(folder)),
-            tensors=tensor_digests(graph),
+            graphs=graphs,
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(graph_card(manifest, config, proved=proved), encoding="utf-8")
+        (folder / "README.md").write_text(graph_card(manifest, config, proved=proved, genai=genai), encoding="utf-8")
         return manifest
 
     def _traced(self, model: PreTrainedModel) -> onnx_ir.Model:
@@ -162,6 +221,26 @@ class GraphWriter:
         )
         log.unlink(missing_ok=True)  # of an earlier attempt
         return graph
+
+
+def _traced_in(dtype: GraphType) -> torch.dtype:
+    """What a model computes in where a graph of this type is traced: itself it knows what stays in float32."""
+    return torch.float16 if dtype in ("fp16", "q4f16") else torch.float32
+
+
+def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
+    file = FILES[dtype]
+    weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+    onnx_ir.save(graph, folder / file, external_data=f"{file}{DATA}" if weights > embedded else None)
+    return GraphEntry(
+        file=file,
+        dtype=dtype,
+        opset=graph.opset_imports[""],
+        inputs=ports(graph.graph.inputs),
+        outputs=ports(graph.graph.outputs),
+        tensors=tensor_digests(graph),
+        quantised=None if decision is None else decision.record,
+    )
 
 
 def _files(folder: Path) -> list[str]:
@@ -183,6 +262,6 @@ def _let_go(graph: onnx_ir.Model, model: PreTrainedModel) -> None:
     gc.collect()
 
 
-def graph_bytes(folder: Path) -> int:
+def graph_bytes(folder: Path, file: str) -> int:
     """Size of an exported graph with its weights."""
-    return sum((folder / name).stat().st_size for name in (GRAPH, DATA) if (folder / name).is_file())
+    return sum((folder / name).stat().st_size for name in (file, f"{file}{DATA}") if (folder / name).is_file())

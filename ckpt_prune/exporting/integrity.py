@@ -11,7 +11,7 @@ import onnx_ir
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.manifest import Manifest, Port
-from ckpt_prune.exporting.session import DATA, GRAPH
+from ckpt_prune.exporting.session import DATA
 from ckpt_prune.exporting.tasks import PAST, PRESENT
 
 NAMED = 3
@@ -43,7 +43,7 @@ def check_files(folder: Path, manifest: Manifest, present: Mapping[str, str]) ->
     changed = [name for name, digest in present.items() if digest != manifest.files[name]]
     if not changed:
         return True, f"{len(manifest.files)} files as written"
-    graph = [name for name in changed if name in (GRAPH, DATA)]
+    graph = [name for name in changed if name in (manifest.file, f"{manifest.file}{DATA}")]
     beside = [name for name in changed if name not in graph]
     faults = [f"{', '.join(names)} changed since it was written" for names in (beside, graph) if names]
     if graph:
@@ -53,9 +53,9 @@ def check_files(folder: Path, manifest: Manifest, present: Mapping[str, str]) ->
 
 def _changed_weights(folder: Path, manifest: Manifest) -> str:
     try:
-        graph = onnx_ir.load(folder / GRAPH)
+        graph = onnx_ir.load(folder / manifest.file)
     except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
-        return f"{GRAPH} cannot be read ({_reason(error)}), it may be cut off"
+        return f"{manifest.file} cannot be read ({_reason(error)}), it may be cut off"
     found = {name: value.const_value for name, value in graph.graph.initializers.items()}
     wrong = [name for name, digest in manifest.tensors.items() if _digest(found.get(name)) != digest]
     if not wrong:
@@ -75,10 +75,10 @@ def _digest(tensor: Any) -> str | None:
 def check_operators(folder: Path, manifest: Manifest) -> tuple[bool, str]:
     """What `onnx.checker` says, shape inference included."""
     try:
-        if manifest.optimize == "none":
-            onnx.checker.check_model(str(folder / GRAPH), full_check=True)
+        if manifest.stock:
+            onnx.checker.check_model(str(folder / manifest.file), full_check=True)
             return True, f"onnx.checker, opset {manifest.opset}"
-        onnx.checker.check_model(_without_own(folder / GRAPH), full_check=True)
+        onnx.checker.check_model(_without_own(folder / manifest.file), full_check=True)
     except Exception as error:  # the checker's, shape inference's and protobuf's exceptions share no base class
         return False, f"onnx.checker: {_reason(error)}"
     return True, f"onnx.checker, opset {manifest.opset}; onnxruntime's own operators are not its matter"
@@ -125,9 +125,9 @@ def check_interface(
         gone: inputs that its outputs depend on and the record does not name.
     """
     try:
-        graph = onnx.load(folder / GRAPH, load_external_data=False).graph
+        graph = onnx.load(folder / manifest.file, load_external_data=False).graph
     except Exception as error:
-        raise UserError(f"{GRAPH} cannot be read ({_reason(error)})") from error
+        raise UserError(f"{manifest.file} cannot be read ({_reason(error)})") from error
     weights = {each.name for each in graph.initializer}
     faults = []
     for what, values, ports in (

@@ -8,14 +8,16 @@ import onnx
 import onnx_ir
 import onnxruntime
 import onnxscript
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
-from ckpt_prune.exporting.session import Provider
+from ckpt_prune.exporting.session import DATA, Provider
 from ckpt_prune.exporting.tasks import Task
 from ckpt_prune.filenames import GRAPH_RECORD
+from ckpt_prune.graph_types import GraphType
 from ckpt_prune.planning.export_recipe import TaskName
+from ckpt_prune.quantising.record import Quantised
 from ckpt_prune.versions import versions
 
 R = TypeVar("R", bound=BaseModel)
@@ -38,24 +40,95 @@ class Source(BaseModel):
     fingerprint: str
 
 
-class Manifest(BaseModel):
-    """`ckpt_prune_onnx.json`."""
+class GraphEntry(BaseModel):
+    """One graph of a folder."""
 
-    version: Literal[1] = 1
+    file: str
+    """Its name; weights may be in a file beside it that is called the same with `_data` at its end."""
+    dtype: GraphType
+    opset: int
+    inputs: list[Port]
+    outputs: list[Port]
+    tensors: dict[str, str]
+    """Initializer of the graph → sha256 of its bytes."""
+    quantised: Quantised | None
+    """How its weights are rounded."""
+
+
+class Manifest(BaseModel):
+    """`ckpt_prune_onnx.json`: of a folder, or, as `of` gives it, of one of its graphs."""
+
+    version: Literal[2] = 2
     versions: dict[str, str]
     source: Source
     task: TaskName
     modality: Literal["text", "image"]
     cached: bool
-    dtype: Literal["fp32", "fp16"]
-    opset: int
     optimize: Provider | Literal["none"]
-    inputs: list[Port]
-    outputs: list[Port]
     files: dict[str, str]
     """File → its sha256: all but this record, the card and validation.json."""
-    tensors: dict[str, str]
-    """Initializer of the graph → sha256 of its bytes."""
+    graphs: list[GraphEntry] = Field(min_length=1)
+    """In the order they were asked for."""
+
+    def of(self, dtype: GraphType) -> "Manifest":
+        """The record of one graph alone, with no files but its own and those that all share.
+
+        Raises:
+            UserError: there is none of that type.
+        """
+        chosen = [each for each in self.graphs if each.dtype == dtype]
+        if not chosen:
+            there = ", ".join(each.dtype for each in self.graphs)
+            raise UserError(f"there is no graph of {dtype} in the folder, only {there}")
+        others = {each.file for each in self.graphs if each.dtype != dtype}
+        others |= {f"{name}{DATA}" for name in others}
+        files = {name: digest for name, digest in self.files.items() if name not in others}
+        return self.model_copy(update={"graphs": chosen, "files": files})
+
+    @property
+    def each(self) -> "list[Manifest]":
+        """One record for each of its graphs."""
+        return [self.of(entry.dtype) for entry in self.graphs]
+
+    @property
+    def entry(self) -> GraphEntry:
+        """The graph, or the first one."""
+        return self.graphs[0]
+
+    @property
+    def file(self) -> str:
+        """Name of the graph."""
+        return self.entry.file
+
+    @property
+    def dtype(self) -> GraphType:
+        """Type of the graph."""
+        return self.entry.dtype
+
+    @property
+    def opset(self) -> int:
+        """Opset of the graph."""
+        return self.entry.opset
+
+    @property
+    def inputs(self) -> list[Port]:
+        """Inputs of the graph."""
+        return self.entry.inputs
+
+    @property
+    def outputs(self) -> list[Port]:
+        """Outputs of the graph."""
+        return self.entry.outputs
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """Initializers of the graph → sha256 of their bytes."""
+        return self.entry.tensors
+
+    @property
+    def stock(self) -> bool:
+        """Whether the graph has ONNX's own operators alone, which its checker knows."""
+        return self.optimize == "none" and self.entry.quantised is None
 
     @property
     def what(self) -> Task:
@@ -65,7 +138,7 @@ class Manifest(BaseModel):
     @property
     def float_type(self) -> str:
         """The type of its floating-point inputs and outputs, as numpy names it."""
-        return "float16" if self.dtype == "fp16" else "float32"
+        return "float16" if self.dtype in ("fp16", "q4f16") else "float32"
 
 
 def ports(values: Any) -> list[Port]:

@@ -1,6 +1,7 @@
 """A task's own metric in onnxruntime and in PyTorch, by the functions that `evaluate` measures checkpoints with."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,24 @@ MEAN_SHARE = 0.1
 moves as far as they do is a bias."""
 
 
+@dataclass(frozen=True)
+class Allowance:
+    """How far a graph may be from its model.
+
+    Attributes:
+        tolerance: of single outputs, in units of the largest; of a graph that computes what the model does.
+        max_loss: what a graph that is rounded may lose of the task's metric; None of others.
+    """
+
+    tolerance: float
+    max_loss: float | None = None
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the metric alone counts."""
+        return self.max_loss is not None
+
+
 class Metric(BaseModel):
     """One figure in both runtimes."""
 
@@ -35,6 +54,8 @@ class Metric(BaseModel):
     """perplexity, masked perplexity, top-1, agreement or cosine."""
     onnxruntime: float | None
     """None where it overflows."""
+    against: str | None = None
+    """What other model PyTorch's figure is of: a dense one. None of the graph's own."""
     pytorch: float | None
     """None also of agreement and cosine, which are of both at once."""
     of: str
@@ -43,16 +64,22 @@ class Metric(BaseModel):
     """What is held to the tolerance; None where it overflows.
 
     Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images, or
-    of a text's predictions, that the two put into different classes. Cosine: relative error of the features.
+    of a text's predictions, that the two put into different classes. Cosine: relative error of the features. Of a graph
+    that is rounded what is lost: of a perplexity the share it grows by, of top-1 what it falls by, of agreement and
+    cosine what is missing to 1.
     """
-    tolerance: float
-    """The most that passes. Top-1 and agreement: share of the images that the two put into different classes which
-    PyTorch itself has nearer than two errors that pass, so that either may come first."""
+    kl: float | None = None
+    """Mean KL(PyTorch ‖ onnxruntime) in nats of each prediction; None where there are no classes."""
+    same: float | None = None
+    """Share of the predictions where both put the same class or token first."""
+    tolerance: float | None
+    """The most that passes; None where it is only measured. Top-1 and agreement: share of the images that the two put
+    into different classes which PyTorch itself has nearer than two errors that pass, so that either may come first."""
     passed: bool
 
 
 def text_metric(
-    graph: OnnxModel, reference: Reference, task: TaskName, windows: Tensor, folder: Path, tolerance: float
+    graph: OnnxModel, reference: Reference, task: TaskName, windows: Tensor, folder: Path, allowance: Allowance
 ) -> Metric | str:
     """The metric of a model of text, or why there is none.
 
@@ -62,7 +89,7 @@ def text_metric(
         task: of the graph.
         windows: int64 (N, T), real text.
         folder: with the tokenizer, which knows the token that masks others.
-        tolerance: of single outputs, in units of the largest.
+        allowance: how far it may be from PyTorch.
 
     Raises:
         UserError: a model's outputs are not numbers.
@@ -72,7 +99,8 @@ def text_metric(
     if task == "text-generation":
         causal = compare(ours, theirs, windows, what="perplexity")
         a, b = causal.score, causal.reference_score
-        return _perplexity("perplexity", (a.perplexity, b.perplexity), abs(a.nll - b.nll), of, tolerance)
+        pair = a.perplexity, b.perplexity
+        return _perplexity("perplexity", pair, a.nll - b.nll, of, allowance, (causal.kl, causal.top1_agreement))
     if task == "fill-mask":
         tokenizer = load_tokenizer(folder)
         if tokenizer.mask_token_id is None:
@@ -82,15 +110,15 @@ def text_metric(
         assert isinstance(found, MaskedComparison)
         of = f"{counted(int(masked.sum()), 'masked token')} in {of}"
         pair = found.score.perplexity, found.reference_score.perplexity
-        apart = abs(math.log(pair[0]) - math.log(pair[1])) if all(map(math.isfinite, pair)) else math.inf
-        return _perplexity("masked perplexity", pair, apart, of, tolerance)
+        apart = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf
+        return _perplexity("masked perplexity", pair, apart, of, allowance, (found.kl, found.top1_agreement))
     if task == "feature-extraction":
-        return _cosine(ours, reference, TokenWindows(windows), of, tolerance)
-    return _agreement(ours, theirs, windows, task, of, tolerance)
+        return _cosine(ours, reference, TokenWindows(windows), of, allowance)
+    return _agreement(ours, theirs, windows, task, of, allowance)
 
 
 def _agreement(
-    ours: PreTrainedModel, theirs: PreTrainedModel, windows: Tensor, task: TaskName, of: str, tolerance: float
+    ours: PreTrainedModel, theirs: PreTrainedModel, windows: Tensor, task: TaskName, of: str, allowance: Allowance
 ) -> Metric | str:
     """Of classes of texts or tokens, or of ends of answers."""
     if task == "text-classification" and theirs.config.num_labels == 1:
@@ -98,20 +126,23 @@ def _agreement(
     per_token = task == "token-classification"
     given, expected = (_Noted(each, per_token=per_token) for each in (ours, theirs))
     found = compare_heads(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), windows, per_token=per_token)
-    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * tolerance)
+    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * allowance.tolerance)
+    close = close if allowance.max_loss is None else allowance.max_loss
     return Metric(
         name="agreement",
         onnxruntime=found.agreement,
         pytorch=None,
         of=f"{counted(found.predictions, 'prediction')} in {of}",
         difference=apart,
+        kl=found.kl,
+        same=found.agreement,
         tolerance=close,
         passed=apart <= close,
     )
 
 
 def image_metric(
-    graph: OnnxModel, reference: Reference, task: TaskName, images: ImageSamples, tolerance: float
+    graph: OnnxModel, reference: Reference, task: TaskName, images: ImageSamples, allowance: Allowance
 ) -> Metric | str:
     """The metric of a model of images, or why there is none.
 
@@ -123,13 +154,17 @@ def image_metric(
     ours, theirs = _models(graph, reference)
     of = counted(len(images), "image")
     if task == "feature-extraction":
-        return _cosine(ours, reference, images, of, tolerance)
+        return _cosine(ours, reference, images, of, allowance)
     if task != "image-classification":
         return f"{task} of images has none"
     given, expected = _Noted(ours), _Noted(theirs)
     found = compare_classifiers(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), images, what="top-1")
-    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * tolerance)
+    apart, close = _flips(torch.cat(given.logits), torch.cat(expected.logits), 2 * allowance.tolerance)
     a, b = found.score.top1, found.reference_score.top1
+    if allowance.max_loss is not None:
+        # Where there are labels, an image that was wrong before and is wrong otherwise now loses nothing.
+        close = allowance.max_loss
+        apart = apart if a is None or b is None else b - a
     if a is None:
         a, b = found.agreement, None
     return Metric(
@@ -138,6 +173,8 @@ def image_metric(
         pytorch=b,
         of=of,
         difference=apart,
+        kl=found.kl,
+        same=found.agreement,
         tolerance=close,
         passed=apart <= close,
     )
@@ -148,22 +185,32 @@ def _models(graph: OnnxModel, reference: Reference) -> tuple[PreTrainedModel, Pr
     return cast(PreTrainedModel, graph), reference.model
 
 
-def _perplexity(name: str, pair: tuple[float, float], apart: float, of: str, tolerance: float) -> Metric:
+def _perplexity(
+    name: str, pair: tuple[float, float], apart: float, of: str, allowance: Allowance, alike: tuple[float, float]
+) -> Metric:
+    """Of two perplexities whose logarithms are `apart`, and of how alike the predictions are: KL and agreement."""
     ours, theirs = (value if math.isfinite(value) else None for value in pair)
+    if allowance.max_loss is None:
+        difference, most = abs(apart), allowance.tolerance * MEAN_SHARE
+    else:
+        difference, most = (math.expm1(apart) if apart < 700 else math.inf), allowance.max_loss
     return Metric(
         name=name,
         onnxruntime=ours,
         pytorch=theirs,
         of=of,
-        difference=apart if math.isfinite(apart) else None,
-        tolerance=tolerance * MEAN_SHARE,
-        passed=apart <= tolerance * MEAN_SHARE,
+        difference=difference if math.isfinite(difference) else None,
+        kl=alike[0] if math.isfinite(alike[0]) else None,
+        same=alike[1],
+        tolerance=most,
+        passed=difference <= most,
     )
 
 
-def _cosine(ours: PreTrainedModel, reference: Reference, samples: Samples, of: str, tolerance: float) -> Metric:
+def _cosine(ours: PreTrainedModel, reference: Reference, samples: Samples, of: str, allowance: Allowance) -> Metric:
     found = compare_features(ours, cast(PreTrainedModel, reference.module), samples)
-    apart = math.sqrt(found.relative_error)
+    tolerance = allowance.tolerance if allowance.max_loss is None else allowance.max_loss
+    apart = math.sqrt(found.relative_error) if allowance.max_loss is None else 1 - found.cosine
     return Metric(
         name="cosine",
         onnxruntime=found.cosine,

@@ -16,6 +16,7 @@ from ckpt_prune.exporting.manifest import Source, read_record
 from ckpt_prune.exporting.metrics import Metric
 from ckpt_prune.exporting.session import Provider
 from ckpt_prune.filenames import VALIDATION
+from ckpt_prune.graph_types import GraphType
 
 CheckName = Literal["files", "checker", "interface", "load", "outputs", "generation", "metric"]
 
@@ -27,6 +28,8 @@ class ProofSamples:
     windows: Tensor | None = None
     """int64 (N, T): real text, no padding."""
     images: ImageSamples | None = None
+    measured: Tensor | ImageSamples | None = None
+    """What rounding is measured on: windows or images like those, others where there are enough of them."""
     description: dict[str, Any] | None = None
     """For the record: where from, how many, window, seed."""
 
@@ -83,25 +86,54 @@ class Case(BaseModel):
     """What is wrong with a failed case, where that is no matter of rounding."""
 
 
-class Validation(BaseModel):
-    """`validation.json`."""
+class Continuation(BaseModel):
+    """What both say after a prompt, each taking its own likeliest token."""
 
-    version: Literal[1] = 1
+    prompt: str
+    onnxruntime: str
+    pytorch: str
+    tokens: int
+    """That each generates."""
+    same: int
+    """How many are the same before the first that is not."""
+
+
+class Validation(BaseModel):
+    """What came out of one graph."""
+
+    file: str
     passed: bool
     provider: Provider
     note: str | None
     """Why that is not the provider that was asked for."""
-    dtype: Literal["fp32", "fp16"]
-    tolerance: float
-    """In units of the largest output of a case; means are held to a tenth of it."""
+    dtype: GraphType
+    tolerance: float | None
+    """In units of the largest output of a case; means are held to a tenth of it. None of a graph that is rounded."""
+    max_loss: float | None
+    """What a graph that is rounded may lose of the task's metric; None of others."""
     against: Source
     data: dict[str, Any]
     checks: list[ProofCheck]
     cases: list[Case]
     metrics: list[Metric]
+    continuations: list[Continuation]
+    """Of a graph that is rounded and generates text."""
     versions: dict[str, str]
     files: dict[str, str]
     """Those that this is about: name → sha256."""
+
+
+class Validations(BaseModel):
+    """`validation.json`."""
+
+    version: Literal[2] = 2
+    passed: bool
+    graphs: list[Validation]
+
+    @classmethod
+    def of(cls, graphs: list[Validation]) -> "Validations":
+        """Of all graphs of a folder."""
+        return cls(passed=all(each.passed for each in graphs), graphs=graphs)
 
     def write(self, folder: Path) -> None:
         """Put it into the exported folder.
@@ -112,12 +144,12 @@ class Validation(BaseModel):
         write_whole(folder / VALIDATION, self.model_dump_json(indent=2) + "\n")
 
 
-def read_validation(folder: Path) -> Validation:
+def read_validation(folder: Path) -> Validations:
     """The record of an exported folder's last validation.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     return read_record(
-        folder / VALIDATION, Validation, absent="`ckpt-prune validate` writes it", damaged="validate again"
+        folder / VALIDATION, Validations, absent="`ckpt-prune validate` writes it", damaged="validate again"
     )

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ckpt_prune.architectures.context import context_length
-from ckpt_prune.calibration.image_files import Split, choose_images, find_images
+from ckpt_prune.calibration.image_files import Split, choose_images, find_images, take
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.calibration.text import (
@@ -28,12 +28,20 @@ from ckpt_prune.options import ProofOptions
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """Where nothing is asked for: windows and their length, at most the context; images."""
+MEASURED = 32
+"""Windows, or images, that rounding is measured on."""
 CHARACTERS = 400_000
 """Bytes of the standard library's text: enough windows for any tokenizer."""
 
 
 def proof_samples(
-    folder: Path, task: Task, options: ProofOptions, *, trust: bool = False, split: Split = "eval"
+    folder: Path,
+    task: Task,
+    options: ProofOptions,
+    *,
+    trust: bool = False,
+    split: Split = "eval",
+    rounded: bool = False,
 ) -> ProofSamples:
     """What to compare on, as the options say.
 
@@ -46,6 +54,7 @@ def proof_samples(
         options: which text or images.
         trust: run the checkpoint's own code for its config and image processor.
         split: which rows of a labels.csv with a split to take images from.
+        rounded: also take others to measure on what rounding costs, or the same where there are no others.
 
     Raises:
         UserError: data of the wrong kind, unreadable or too little, or a window longer than the model's context.
@@ -55,13 +64,13 @@ def proof_samples(
     if task.modality == "image":
         if options.text or options.window is not None:
             raise UserError(f"{folder} reads images: --text and --window do not go with it; give --images DIR")
-        return _images(folder, task, options, trust, split)
+        return _images(folder, task, options, trust, split, rounded)
     if options.images is not None:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
-    return _text(folder, task, options, trust)
+    return _text(folder, task, options, trust, rounded)
 
 
-def _text(folder: Path, task: Task, options: ProofOptions, trust: bool) -> ProofSamples:
+def _text(folder: Path, task: Task, options: ProofOptions, trust: bool, rounded: bool) -> ProofSamples:
     config = config_of(folder, trust=trust).get_text_config()
     context = context_length(config) or WINDOW
     window = options.window or min(context, WINDOW)
@@ -79,14 +88,18 @@ def _text(folder: Path, task: Task, options: ProofOptions, trust: bool) -> Proof
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
         stream = _stream(tokenizer, text, task.name == "text-generation", getattr(config, "vocab_size", None))
-        windows = evaluation_windows(stream, window=window, limit=options.samples or WINDOWS, frame=frame)
+        count = options.samples or WINDOWS
+        limit = count + MEASURED if rounded else count
+        windows = evaluation_windows(stream, window=window, limit=limit, frame=frame)
         windows = framed(windows, tokenizer) if frame else windows
+        windows, measured = windows[:count], windows[count:]
     except UserError as error:
         if options.text:
             raise
         return ProofSamples(description=_noise(options, f"random tokens ({error})"))
     return ProofSamples(
         windows=windows,
+        measured=measured if len(measured) else windows,
         description={
             "what": what,
             "files": [str(path) for path in options.text],
@@ -120,22 +133,28 @@ def _python_sources() -> tuple[str, str]:
     return "\n".join(texts), f"{len(texts)} Python sources of this machine's standard library, no --text being given"
 
 
-def _images(folder: Path, task: Task, options: ProofOptions, trust: bool, split: Split) -> ProofSamples:
+def _images(folder: Path, task: Task, options: ProofOptions, trust: bool, split: Split, rounded: bool) -> ProofSamples:
     if options.images is None:
         return ProofSamples(description=_noise(options, "normal noise for pixels, no --images being given"))
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
     files = find_images(options.images, labels=options.labels, split=split, id2label=classes)
-    chosen = choose_images(
-        files, samples=options.samples or min(IMAGES, len(files.paths)), seed=options.seed, choose="random"
-    )
-    images = ImageSamples(
-        chosen,
-        load_processor(folder, trust_remote_code=trust),
-        tokens=lambda size: max(1, size[0] * size[1] // 256),  # only how many fit a batch of features
-        max_corrupt=options.max_corrupt,
-    )
+    count = options.samples or min(IMAGES, len(files.paths))
+    total = max(count, min(count + MEASURED, len(files.paths))) if rounded else count
+    chosen = choose_images(files, samples=total, seed=options.seed, choose="random")
+    processor = load_processor(folder, trust_remote_code=trust)
+
+    def samples(rows: range) -> ImageSamples:
+        return ImageSamples(
+            take(chosen, list(rows)),
+            processor,
+            tokens=lambda size: max(1, size[0] * size[1] // 256),  # only how many fit a batch of features
+            max_corrupt=options.max_corrupt,
+        )
+
+    images = samples(range(count))
     return ProofSamples(
         images=images,
+        measured=samples(range(count, total)) if total > count else images,
         description={
             "what": options.images.name,
             "files": [str(options.images)],

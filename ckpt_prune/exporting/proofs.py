@@ -1,7 +1,7 @@
 """The checks of an exported graph, one after the other: files, interface, outputs, generation, the task's metric."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.context import context_length
+from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.verify import guarded
@@ -27,15 +28,21 @@ from ckpt_prune.exporting.cases import (
 from ckpt_prune.exporting.differences import difference, positions
 from ckpt_prune.exporting.integrity import check_files, check_interface, check_operators, present_files
 from ckpt_prune.exporting.manifest import Manifest, Port
-from ckpt_prune.exporting.metrics import MEAN_SHARE, Metric, image_metric, text_metric
-from ckpt_prune.exporting.outcome import Case, CheckName, Place, ProofCheck, ProofSamples
+from ckpt_prune.exporting.metrics import MEAN_SHARE, Allowance, Metric, image_metric, text_metric
+from ckpt_prune.exporting.outcome import Case, CheckName, Continuation, Place, ProofCheck, ProofSamples
 from ckpt_prune.exporting.reference import Reference
-from ckpt_prune.exporting.session import GRAPH, OnnxModel, Provider, complete, next_cache
+from ckpt_prune.exporting.session import OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PAST, PRESENT
 from ckpt_prune.exporting.tracing import image_size
 
+PROMPT, SAID = 16, 32
+"""Tokens of a text that is continued, and tokens that are said after it."""
 MOST_NOISE = 64
 """Tokens of a window where there is no text."""
+
+
+Other = tuple[str, Reference, float | None]
+"""Another model: its name, itself, and what the graph may lose of its metric."""
 
 
 class Proof:
@@ -46,20 +53,29 @@ class Proof:
         manifest: its record.
         reference: the model.
         samples: what both are run on.
-        tolerance: as in `validate`.
+        allowance: how far outputs may be apart, or how much the metric may lose.
+        others: models that the metric is compared with as well.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, reference: Reference, samples: ProofSamples, tolerance: float
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reference: Reference,
+        samples: ProofSamples,
+        allowance: Allowance,
+        others: Sequence[Other] = (),
     ) -> None:
+        self.others = others
         self.folder, self.manifest, self.reference, self.samples = folder, manifest, reference, samples
-        self.tolerance = tolerance
+        self.allowance, self.tolerance = allowance, allowance.tolerance
         self.present = present_files(folder, manifest)
         self.ports = {port.name: port for port in manifest.outputs}
         self.graph: OnnxModel | None = None
         self.checks: list[ProofCheck] = []
         self.cases: list[Case] = []
         self.metrics: list[Metric] = []
+        self.continuations: list[Continuation] = []
 
     def run(self, provider: Provider) -> None:
         """Make all checks."""
@@ -96,6 +112,24 @@ class Proof:
     def _metric(self) -> tuple[bool | None, str]:
         raise NotImplementedError
 
+    def _judged(self, measure: Callable[[Reference, Allowance], Metric | str]) -> tuple[bool | None, str]:
+        """The task's metric beside the model's, and beside that of each other model."""
+        found = measure(self.reference, self.allowance)
+        if isinstance(found, str):
+            return None, found
+        self.metrics.append(found)
+        said, passed = [_apart(found)], found.passed
+        for name, reference, most in self.others:
+            beside = measure(reference, Allowance(0.0, math.inf if most is None else most))
+            if isinstance(beside, Metric):
+                beside = beside.model_copy(
+                    update={"against": name, "tolerance": most, "passed": most is None or beside.passed}
+                )
+                self.metrics.append(beside)
+                said.append(f"{_apart(beside)} of {name}")
+                passed = passed and beside.passed
+        return passed, "; ".join(said)
+
     def _gone(self) -> list[str]:
         """Inputs that the model's outputs depend on and the graph does not have."""
         there = {port.name for port in self.manifest.inputs}
@@ -103,14 +137,14 @@ class Proof:
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
-            self.graph = OnnxModel(self.folder, provider=provider)
+            self.graph = OnnxModel(self.folder, self.manifest.file, provider=provider)
         except UserError:
             raise
         except Exception as error:  # transformers raises anything over a damaged config.json
             raise UserError(f"config.json: {' '.join(str(error).split())[:300]}") from error
         ours, recorded = list(self.graph.outputs), list(self.ports)
         if ours != recorded or list(self.graph.inputs) != [port.name for port in self.manifest.inputs]:
-            return False, f"{GRAPH} has inputs and outputs that its record does not name"
+            return False, f"{self.manifest.file} has inputs and outputs that its record does not name"
         return True, f"onnxruntime, {self.graph.session.provider.upper()}"
 
     def _run(self, feed: dict[str, Tensor]) -> dict[str, Tensor] | str:
@@ -167,8 +201,11 @@ class Proof:
             keep = None
         a, b = positions(ours, keep), positions(theirs, keep)
         found = difference(a, b, classes=_is_classes(port.name, self.manifest.task))
-        limit = self.tolerance * found.largest
-        passed = found.max_abs <= limit and found.mean_abs <= limit * MEAN_SHARE
+        if self.allowance.rounded:
+            passed = math.isfinite(found.max_abs)
+        else:
+            limit = self.tolerance * found.largest
+            passed = found.max_abs <= limit and found.mean_abs <= limit * MEAN_SHARE
         case = Case(
             **about,
             max_abs=_finite(found.max_abs),
@@ -191,7 +228,7 @@ class Proof:
             case.note = "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
         elif not math.isfinite(values[0]):
             case.note = f"onnxruntime's output is {values[0]} there"
-            if self.manifest.dtype == "fp16":
+            if self.manifest.float_type == "float16":
                 case.note += ": float16 holds no more than 65504"
         return case
 
@@ -200,6 +237,10 @@ class Proof:
         new = list(cases)
         self.cases += new
         failed = [case for case in new if not case.passed]
+        if self.allowance.rounded:
+            if failed:
+                return False, f"{len(failed)} of {len(new)} {what} are not finite, or not of PyTorch's shape"
+            return True, f"{len(new)} {what} are finite and of PyTorch's shape; rounded, they are held to no tolerance"
         if failed:
             return False, f"{len(failed)} of {len(new)} {what} are outside the tolerance of {self.tolerance:g}"
         most = max(map(_share, new))
@@ -210,9 +251,15 @@ class ImageProof(Proof):
     """The checks of a graph that reads images."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, reference: Reference, samples: ProofSamples, tolerance: float
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reference: Reference,
+        samples: ProofSamples,
+        allowance: Allowance,
+        others: Sequence[Other] = (),
     ) -> None:
-        super().__init__(folder, manifest, reference, samples, tolerance)
+        super().__init__(folder, manifest, reference, samples, allowance, others)
         config, images = reference.model.config, samples.images
         self.size = (getattr(config, "num_channels", 3), *image_size(config))
         if images is None:
@@ -239,19 +286,23 @@ class ImageProof(Proof):
         assert self.graph is not None
         if self.samples.images is None:
             return None, "not measured on noise: give --images"
-        found = image_metric(
-            self.graph, self.reference, self.manifest.task, self.samples.images, tolerance=self.tolerance
-        )
-        return _judge(found, self.metrics)
+        graph, images, task = self.graph, self.samples.images, self.manifest.task
+        return self._judged(lambda reference, allowance: image_metric(graph, reference, task, images, allowance))
 
 
 class TextProof(Proof):
     """The checks of a graph that reads text."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, reference: Reference, samples: ProofSamples, tolerance: float
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reference: Reference,
+        samples: ProofSamples,
+        allowance: Allowance,
+        others: Sequence[Other] = (),
     ) -> None:
-        super().__init__(folder, manifest, reference, samples, tolerance)
+        super().__init__(folder, manifest, reference, samples, allowance, others)
         config = reference.model.config.get_text_config()
         self.context: int | None = context_length(config)
         if samples.windows is None:
@@ -334,21 +385,53 @@ class TextProof(Proof):
                 each.tokens = length + steps
             cases += compared
         passed, detail = self._verdict(cases, "texts")
+        if self.allowance.rounded and self.samples.windows is not None and not failed:
+            self._continue()
         same = [case.agreement for case in cases if case.agreement is not None]
         return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+
+    def _continue(self) -> None:
+        """Let both continue a text, each by what it says itself: rounding errors add up in words."""
+        ids = self.windows[:1, : min(PROMPT, self.windows.shape[1])]
+        room = SAID if self.context is None else min(SAID, self.context - ids.shape[1])
+        if room < 1:
+            return
+        theirs = [last.argmax(-1).item() for _, last in self.reference.generate(ids, torch.ones_like(ids), room)]
+        ours, cache, new, read = [], self.graph.empty_cache(1) if self.graph else {}, ids, ids
+        for _ in range(room):
+            found = self._run(complete({"input_ids": new, "attention_mask": torch.ones_like(read)}) | cache)
+            if isinstance(found, str):
+                return
+            new, cache = found["logits"][:, -1:].argmax(-1), next_cache(found)
+            read = torch.cat([read, new], 1)
+            ours.append(int(new))
+        same = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), room)
+        shown = _shown(self.folder, [ids[0].tolist(), ours, [int(token) for token in theirs]])
+        self.continuations.append(
+            Continuation(prompt=shown[0], onnxruntime=shown[1], pytorch=shown[2], tokens=room, same=same)
+        )
 
     def _metric(self) -> tuple[bool | None, str]:
         assert self.graph is not None
         if self.samples.windows is None:
             return None, "not measured on noise: give --text"
-        found = text_metric(
-            self.graph, self.reference, self.manifest.task, self.windows, self.folder, tolerance=self.tolerance
+        graph, windows, task = self.graph, self.windows, self.manifest.task
+        return self._judged(
+            lambda reference, allowance: text_metric(graph, reference, task, windows, self.folder, allowance)
         )
-        return _judge(found, self.metrics)
 
     def _empty(self, case: TextCase) -> dict[str, Tensor]:
         assert self.graph is not None
         return self.graph.empty_cache(len(case.ids))
+
+
+def _shown(folder: Path, texts: list[list[int]]) -> list[str]:
+    """Tokens as text, or as numbers where the folder has no tokenizer."""
+    try:
+        tokenizer = load_tokenizer(folder)
+    except UserError:
+        return [" ".join(map(str, ids)) for ids in texts]
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
 
 
 def _feed(case: TextCase) -> dict[str, Tensor]:
@@ -365,12 +448,10 @@ def _is_classes(output: str, task: str) -> bool:
     return output.endswith("logits") and task != "question-answering"
 
 
-def _judge(found: Metric | str, metrics: list[Metric]) -> tuple[bool | None, str]:
-    if isinstance(found, str):
-        return None, found
-    metrics.append(found)
-    apart = "not finite" if found.difference is None else f"{found.difference:.1e}"
-    return found.passed, f"{found.name}: {apart} apart, {found.tolerance:.1e} allowed"
+def _apart(metric: Metric) -> str:
+    apart = "not finite" if metric.difference is None else f"{metric.difference:.1e}"
+    allowed = "" if metric.tolerance is None else f", {metric.tolerance:.1e} allowed"
+    return f"{metric.name}: {apart} apart{allowed}"
 
 
 def _share(case: Case) -> float:

@@ -16,12 +16,20 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import config_of
 from ckpt_prune.exporting.apart import new_session
 from ckpt_prune.exporting.tasks import PAST, PRESENT
+from ckpt_prune.graph_types import GraphType
 
 T = TypeVar("T")
 
-GRAPH = "model.onnx"
-DATA = f"{GRAPH}.data"
-"""External data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
+FILES: dict[GraphType, str] = {
+    "fp32": "model.onnx",
+    "fp16": "model_fp16.onnx",
+    "int8": "model_int8.onnx",
+    "int4": "model_q4.onnx",
+    "q4f16": "model_q4f16.onnx",
+}
+"""Type → file, by the names that the Hub's ONNX models have."""
+DATA = "_data"
+"""Ending of external data: the weights, where the graph's file would come near protobuf's limit of 2 GB with them."""
 
 Provider = Literal["cpu", "cuda"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -97,7 +105,8 @@ class OnnxModel:
     """A graph that is called like the transformers model it came from.
 
     Args:
-        folder: of an export: `model.onnx` and config.json.
+        folder: with config.json.
+        file: the graph, in it.
         provider: what to run it on.
         threads: of one operator.
         device: number of the GPU.
@@ -116,10 +125,16 @@ class OnnxModel:
     device = torch.device("cpu")
 
     def __init__(
-        self, folder: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0
+        self,
+        folder: Path,
+        file: str = FILES["fp32"],
+        *,
+        provider: Provider = "cpu",
+        threads: int | None = None,
+        device: int = 0,
     ) -> None:
         self.config = config_of(folder)
-        self.session = open_session(folder / GRAPH, provider=provider, threads=threads, device=device)
+        self.session = open_session(folder / file, provider=provider, threads=threads, device=device)
         self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
         self.outputs = {each.name: each for each in self.session.inner.get_outputs()}
         self.dtype = next(_TYPES.get(each.type, torch.float32) for each in self.outputs.values())

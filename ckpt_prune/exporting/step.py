@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.exporting.folder import GraphWriter, dtype_of
+from ckpt_prune.exporting.folder import GraphWriter, graphs_bytes
 from ckpt_prune.exporting.outcome import ProofSamples
 from ckpt_prune.exporting.proof_data import proof_samples
+from ckpt_prune.exporting.rounding import check_rounded
 from ckpt_prune.exporting.session import provider_for
 from ckpt_prune.exporting.tasks import chosen_task
 from ckpt_prune.exporting.writing import Exported, write_graph
@@ -48,8 +49,9 @@ class GraphStep:
             UserError: the model cannot do the task, or the data is too short.
         """
         task = chosen_task(source.config, task=recipe.task, cache=recipe.cache)
+        check_rounded(recipe, task, images=images.images is not None, provider=provider_for(recipe.optimize))
         samples = None
-        if recipe.proof:
+        if recipe.proof or recipe.quantised:
             asked = ProofOptions(
                 text=calibration.text,
                 window=calibration.window,
@@ -57,12 +59,12 @@ class GraphStep:
                 labels=images.labels,
                 max_corrupt=images.max_corrupt,
             )
-            samples = proof_samples(source.path, task, asked, trust=trust, split="calib")
+            samples = proof_samples(source.path, task, asked, trust=trust, split="calib", rounded=recipe.quantised)
         return cls(recipe, samples, trust)
 
     def bytes(self, parameters: int) -> int:
         """Size of the graph of so many parameters."""
-        return parameters * dtype_of(self.recipe).itemsize
+        return graphs_bytes(self.recipe, parameters)
 
     def run(self, output: Path, say: Callable[[str], None]) -> Exported:
         """Write the graph of a finished output into its folder `onnx`.
@@ -80,9 +82,10 @@ class GraphStep:
             writer = GraphWriter(Checkpoint.open(output), out, self.recipe, overwrite=not out.exists())
             return write_graph(
                 writer,
-                self.samples,
-                provider=provider_for(self.recipe.optimize),
+                self.samples if self.recipe.proof else None,
+                measured=self.samples,
                 tolerance=self.recipe.tolerance,
+                max_loss=self.recipe.max_loss,
                 trust=self.trust,
             )
         except BaseException:
@@ -93,9 +96,13 @@ class GraphStep:
         """The command that does this step alone."""
         words = ["ckpt-prune", "export", str(output), "-o", str(out)]
         for name, field in GraphSettings.model_fields.items():
-            value = getattr(self.recipe, name)
-            if isinstance(value, bool):
-                words.append(f"--{'' if value else 'no-'}{name}")
-            elif value != field.default:
-                words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+            value, option = getattr(self.recipe, name), name.replace("_", "-")
+            if value == field.default:
+                continue
+            if isinstance(value, tuple):
+                words += [word for each in value for word in (f"--{option}", each)]
+            elif isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{option}")
+            else:
+                words += [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
         return shlex.join(words if self.recipe.proof else [*words, "--no-validate"])

@@ -1,5 +1,6 @@
 """Proving that an exported folder is whole: its graph loads, is finite, and is the one that passed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.exporting.integrity import check_files, check_operators, present_files
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
-from ckpt_prune.exporting.outcome import Validation, read_validation
-from ckpt_prune.exporting.session import GRAPH, open_session, provider_for
+from ckpt_prune.exporting.outcome import read_validation
+from ckpt_prune.exporting.session import open_session, provider_for
 from ckpt_prune.filenames import VALIDATION
 from ckpt_prune.progress import track
 
@@ -28,36 +29,44 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
         UserError: the folder is no export, or an unfinished one, or its record is damaged.
     """
     refuse_unfinished(folder)
-    manifest = read_manifest(folder)
-    present = present_files(folder, manifest)
-    checks = [
-        guarded("files", lambda: check_files(folder, manifest, present)),
-        guarded("checker", lambda: check_operators(folder, manifest)),
-        guarded("finite", lambda: _finite(folder)),
-        guarded("load", lambda: _load(folder, manifest)),
-        guarded("validation", lambda: _validation(folder, manifest, present)),
-    ]
+    whole = read_manifest(folder)
+    checks: list[Check] = []
+    for manifest in whole.each:
+        found = _of_graph(folder, manifest)
+        several = len(whole.graphs) > 1
+        checks += [replace(check, name=f"{manifest.file}: {check.name}") for check in found] if several else found
     if source is not None:
-        checks.append(guarded("source", lambda: _source(manifest, source)))
+        checks.append(guarded("source", lambda: _source(whole, source)))
     return checks
 
 
-def _finite(folder: Path) -> tuple[bool, str]:
+def _of_graph(folder: Path, manifest: Manifest) -> list[Check]:
+    present = present_files(folder, manifest)
+    return [
+        guarded("files", lambda: check_files(folder, manifest, present)),
+        guarded("checker", lambda: check_operators(folder, manifest)),
+        guarded("finite", lambda: _finite(folder / manifest.file)),
+        guarded("load", lambda: _load(folder, manifest)),
+        guarded("validation", lambda: _validation(folder, manifest, present)),
+    ]
+
+
+def _finite(path: Path) -> tuple[bool, str]:
     try:
-        weights = onnx_ir.load(folder / GRAPH).graph.initializers
+        weights = onnx_ir.load(path).graph.initializers
         for name, value in track(list(weights.items()), "checking for NaN and Inf", unit="tensor"):
             tensor = value.const_value
             if tensor is not None and tensor.dtype.is_floating_point() and not np.isfinite(tensor.numpy()).all():
                 return False, f"{name} has NaN or Inf"
     except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
-        raise UserError(f"{GRAPH} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"{path.name} cannot be read: {' '.join(str(error).split())[:300]}") from error
     return True, f"no NaN, no Inf in {len(weights)} tensors"
 
 
 def _load(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
     wanted = provider_for(manifest.optimize)
     try:
-        session = open_session(folder / GRAPH, provider=wanted)
+        session = open_session(folder / manifest.file, provider=wanted)
     except UserError as error:
         # Operators for CUDA alone say nothing on a machine without it.
         return (None if wanted == "cuda" else False), str(error)
@@ -69,12 +78,15 @@ def _load(folder: Path, manifest: Manifest) -> tuple[bool | None, str]:
 def _validation(folder: Path, manifest: Manifest, present: dict[str, str]) -> tuple[bool | None, str]:
     if not (folder / VALIDATION).is_file():
         return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
-    found: Validation = read_validation(folder)
+    found = next((each for each in read_validation(folder).graphs if each.file == manifest.file), None)
+    if found is None:
+        return None, f"{VALIDATION} has nothing of {manifest.file}: `ckpt-prune validate` compares it with PyTorch"
     if found.files != present or found.against.fingerprint != manifest.source.fingerprint:
         return False, f"{VALIDATION} is not about these files: run `ckpt-prune validate`"
     if not found.passed:
         return False, f"{VALIDATION} says that the graph does not compute what the model does"
-    return True, f"compared with PyTorch on {len(found.cases)} inputs, on {found.provider}: within the tolerance"
+    held = "within the tolerance" if found.max_loss is None else f"at most {found.max_loss:.4g} of the metric is lost"
+    return True, f"compared with PyTorch on {len(found.cases)} inputs, on {found.provider}: {held}"
 
 
 def _source(manifest: Manifest, source: Path) -> tuple[bool, str]:

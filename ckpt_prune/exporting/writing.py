@@ -6,9 +6,10 @@ from typing import Any
 
 from ckpt_prune.exporting.folder import GraphWriter, graph_bytes
 from ckpt_prune.exporting.manifest import Manifest
-from ckpt_prune.exporting.outcome import ProofSamples, Validation
+from ckpt_prune.exporting.outcome import ProofSamples, Validations
 from ckpt_prune.exporting.session import Provider
-from ckpt_prune.exporting.validation import validate
+from ckpt_prune.exporting.validation import Dense, validate
+from ckpt_prune.graph_types import GraphType
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,13 @@ class Exported:
         path: the folder that was to be written.
         manifest: the folder's record; None where the graph did not pass, and nothing is left.
         validation: the comparison with PyTorch; None where it was not asked for.
-        bytes: of the graph with its weights; 0 where nothing is left.
+        bytes: of each graph with its weights, by its type; empty where nothing is left.
     """
 
     path: Path
     manifest: Manifest | None
-    validation: Validation | None
-    bytes: int
+    validation: Validations | None
+    bytes: dict[GraphType, int]
 
     @property
     def passed(self) -> bool:
@@ -47,8 +48,11 @@ def write_graph(
     writer: GraphWriter,
     samples: ProofSamples | None,
     *,
-    provider: Provider = "cpu",
+    measured: ProofSamples | None = None,
+    provider: Provider | None = None,
     tolerance: float | None = None,
+    max_loss: float | None = None,
+    dense: Dense | None = None,
     trust: bool = False,
 ) -> Exported:
     """Write a graph that computes what the model does, or nothing.
@@ -56,19 +60,32 @@ def write_graph(
     Args:
         writer: of the graph, checked.
         samples: what to prove it on; None: it is not proved.
-        provider: what onnxruntime runs on.
-        tolerance: as in `validation.validate`.
+        measured: what rounding is measured on.
+        provider: as in `validation.validate`.
+        tolerance: as there.
+        max_loss: as there.
+        dense: as there.
         trust: run the checkpoint's own code, where it is not this tool's.
     """
-    found: list[Validation] = []
+    found: list[Validations] = []
 
     def prove(folder: Path) -> bool:
         assert samples is not None
-        validation = validate(folder, writer.source.path, samples, provider=provider, tolerance=tolerance, trust=trust)
+        validation = validate(
+            folder,
+            writer.source.path,
+            samples,
+            provider=provider,
+            tolerance=tolerance,
+            max_loss=max_loss,
+            dense=dense,
+            trust=trust,
+        )
         validation.write(folder)
         found.append(validation)
         return validation.passed
 
-    manifest = writer.write(prove=prove if samples is not None else None, trust=trust)
-    size = graph_bytes(writer.out) if manifest is not None else 0
+    manifest = writer.write(prove=prove if samples is not None else None, measured=measured, trust=trust)
+    graphs = [] if manifest is None else manifest.graphs
+    size = {each.dtype: graph_bytes(writer.out, each.file) for each in graphs}
     return Exported(writer.out, manifest, found[0] if found else None, size)

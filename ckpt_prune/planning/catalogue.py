@@ -16,6 +16,7 @@ GOALS: dict[Goal, str] = {
     "loss": "Smallest loss",
     "vision": "Vision models, and any family without rotary positions",
     "cache": "A smaller cache of keys and values, for families with rotary positions",
+    "depth": "Fewer blocks: less latency, loads with stock classes",
     "zeros": "Zeros (masks): shapes stay",
     "recovery": "Recovery: what stays of each block is trained",
     "paper": "Baselines of papers",
@@ -68,6 +69,8 @@ def _goal(recipe: Recipe) -> Goal:
         return recipe.goal
     if recipe.recovery is not None:
         return "recovery"
+    if recipe.depth is not None:
+        return "depth"
     return "zeros" if recipe.mask is not None else "paper"
 
 
@@ -76,6 +79,8 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
         return ("text",)
     if recipe.recovery is not None:
         return ("text", "images")
+    if recipe.depth is not None and recipe.needs_moments:
+        return ("text",) if recipe.depth.choice == "loss" else ("text", "images")
     if {"taylor", "rotary"} & set(recipe.collect):
         return ("text", "statistics")
     return ("text", "images", "statistics") if recipe.needs_moments else ()

@@ -2,12 +2,10 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
-
-from ckpt_prune.ratios import as_share
 
 
 class OneOf:
@@ -40,10 +38,6 @@ class OneOf:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """A string with its allowed values."""
         return {"type": "string", "enum": self.names}
-
-
-Ratio = Annotated[float, BeforeValidator(as_share)]
-"""A number, or a percentage such as 20%."""
 
 
 class Strict(BaseModel):

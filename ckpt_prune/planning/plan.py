@@ -42,14 +42,17 @@ class Plan(PlanFile[Recipe, SitePlan]):
 
     @property
     def divergence(self) -> float | None:
-        """Predicted of the whole model: the sum over sites; None where one is not known."""
-        known = [site.divergence for site in self.sites]
+        """Predicted of the whole model: the sum over sites and gaps; None where one is not known."""
+        gaps = [] if self.depth is None else self.depth.gaps
+        known = [*(site.divergence for site in self.sites), *(gap.divergence for gap in gaps)]
         return None if None in known else sum(each for each in known if each is not None)
 
     def to_json(self) -> str:
         """Readable JSON, with one line for every site."""
         data = self.model_dump(mode="json", by_alias=True)
         sites = data.pop("sites")
+        if self.depth is None:
+            del data["depth"]
         head = json.dumps(data, indent=2).removesuffix("\n}")
         lines = ",\n".join("    " + json.dumps({key: site[key] for key in _SITE_KEYS if key in site}) for site in sites)
         return f'{head},\n  "sites": [\n{lines}\n  ]\n}}\n'

@@ -10,14 +10,16 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.spaces import COUPLED, ENDS, SpaceName, known_space
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.planning.block_range import blocks_of, checked_range
+from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.export_recipe import ExportRecipe
-from ckpt_prune.planning.fields import Ratio, Strict
+from ckpt_prune.planning.fields import Strict
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone, Goal
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.planning.space_recipe import SpaceRecipe
+from ckpt_prune.ratios import Ratio
 from ckpt_prune.sparsity.damping import DAMP
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED, parse_pattern
 
@@ -81,6 +83,9 @@ class Recipe(Strict):
     spaces: dict[SpaceName, SpaceRecipe] = Field(
         default_factory=dict, description="Spaces to prune; others stay whole."
     )
+    depth: DepthRecipe | None = Field(
+        None, description="Whole blocks that go, before anything else is done to those that stay."
+    )
     mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
     rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
     recovery: RecoveryRecipe | None = Field(
@@ -115,13 +120,14 @@ class Recipe(Strict):
     def _one_kind(self) -> "Recipe":
         if self.rotation is not None and self.mask is None:
             raise ValueError("rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)")
-        if bool(self.spaces) == (self.mask is not None):
+        if self.spaces and self.mask is not None:
             raise ValueError(
                 "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice, "
                 "the mask last"
-                if self.mask is not None
-                else "nothing to do: spaces or a mask is missing"
             )
+        if not self.spaces and self.mask is None and self.depth is None:
+            raise ValueError("nothing to do: spaces, depth or a mask is missing")
+        self._consistent_depth()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
         if self.mask is not None and self.layers is not None:
@@ -135,6 +141,27 @@ class Recipe(Strict):
         if self.mask is not None and "ratio" not in self.model_fields_set:
             raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
         return self
+
+    def _consistent_depth(self) -> None:
+        if self.depth is None:
+            return
+        if self.spaces or self.mask is not None:
+            raise ValueError(
+                "depth drops whole blocks: for spaces or a mask as well, prune twice, the blocks first, since the "
+                "others see another stream then"
+            )
+        if self.recovery is not None:
+            raise ValueError("depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`")
+        others = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
+        odd = next((key for key, value in others.items() if getattr(self, key) != value), None)
+        if odd is not None:
+            raise ValueError(f"{odd} speaks of units of spaces: it does not go with depth")
+        if self.depth.blocks is not None and self.size is not None:
+            raise ValueError("size and depth.blocks both say how much goes: leave one out")
+        if self.depth.drop is not None and self.size is not None:
+            raise ValueError("size and depth.drop both say how much goes: leave one out")
+        if self.depth.blocks is not None and self.layers is not None:
+            raise ValueError("layers says among which blocks to choose, and depth.blocks chooses: leave one out")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -270,8 +297,13 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
-        optional = ("mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
+        optional = ("depth", "mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
         return json.dumps(_without(values, *optional), sort_keys=True)
+
+    @property
+    def after_depth(self) -> "Recipe":
+        """What is left to do once the blocks are gone."""
+        return self.model_copy(update={"depth": None, "size": None})
 
     @property
     def without_amount(self) -> str:
@@ -287,6 +319,7 @@ class Recipe(Strict):
         masked = self.mask is not None and self.mask.method != "magnitude"
         return (
             masked
+            or (self.depth is not None and self.depth.measures)
             or self.allocation == "least-error"
             or self.rotation_needs_moments
             or any(kind_of(space).needs_moments(self.wish(space)) for space in self.spaces)
@@ -328,7 +361,7 @@ class Recipe(Strict):
         found: set[Collect] = {"moments"}
         for space in self.spaces:
             found |= kind_of(space).collects(self.wish(space))
-        if self.weighed_by_effect:
+        if self.weighed_by_effect or (self.depth is not None and self.depth.choice not in (None, "loss")):
             found.add("fisher")
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}
@@ -362,6 +395,8 @@ class Recipe(Strict):
     @property
     def needs_folds(self) -> bool:
         """Whether something is to be chosen on held-out folds."""
+        if self.depth is not None and self.depth.compensation.lambda_by == "folds":
+            return True
         return any(s.compensation.by_folds for s in self.spaces.values())
 
     def with_ratio(self, ratio: float) -> "Recipe":

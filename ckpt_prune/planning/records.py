@@ -155,6 +155,52 @@ class MaskedLinear(Fixed):
         return self.rows * self.columns
 
 
+class Gap(Fixed):
+    """A run of consecutive blocks that are gone, and what makes up for them.
+
+    Attributes:
+        first, blocks: the first of them, as the dense model counts, and how many.
+        into: on-disk name, in the output, of the weight that the map was absorbed in; None where there is no map.
+        method: none (the stream goes on as it is), bias, ridge or affine: the form of the map.
+        strength: of ridge and affine, relative; None for others.
+        distance: mean cosine distance of a token's hidden states before and after the run; None where it was not
+            measured.
+        divergence: what dropping the run is predicted to do to the model's own output; None as before.
+        error_uncompensated, error_compensated: Σ‖y − ŷ‖² / Σ‖y‖² on the calibration tokens without and with the map,
+            y being what the mlp before the gap would have to give.
+        error_held_out: the compensated error on folds that were left out of the fit; None with one fold.
+    """
+
+    first: Block
+    blocks: Annotated[int, Field(ge=1, le=10**6)]
+    into: str | None = None
+    method: str = "none"
+    strength: Figure = None
+    distance: Figure = None
+    divergence: Figure = None
+    error_uncompensated: Figure = None
+    error_compensated: Figure = None
+    error_held_out: Figure = None
+
+
+class Depth(Fixed):
+    """Which blocks of a model are gone, or which have zeros in place of a part.
+
+    Attributes:
+        part: what of them: all (block), attention or mlp; blocks without a part stay under their numbers.
+        blocks: of the dense model.
+        kept: those that stay, ascending; in the output they are numbered anew.
+        choose: how the others were chosen; None where they were given.
+        gaps: runs of those that are gone, in order.
+    """
+
+    part: Literal["block", "attention", "mlp"] = "block"
+    blocks: Annotated[int, Field(ge=1, le=10**6)]
+    kept: list[Block]
+    choose: str | None = None
+    gaps: list[Gap] = Field(default_factory=list)
+
+
 class StatisticsReference(Fixed):
     """Which statistics a plan was made from."""
 
@@ -175,4 +221,5 @@ class PlanFile(Fixed, Generic[RecipeT, SiteT]):
     container_note: str | None = None
     before: Cost
     after: Cost
+    depth: Depth | None = None
     sites: list[SiteT]

@@ -6,8 +6,9 @@ from pydantic import Field, model_validator
 
 from ckpt_prune.architectures.spaces import Rounding
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
-from ckpt_prune.planning.fields import OneOf, Ratio, Strict
+from ckpt_prune.planning.fields import OneOf, Strict
 from ckpt_prune.planning.kinds import FITS_LOGITS, SCORE_NAMES, TRAITS
+from ckpt_prune.ratios import Ratio
 
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
 MethodName = Annotated[str, OneOf("method", TRAITS)]

@@ -11,6 +11,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
+from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
 from ckpt_prune.report.model import Report
 
@@ -62,6 +63,7 @@ def model_card(report: Report) -> str:
     lines += [
         "",
         *_calibration(report),
+        *_depth(report),
         *_kept(report),
         *_coarse(report),
         *_mask(report),
@@ -115,6 +117,20 @@ def _calibration(report: Report) -> list[str]:
     return [
         f"Calibrated on {calibration.amount('samples')} {what} of {window} tokens, target {calibration.text('target')}."
     ]
+
+
+def _depth(report: Report) -> list[str]:
+    """Which whole blocks are gone, in a picture, and what makes up for them."""
+    depth = report.depth
+    if depth is None or not depth.gaps:
+        return []
+    what, *gaps = depth_lines(depth)
+    told = "; ".join(gaps)
+    head = "Whole blocks are gone, and those that stay are numbered anew"
+    if depth.part != "block":
+        head = f"The {depth.part} of some blocks gives nothing: its last projection is zeros there"
+    found = [f"{head}: {named_all(depth)}.", "", "```", what, "```"]
+    return [*found, "", f"{told[0].upper()}{told[1:]}." if told else "", ""]
 
 
 def _kept(report: Report) -> list[str]:
@@ -263,6 +279,8 @@ def _record(report: Report) -> str:
         measured = any(linear.error is not None for linear in report.linears)
         what = "How much of every linear weight was zeroed"
         found = f"{what} and the error at its output are" if measured else f"{what} is"
+    elif report.depth is not None and not report.recovery:
+        return "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`."
     elif report.recovery and not report.sites:
         return "Errors of every block before and after recovery are in `ckpt_prune.json`."
     else:

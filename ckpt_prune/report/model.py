@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, SiteRecord
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -208,6 +208,8 @@ class Report(Fixed):
         lambda_search: where λ was chosen by perplexity.
         container: what the output is stored as.
         before, after: cost of the source and of the output.
+        depth: which whole blocks are gone; None, and left out of JSON, where none was to go. All else that is said of
+            blocks is by their numbers in the output.
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
@@ -234,6 +236,7 @@ class Report(Fixed):
     container: StoredAs
     before: Cost
     after: Cost
+    depth: Depth | None = None
     mask: Mask | None = None
     rotation: Rotation | None = None
     sites: list[SiteRecord]
@@ -252,4 +255,6 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
+        if self.depth is None:
+            del values["depth"]
         return values

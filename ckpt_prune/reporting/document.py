@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
 from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, UsedRecipe
@@ -22,6 +22,7 @@ class Document:
         recipe: name, summary and source of the method.
         facts: label and text of what else there is to know, in order.
         before, after: cost of the source and of the output.
+        depth: which whole blocks are gone; None where none was to go.
         sites: by block, then in the order of the report.
         layers: by block; empty where the report has none.
         mask: which weights were zeroed; None where units were dropped.
@@ -38,6 +39,7 @@ class Document:
     before: Cost
     after: Cost
     sites: list[SiteRecord]
+    depth: Depth | None = None
     layers: list[RecoveredLayer] = field(default_factory=list)
     mask: Mask | None = None
     rotation: Rotation | None = None
@@ -87,6 +89,7 @@ def _of_report(report: Report) -> Document:
         before=report.before,
         after=report.after,
         sites=sorted(report.sites, key=lambda site: site.block),
+        depth=report.depth,
         layers=layers,
         mask=report.mask,
         rotation=report.rotation,
@@ -116,6 +119,7 @@ def _of_plan(plan: AnyPlan) -> Document:
         before=plan.before,
         after=plan.after,
         sites=sorted(plan.sites, key=lambda site: site.block),
+        depth=plan.depth,
     )
 
 

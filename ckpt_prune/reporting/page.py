@@ -6,6 +6,7 @@ from importlib import resources
 from ckpt_prune.checkpoint.units import human_bytes, human_count
 from ckpt_prune.planning.records import HeadErrors, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
+from ckpt_prune.report.depth import depth_lines, named
 from ckpt_prune.report.figures import (
     cost_changes,
     kind_of,
@@ -35,6 +36,7 @@ def page(document: Document) -> str:
         document.title,
         [
             *_header(document),
+            *_depth(document),
             *(over_depth(plots) if plots else [_nothing(document)]),
             *_site_tables(document.sites),
             *_linear_table(document.linears),
@@ -81,6 +83,23 @@ def _header(document: Document) -> Iterable[str]:
     facts = "\n".join(f"<dt>{text(label)}</dt><dd>{text(fact)}</dd>" for label, fact in document.facts)
     yield f'<div class="top">\n<div class="scroll costs">{_costs(document)}</div>'
     yield f"<dl>\n{facts}\n</dl>\n</div>\n</header>"
+
+
+def _depth(document: Document) -> Iterable[str]:
+    """Which whole blocks are gone: a sign for every block, and a row for every gap."""
+    depth = document.depth
+    if depth is None:
+        return
+    line, *_ = depth_lines(depth)
+    yield f"<h2>Blocks</h2>\n<pre>{text(line)}</pre>"
+    figures = ("distance", "divergence", "error_uncompensated", "error_compensated", "error_held_out")
+    rows = [
+        (named(gap), gap.into or _MISSING, gap.method, *(_cell(getattr(gap, figure)) for figure in figures))
+        for gap in depth.gaps
+    ]
+    headers = ("gone", "map in", "form", "cosine distance", "predicted divergence", "error before", "after", "held out")
+    if rows:
+        yield f'<div class="scroll">{_table(headers, rows, left=3)}</div>'
 
 
 def _costs(document: Document) -> str:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP, damped_cholesky, live_mean
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.sparsity.inverse import factorise, part
 from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
 from ckpt_prune.sparsity.patterns import GroupPattern
 
@@ -100,7 +101,7 @@ def prune(
     dead = hessian.diagonal() == 0
     if pattern is None and ratio == 0:
         return Pruned(weight.double().clone(), torch.ones_like(weight, dtype=torch.bool), damp, int(dead.sum()))
-    factor, damp = _factorise(hessian, dead, damp, most_damp)
+    factor, damp = factorise(hessian, dead, damp, most_damp)
     # With inputs as rows a visited input is contiguous.
     old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     old[dead] = 0
@@ -109,10 +110,10 @@ def prune(
     change = torch.empty_like(old)
     for start in range(0, d_in, block):
         here = slice(start, min(start + block, d_in))
-        triangle = _part(factor, here, here)
+        triangle = part(factor, here, here)
         U = torch.linalg.solve_triangular(triangle, torch.eye(len(triangle)).to(triangle), upper=True)
         if start:
-            new[here].addmm_(U.T, _part(factor, slice(0, start), here).T @ change[:start])
+            new[here].addmm_(U.T, part(factor, slice(0, start), here).T @ change[:start])
         _visit(new[here], keep[here], U, pattern, ratio)
         torch.sub(old[here], new[here], out=change[here])
     return Pruned(new.T.contiguous(), keep.T.contiguous(), damp, int(dead.sum()))
@@ -145,24 +146,6 @@ def _visit(W: Tensor, keep: Tensor, U: Tensor, pattern: GroupPattern | None, rat
             torch.div(W[j].masked_fill(keep[j], 0), pivots[j], out=errors[j])
             W[j + 1 : here.stop].addr_(U[j, j + 1 : here.stop], errors[j], alpha=-1)
     W.masked_fill_(~keep, 0)
-
-
-def _factorise(hessian: Tensor, dead: Tensor, damp: float, most_damp: float) -> tuple[Tensor, float]:
-    """Cholesky factor L (lower, float64) of H + damping with its inputs in reverse order, and the damping it took."""
-    # In units of the mean diagonal, so that neither the scale of H nor the 1 of a dead input matters.
-    matrix = hessian.flip(0, 1).double().div_(live_mean(hessian))
-    dead = dead.flip(0)
-    # A dead input's products are zero but for rounding; its column must not touch a live one.
-    matrix[dead] = 0
-    matrix[:, dead] = 0
-    matrix.diagonal()[dead] = 1
-    return damped_cholesky(matrix, damp, most_damp)
-
-
-def _part(factor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """R[rows, columns] of H = R Rᵀ, from the factor of H with its inputs in reverse order."""
-    n = len(factor)
-    return factor[n - rows.stop : n - rows.start, n - columns.stop : n - columns.start].flip(0, 1)
 
 
 def relative_error(weight: Tensor, pruned: Tensor, gram: Tensor) -> float:

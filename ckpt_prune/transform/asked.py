@@ -59,7 +59,7 @@ def read_asked(options: PruneOptions) -> Asked:
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
     recipe = plan.recipe if plan is not None else _recipe(options, size)
-    recovers = recipe.recovery is not None
+    recovers = recipe.recovery is not None or _maps(recipe)
     if data and not recovers and (options.statistics is not None or plan is not None):
         given = "--text" if options.text else "--images"
         raise UserError(
@@ -67,7 +67,7 @@ def read_asked(options: PruneOptions) -> Asked:
             if plan is not None
             else f"give --statistics or {given}, not both"
         )
-    if options.perplexity_after is not None and not recovers:
+    if options.perplexity_after is not None and recipe.recovery is None:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
     return Asked(options, open_model(options.model, Opening.of(options)), recipe, plan, device)
 
@@ -155,7 +155,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
     data = has_data(options, options)
-    if data and recipe.needs_moments and statistics is None and plan is None:
+    if data and recipe.needs_moments and ((statistics is None and plan is None) or _maps(recipe)):
         live = _live(asked, allocate, say)
     if data and recipe.recovery is not None:
         training = _training(asked, live, allocate, say)
@@ -176,6 +176,11 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     return request
 
 
+def _maps(recipe: Recipe) -> bool:
+    """Whether a recipe fits maps on the model itself, beside any statistics that its blocks are chosen by."""
+    return recipe.depth is not None and recipe.depth.compensation.linear
+
+
 def _file(given: str | Path) -> Path | None:
     """Where a plan or recipe is read, if it is no shipped one."""
     return Path(given) if Path(given).is_file() else None
@@ -185,8 +190,8 @@ def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | N
     """The folder of statistics: the one given, or the one that a plan was made from."""
     if plan is not None:
         check_planned(model, plan)
-    if plan is None or plan.statistics is None:
-        return given
+    if plan is None or plan.statistics is None or plan.depth is not None:
+        return given  # what blocks were chosen by is not asked again
     statistics = given or Path(plan.statistics.path)
     if not statistics.is_dir():
         raise UserError(f"the plan's statistics are no longer at {statistics}: say where with --statistics")

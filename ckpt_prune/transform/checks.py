@@ -20,6 +20,7 @@ from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
 from ckpt_prune.transform.output import unlearned
 from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.shortening import check_depth
 from ckpt_prune.transform.sizing import check_reachable
 from ckpt_prune.transform.solvers import solver_of
 
@@ -45,6 +46,8 @@ def check_fit(request: Request) -> None:
     check_source(request.model)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
+    if request.recipe.depth is not None:
+        check_depth(request)
     _mask(request)
     _taylor(request)
     if request.statistics is not None:
@@ -95,7 +98,9 @@ def check_data(request: Request) -> None:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     folds = request.live.folds if request.live else request.statistics.index.folds if request.statistics else 0
-    if request.recipe.needs_folds and folds < 2 and request.plan is None:
+    # Maps of whole blocks are fitted on live samples alone, also where a plan or statistics choose the blocks.
+    maps_later = request.recipe.depth is not None and request.live is None
+    if request.recipe.needs_folds and folds < 2 and request.plan is None and not maps_later:
         chosen = {own.compensation.method for own in request.recipe.spaces.values() if own.compensation.by_folds}
         what = "method auto" if AUTO in chosen else "lambda_by: folds"
         remedy = "calibrate with --folds 4"
@@ -154,11 +159,16 @@ def _taylor(request: Request) -> None:
 
 
 def check_trained(request: Request) -> None:
-    """Refuse to prune by a recipe with recovery without samples to train on.
+    """Refuse to prune without samples by a recipe with recovery, or one that fits maps on the model itself.
 
     Raises:
         UserError: there are none.
     """
+    depth = request.recipe.depth
+    settled = request.statistics is not None or request.plan is not None
+    if depth is not None and depth.compensation.linear and settled and request.live is None:
+        data = "--images" if request.model.family.modality == "image" else "--text"
+        raise UserError(f"recipe {request.recipe.name} fits maps on the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(
@@ -255,8 +265,12 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask.
+        UserError: a mask, or blocks that the loss chooses.
     """
+    if recipe.depth is not None and recipe.depth.choice == "loss":
+        raise UserError(
+            f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+        )
     if recipe.mask is not None:
         raise UserError(
             f"recipe {recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.leaping import LeapingStream, Leaps
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.containers.container import Container
@@ -25,12 +26,14 @@ class Dense:
         rotated: it under rotations, or None.
         container: what the model is built as where that is not the stock class of its config: the output's where it is
             rotated, whose `biases` have a slot in every block, filled or not.
+        leaps: where blocks of it are left out: what it is whole, which is what is run.
     """
 
     model: Model
     device: torch.device
     rotated: RotatedCheckpoint | None = None
     container: Container | None = None
+    leaps: Leaps | None = None
 
     def block(self, block: int) -> dict[str, Tensor]:
         """A block's tensors by on-disk name."""
@@ -48,12 +51,17 @@ class Dense:
 
     def stream(self, samples: Samples, dtype: torch.dtype, **options: Any) -> HiddenStream:
         """Hidden states of samples at the first block; `options` as `HiddenStream` takes them."""
+        if self.leaps is not None:
+            whole = self.leaps.whole
+            own = BlockFactory(whole, device=self.device, dtype=dtype)
+            names, read = list(whole.checkpoint.tensors), whole.checkpoint.read
+            return LeapingStream(own, self.leaps, names, read, samples, **options)
         if self.container is None:
             factory = BlockFactory(self.model, device=self.device, dtype=dtype)
         else:
             # Its own config: a model that is built settles in it which attention runs.
             skeleton: Any = self.container.skeleton()
-            own = self.model.with_config(skeleton.config)
-            factory = BlockFactory(own, device=self.device, dtype=dtype, skeleton=skeleton)
+            built = self.model.with_config(skeleton.config)
+            factory = BlockFactory(built, device=self.device, dtype=dtype, skeleton=skeleton)
         names = list(self.model.checkpoint.tensors) if self.rotated is None else self.rotated.names()
         return HiddenStream(factory, names, self.read, samples, **options)

@@ -15,8 +15,10 @@ from ckpt_prune import machine
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import ENDS, known_space
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS
+from ckpt_prune.calibration.distances import SAMPLES
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.kinds import Collect
+from ckpt_prune.calibration.losses import TOKENS
 from ckpt_prune.calibration.measure import statistics_bytes
 from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.streams import fold_slices
@@ -172,6 +174,8 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
     request, recipe, model = settled.request, settled.recipe, settled.model
     if _uncounted(recipe) or settled.known is None:
         return None
+    if request.shortened is not None:
+        return _of_depth(settled)
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1
     if request.live is not None:
         samples, tokens, folds = len(request.live.samples), request.live.samples.tokens, request.live.folds
@@ -203,6 +207,46 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
     written = settled.before.bytes + 2 * disk
     stages.append(Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0))
     return stages, disk + (measured if first else 0)
+
+
+def _of_depth(settled: Settled) -> tuple[list[Stage], int] | None:
+    """Stages of dropping whole blocks, and what is written."""
+    whole = settled.request.whole
+    depth, live, shortened = whole.recipe.depth, whole.live, settled.request.shortened
+    if depth is None or shortened is None or (live is None and whole.model.family.modality == "image"):
+        return None
+    shape = Shape.of(whole.model)
+    samples, tokens = (
+        (DEFAULT_WINDOWS, whole.model.tokens) if live is None else (len(live.samples), live.samples.tokens)
+    )
+    work, held = STARTING, shape.block_bytes + shape.activations(tokens)
+    few = min(samples, LIMITS[whole.model.family.modality] if depth.choice == "divergence" else SAMPLES)
+    chosen = whole.statistics is None and whole.plan is None
+    if chosen and depth.choice == "loss":
+        few = min(samples, max(1, TOKENS // tokens))
+        steps = sum(gap.blocks for gap in shortened.record.gaps)
+        runs = (shape.read() + shape.run(few, tokens) * (shape.blocks / 2) + shape.logits(few * tokens)) * shape.blocks
+        work += runs * steps
+        held += shape.states(few, tokens) * shape.blocks
+    elif chosen and depth.choice is not None:
+        each = shape.read() + shape.run(few, tokens)
+        if depth.choice == "divergence":
+            each = _back(shape, few, tokens)
+            work += _back_of_logits(shape, few * tokens)
+        work += each * shape.blocks + Work(moved=4 * few * tokens * shape.hidden * shape.blocks**2)
+        held += shape.states(few, tokens) * (shape.blocks + 2)
+    if depth.compensation.linear:
+        count = samples * tokens
+        work += (shape.read() + shape.run(samples, tokens)) * shape.blocks
+        site = Site(shape.hidden, shape.hidden, shape.hidden, shape.hidden)
+        gaps = len(shortened.record.gaps)
+        work += (moments(count, shape.hidden, gram=True) * 2 + refitted(site)) * gaps
+        if depth.compensation.lambda_by is not None:
+            work += held_out(site, len(depth.compensation.grid), 1) * (4 * gaps)
+        held = max(held, 3 * shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens))
+    disk = settled.output.cost.bytes
+    written = settled.before.bytes + 2 * disk
+    return [Stage("depth", work, held), Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0)], disk
 
 
 def of_job(settled: Settled) -> Estimate | None:

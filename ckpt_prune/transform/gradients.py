@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.distances import EndDistances
 from ckpt_prune.calibration.fisher import LIMITS, measure_fisher
 from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Part, Samples
@@ -66,7 +67,8 @@ def add_gradients(
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
     how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
     rotary = "rotary" in statistics.index.collect
-    measured = measure_fisher(model, some, device=device, watcher=trials, rotary=rotary, **how)
+    ends = EndDistances(len(some))
+    measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
     for block, found in measured:
         files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
     predicted: Predicted = {} if trials is None else trials.found
@@ -75,7 +77,7 @@ def add_gradients(
     # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
     if predicted and model.blocks > SHALLOW and model.family.experts is None:
         together, scores = measure_spaces(refits, some, predicted, **how)
-    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores)
+    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores, ends.found)
 
 
 @dataclass

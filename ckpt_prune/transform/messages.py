@@ -73,6 +73,9 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         for space in recipe.spaces
         if recipe.needs_gram(space)
     ]
+    depth = request.whole.recipe.depth
+    if depth is not None and depth.compensation.linear and request.whole.live is not None:
+        widths = [model.dimension("hidden")]
     if recipe.mask is not None and recipe.mask.method == "sparsegpt":
         widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
     if not widths or tokens >= 2 * max(widths):
@@ -146,22 +149,26 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
 def unmeasured_lines(settled: Settled) -> Iterable[str]:
     """What a dry run cannot tell, because it is to be measured: what, on what, and which command tells it before."""
     request, model, recipe = settled.request, settled.model, settled.recipe
-    if not settled.foreseen and not request.lacks_moments:
+    depth = request.whole.recipe.depth
+    if not settled.foreseen and not request.whole.lacks_moments:
         return
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
+    if depth is not None:
+        what = "how far blocks move the residual stream"
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if request.live is None:
         most = f"up to {MOST_IMAGES} images" if images else f"{DEFAULT_WINDOWS} windows of {model.tokens} tokens"
         option = "--images DIR" if images else "--text FILE"
-        yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples), or --statistics STATS"
+        others = ", or --statistics STATS" if depth is None else ""
+        yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples){others}"
     else:
         samples = request.live.samples
         windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
         count = counted(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {request.live.source}"
-    if settled.foreseen:
+    if settled.foreseen and depth is None:
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"

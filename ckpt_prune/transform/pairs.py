@@ -5,8 +5,10 @@ from typing import get_args
 
 import torch
 
+from ckpt_prune.architectures.depth import shortened
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
 from ckpt_prune.containers.checking import check_source, check_stored
 from ckpt_prune.containers.container import Container, stored_container
@@ -46,6 +48,25 @@ def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report
     kind = kinds[named]
     rotations = WrittenRotations.of_output(folder, RotationSizes.of(kind, dense))
     return RotatedCheckpoint(dense, kind, rotations, device)
+
+
+def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[Model, Leaps | None]:
+    """The dense model's blocks that a pruned one has, by the numbers that it has them under.
+
+    Args:
+        pruned: an output.
+        dense: what it was made from.
+        report: the output's.
+
+    Returns:
+        The dense model, and None, where no block is gone; else its blocks that stay, and how far the whole runs.
+    """
+    depth = None if report is None else report.depth
+    if depth is None or depth.part != "block" or depth.blocks != dense.blocks or len(depth.kept) != pruned.blocks:
+        return dense, None
+    if depth.kept != sorted(set(depth.kept)) or depth.kept[-1] >= dense.blocks:
+        raise UserError(f"{pruned.checkpoint.path / REPORT} keeps blocks that the dense model has not: prune again")
+    return shortened(dense, depth.kept), Leaps(dense, depth.kept)
 
 
 def check_models(pruned: Model, dense: Model, why: str) -> None:

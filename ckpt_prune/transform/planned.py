@@ -40,20 +40,22 @@ def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
                 shifting.see(block, at)
             sites.append(plan)
     statistics = None
-    if request.statistics is not None:
+    whole = request.whole
+    if whole.statistics is not None:
         # As it was given: a plan is shown to others, who need not know where its maker keeps things.
-        path = str(request.statistics.folder)
-        statistics = StatisticsReference(path=path, digest=request.statistics.index.digest)
+        path = str(whole.statistics.folder)
+        statistics = StatisticsReference(path=path, digest=whole.statistics.index.digest)
     container = settled.output.container
     return Plan(
-        model=model.checkpoint.fingerprint,
+        model=whole.model.checkpoint.fingerprint,
         model_path=str(model.checkpoint.path),
-        recipe=recipe,
-        recipe_digest=recipe.digest,
+        recipe=whole.recipe,
+        recipe_digest=whole.recipe.digest,
         statistics=statistics,
         container=container.model_type if container.remote_class is None else "remote",
         container_note=container.note,
         before=settled.before,
         after=settled.output.cost,
+        depth=None if request.shortened is None else request.shortened.record,
         sites=sites,
     )

@@ -10,6 +10,7 @@ import torch
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
@@ -27,7 +28,7 @@ from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import layout_of, with_rest
-from ckpt_prune.transform.pairs import check_models, container_of, rotated_as
+from ckpt_prune.transform.pairs import at_same_depth, check_models, container_of, rotated_as
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
 from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent
@@ -73,12 +74,16 @@ class SettledRecovery:
         container: what the pruned checkpoint is stored as, with the linear modules that have a bias in it.
         report: what the pruned checkpoint says of itself; None where another tool made it.
         rotated: the dense model in the basis of the pruned one's hidden states, where that was rotated.
+        beside: the dense model, without the blocks that are gone.
+        leaps: how far the whole one runs beside that, where some are.
     """
 
     request: RecoveryRequest
     container: Container
     report: Report | None
     rotated: RotatedCheckpoint | None
+    beside: Model
+    leaps: Leaps | None = None
 
     @property
     def doubt(self) -> str | None:
@@ -97,7 +102,7 @@ class SettledRecovery:
     def dense(self) -> Dense:
         """The dense model in the basis of the pruned one. Masks leave shapes alone: it is built as that one is."""
         container = None if self.rotated is None else self.container
-        return Dense(self.request.dense, self.request.device, self.rotated, container)
+        return Dense(self.beside, self.request.device, self.rotated, container, self.leaps)
 
     @property
     def pruned(self) -> Dense:
@@ -144,11 +149,12 @@ def settle_recovery(request: RecoveryRequest) -> SettledRecovery:
     """
     # It is added to when all is done: damaged, it would cost all the training.
     report = report_of(request.pruned.checkpoint.path)
-    check_models(request.pruned, request.dense, WHY)
+    beside, leaps = at_same_depth(request.pruned, request.dense, report)
+    check_models(request.pruned, beside, WHY)
     check_trainable(len(request.samples))
     request.settings.blocks(request.pruned.blocks)
     rotated = rotated_as(request.pruned, request.dense, request.device, report)
-    return SettledRecovery(request, container_of(request.pruned), report, rotated)
+    return SettledRecovery(request, container_of(request.pruned), report, rotated, beside, leaps)
 
 
 def recover(

@@ -54,6 +54,7 @@ def report_of_prune(
         layers: what that did, block by block.
     """
     recipe, asked, output = settled.recipe, settled.request.asked, settled.output
+    whole, shortened = settled.request.whole, settled.request.shortened
     mask = rotation = None
     if recipe.mask is not None:
         mask = Mask(method=recipe.mask.method, pattern=recipe.mask.pattern, ratio=recipe.ratio)
@@ -69,17 +70,18 @@ def report_of_prune(
         ckpt_prune=used["ckpt_prune"],
         torch=used["torch"],
         transformers=used["transformers"],
-        recipe=UsedRecipe.model_validate(recipe.model_dump(mode="json", by_alias=True)),
-        recipe_digest=recipe.digest,
-        source=source_of(settled.model.checkpoint),
+        recipe=UsedRecipe.model_validate(whole.recipe.model_dump(mode="json", by_alias=True)),
+        recipe_digest=whole.recipe.digest,
+        source=source_of(whole.model.checkpoint),
         part=part_name(settled.model.checkpoint),
         asked=None if asked is None else _asked(asked),
         calibration=Record.model_validate(settled.provenance()),
-        plan=settled.request.plan.digest if settled.request.plan else None,
+        plan=whole.plan.digest if whole.plan else None,
         lambda_search=search,
         container=_within(settled.model.checkpoint, stored_as(output.container, settled.model.family)),
         before=settled.before,
         after=output.cost,
+        depth=None if shortened is None else shortened.record,
         mask=mask,
         rotation=rotation,
         sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],

@@ -13,6 +13,7 @@ from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import Depth
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ class Ranked:
 
 
 @dataclass(frozen=True)
+class Shortened:
+    """Blocks that are gone before anything else is done.
+
+    Attributes:
+        whole: the request that asked for it, of the model with all its blocks.
+        record: which are gone.
+    """
+
+    whole: "Request"
+    record: Depth
+
+
+@dataclass(frozen=True)
 class Request:
     """One model, one recipe, one source of moments.
 
@@ -86,6 +100,7 @@ class Request:
         asked: the recipe as it was given, where its size was turned into ratios (`sizing.at_size`).
         larger: the next larger size that these ratios could give instead, in the kind of the size asked for.
         by_default: whether nobody named the recipe.
+        shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
     """
 
     model: Model
@@ -100,6 +115,12 @@ class Request:
     asked: Recipe | None = None
     larger: int | None = None
     by_default: bool = False
+    shortened: Shortened | None = None
+
+    @property
+    def whole(self) -> "Request":
+        """The request as it was given, of the model with all its blocks."""
+        return self if self.shortened is None else self.shortened.whole
 
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
@@ -115,6 +136,8 @@ class Request:
     @property
     def lacks_moments(self) -> bool:
         """Whether the recipe needs moments, and there is nothing to have them from."""
+        if self.recipe.depth is not None and self.plan is not None:
+            return False  # its blocks are chosen; what maps need is asked for before the run (`checks.check_trained`)
         return self.recipe.needs_moments and self.statistics is None and self.live is None
 
     @property
@@ -122,6 +145,8 @@ class Request:
         """Whether the unpruned model is measured on the live samples before anything is pruned."""
         if self.live is None or self.statistics is not None or not self.recipe.needs_moments:
             return False
+        if self.recipe.depth is not None:
+            return True
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
         return shared or self.recipe.allocation == "least-error" or not self.sequential
@@ -129,5 +154,7 @@ class Request:
     @property
     def widths_known(self) -> bool:
         """Whether widths can be told before anything is measured."""
+        if self.recipe.depth is not None:
+            return False
         known = self.statistics is not None or self.plan is not None or not self.recipe.needs_moments
         return known or self.recipe.allocation == "uniform"

@@ -72,6 +72,10 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
             parts.append(f"{stage} measured")
         elif counted(stage):
             parts.append(f"{stage} of {counted(stage)} of {blocks} blocks measured")
+    if "depth" in units:
+        parts.append("blocks to drop chosen")
+    elif counted("removal"):
+        parts.append(f"{counted('removal')} blocks to drop chosen")
     if "search" in units:
         parts.append("lambda chosen")
     if "rotations" in units or counted("rotation") == blocks:

@@ -19,6 +19,7 @@ from ckpt_prune.report.model import Recovery, Report, StrengthSearch
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import Learner, WrittenRotations
 from ckpt_prune.transform.checks import check_trained
+from ckpt_prune.transform.depth import at_chosen_depth
 from ckpt_prune.transform.layout import with_rest
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
@@ -125,7 +126,8 @@ def run(
         if staging.journal.complete:
             report = publish_complete(staging, announce)
             return Done(settled, report, finished=True)
-        ready = measured(settled, staging.scratch, staging.journal, stages)
+        shorter = at_chosen_depth(settled, staging.scratch, staging.journal, stages)
+        ready = measured(shorter, staging.scratch, staging.journal, stages)
         return Done(ready, _run(ready, staging, stages, announce))
 
 

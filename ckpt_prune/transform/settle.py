@@ -28,6 +28,7 @@ from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.output import Output, output_of
 from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.shortening import standing_in
 from ckpt_prune.transform.sizing import at_size
 
 _JOURNAL = 4
@@ -42,7 +43,8 @@ class Settled:
         request: as it was given; where one ratio reaches its recipe's size, with that ratio.
         known: decisions and output; None where widths are found once the model is measured.
         rotations: of a block, once they are learned.
-        foreseen: whether the widths are only those of one ratio everywhere, in place of those that measuring finds.
+        foreseen: whether the widths are only those of one ratio everywhere, in place of those that measuring finds, or
+            the blocks that are gone only as many as will be.
     """
 
     request: Request
@@ -82,7 +84,7 @@ class Settled:
     @property
     def before(self) -> Cost:
         """Cost of the source."""
-        return cost_of(self.model)
+        return cost_of(self.request.whole.model)
 
     @property
     def after(self) -> Cost:
@@ -256,12 +258,16 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
+    if request.recipe.depth is not None:
+        return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
     if request.widths_known:
         return _decided(request)
     return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)
 
 
 def _decided(request: Request) -> Settled:
+    if request.recipe.depth is not None:
+        return Settled(request, None)
     ranking = ranking_of(request)
     sized = at_size(request, ranking)
     if sized is not request:

@@ -72,6 +72,11 @@ class Shifting:
     """
 
     def __init__(self, settled: Settled, statistics: Statistics) -> None:
+        if settled.request.shortened is not None:
+            name = settled.request.whole.recipe.name
+            raise UserError(
+                f"--test holds sites against other samples, and recipe {name} drops whole blocks: leave it out"
+            )
         statistics.check_model(settled.model)
         for each in (settled.request.statistics, statistics):
             if each is None:

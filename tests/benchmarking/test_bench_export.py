@@ -32,7 +32,8 @@ def tool(monkeypatch):
 def test_a_graph_that_failed_is_a_result_too(
     tool, tmp_path, monkeypatch, capsys, cases, metrics, written, figures, cells
 ):
-    found = {"written": written, "bytes": 1 << 20, "validation": {"cases": cases, "metrics": metrics}}
+    proved = {"graphs": [{"cases": cases, "metrics": metrics}]}
+    found = {"written": written, "bytes": {"fp32": 1 << 20}, "validation": proved}
     monkeypatch.setattr(tool, "ckpt_prune", lambda *arguments: json.dumps(found))
     monkeypatch.setattr(tool, "checkpoint", lambda model, ratio, work: model.folder)
     model = tool.Model("tiny", tmp_path, "", (), ())

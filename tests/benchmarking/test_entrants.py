@@ -107,7 +107,7 @@ def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(GraphWriter, "write", write)
     found, said = opened(model)
     made = with_graph(found, GraphWish("cpu", "fp16"), tmp_path, said.append, trust=True)
-    assert asked == [(model, tmp_path / "A", "fp16", "cpu", True)]
+    assert asked == [(model, tmp_path / "A", ("fp16",), "cpu", True)]
     assert made.graph == tmp_path / "A"
     assert said == [f"{model}: exporting a graph, for this run only"]
 

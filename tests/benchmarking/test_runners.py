@@ -118,14 +118,14 @@ def test_type_and_threads_are_as_asked(exported, monkeypatch):
     assert runner._model.dtype == call["pixel_values"].dtype == torch.float16
     asked = []
 
-    def opened(folder, **options):
-        asked.append((folder, options))
-        return OnnxModel(folder, **options)
+    def opened(folder, file, **options):
+        asked.append((folder, file, options))
+        return OnnxModel(folder, file, **options)
 
     monkeypatch.setattr(runners, "OnnxModel", opened)
     graph = exported("deit-teacher")[1]
     OnnxRunner(seat(graph, "onnxruntime", threads=2))
-    assert asked == [(graph, {"provider": "cpu", "threads": 2, "device": 0})]
+    assert asked == [(graph, "model.onnx", {"provider": "cpu", "threads": 2, "device": 0})]
     torch.set_num_threads(before)
 
 
@@ -147,7 +147,7 @@ def test_onnxruntime_runs_on_the_gpu_that_is_asked_for(monkeypatch):
     asked, binding = [], Binding()
     inner = SimpleNamespace(io_binding=lambda: binding, run_with_iobinding=lambda _: None)
 
-    def opened(folder, **options):
+    def opened(folder, file, **options):
         asked.append(options)
         outputs = dict.fromkeys(["logits", "present.0.key"])
         return SimpleNamespace(session=Session(inner, options["provider"], None), outputs=outputs)

@@ -298,10 +298,11 @@ def idle(monkeypatch):
 def graph_folder(name: str, *, task: str = "text-generation", cached: bool = True) -> None:
     """What says of itself that it is an exported folder."""
     shutil.copytree("dense", name, ignore=shutil.ignore_patterns("*.safetensors"))
+    graph = {"file": "model.onnx", "dtype": "fp32", "opset": 20, "quantised": None}
+    graph |= {"inputs": [], "outputs": [], "tensors": {}}
     manifest = Manifest(
         **{"versions": {}, "source": Source(name="dense", fingerprint=""), "task": task},
-        **{"modality": "text", "cached": cached, "dtype": "fp32", "opset": 20, "optimize": "none"},
-        **{"inputs": [], "outputs": [], "files": {}, "tensors": {}},
+        **{"modality": "text", "cached": cached, "optimize": "none", "files": {}, "graphs": [graph]},
     )
     Path(name, GRAPH_RECORD).write_text(manifest.model_dump_json())
 

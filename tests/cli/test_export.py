@@ -16,6 +16,7 @@ from tests.exporting.exports import made
 from tests.graphs import traced_before, undisturbed
 from tests.images import write_image
 
+TYPES = "'fp32', 'fp16', 'int8', 'int4', 'q4f16'"
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"
 FILES = ["README.md", "ckpt_prune_onnx.json", "config.json", "model.onnx"]
 VISION_FILES = [*FILES, "preprocessor_config.json"]
@@ -103,8 +104,9 @@ def test_a_decoder(decoder):
         f"text-generation, with cache, fp32, opset 20, {size('out')}: written to out",
     ]
     record = read_json("out/validation.json")
-    assert (record["passed"], record["data"]["files"], record["data"]["samples"]) == (True, ["text.txt"], 4)
-    assert record["files"] == read_json("out/ckpt_prune_onnx.json")["files"]
+    (graph,) = record["graphs"]
+    assert (record["passed"], graph["data"]["files"], graph["data"]["samples"]) == (True, ["text.txt"], 4)
+    assert graph["files"] == read_json("out/ckpt_prune_onnx.json")["files"]
 
 
 def test_json_alone_is_on_standard_output(vision):
@@ -113,7 +115,7 @@ def test_json_alone_is_on_standard_output(vision):
     said = json.loads(result.stdout)
     assert set(said) == {"written", "out", "bytes", "manifest", "validation"}
     assert (said["written"], said["out"]) == (True, "out")
-    assert said["bytes"] == Path("out/model.onnx").stat().st_size
+    assert said["bytes"] == {"fp32": Path("out/model.onnx").stat().st_size}
     assert said["manifest"] == read_json("out/ckpt_prune_onnx.json")
     assert said["validation"] == read_json("out/validation.json")
 
@@ -148,7 +150,7 @@ def test_outside_the_tolerance_nothing_is_written(vision):
     result = run("export", "vision", "-o", "out", "--tolerance", "1e-12", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
     said = json.loads(result.stdout)
-    assert [said[key] for key in ("written", "out", "bytes", "manifest")] == [False, "out", 0, None]
+    assert [said[key] for key in ("written", "out", "bytes", "manifest")] == [False, "out", {}, None]
     assert said["validation"]["passed"] is False
     assert listing() == before
 
@@ -192,7 +194,7 @@ def test_cuda_that_is_not_there(vision):
         "it runs on the CPU"
     )
     assert AGREES in result.stdout.splitlines()
-    assert read_json("out/validation.json")["provider"] == "cpu"
+    assert read_json("out/validation.json")["graphs"][0]["provider"] == "cpu"
 
 
 def test_overwrite(vision):
@@ -211,7 +213,7 @@ def test_help_says_what_an_option_is_for():
     said = " ".join(ok("export", "--help").split())
     for part in (
         "--opset INTEGER RANGE ONNX opset, 18 to 23. Default: 20. [18<=x<=23]",
-        "--dtype [fp32|fp16]",
+        "--dtype [fp32|fp16|int8|int4|q4f16]",
         "--cache / --no-cache",
         "--optimize [cpu|cuda|none]",
         "--validate / --no-validate",
@@ -224,6 +226,99 @@ def test_help_says_what_an_option_is_for():
     ):
         assert part in said, part
     assert " export Write an ONNX graph, compared with PyTorch in onnxruntime. " in " ".join(ok("--help").split())
+
+
+# ---- fewer bits ----------------------------------------------------------------------------------------------------
+
+
+ROUNDED = ("--dtype", "int8", "--dtype", "int4", "--text", "text.txt", "--window", "32", "--samples", "4")
+
+
+def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
+    said = ok("export", "decoder", "-o", "out", *ROUNDED, "--max-loss", "50%", "--dense", "decoder").splitlines()
+    graphs = ["model_int8.onnx", "model_q4.onnx"]
+    beside = {*FILES, "genai_config.json", "generation_config.json", "validation.json"}
+    beside |= {"tokenizer.json", "tokenizer_config.json"}
+    beside -= {"model.onnx"}
+    assert files("out") == sorted([*beside, *graphs])
+    assert [line for line in said if line.endswith(".onnx:")] == [f"{name}:" for name in graphs]
+    assert not [line for line in said if "FAILED" in line or line.startswith("logits")]
+    number = r"(\d+\.\d{3})"
+    alike = r"-?\d+\.\d\d% lost, KL \d\.\d{4}, \d+\.\d% of the predictions the same"
+    for of in ("", " of decoder"):
+        pattern = f"perplexity {number} in onnxruntime, {number} in PyTorch{of} \\(4 windows of 32 tokens\\): {alike}"
+        assert len([line for line in said if re.fullmatch(pattern, line)]) == 2, said
+    assert len([line for line in said if line.startswith("after ") and " of 16 tokens are the same: " in line]) == 2
+    weights = [line for line in said if line.startswith("weights: ")]
+    assert weights[0].startswith("weights: 1 in 8-bit blocks, 10 in int8 (of 32, nearest, 1 with padded last blocks); ")
+    assert weights[1].startswith("weights: 11 in 4-bit blocks (of 32, nearest, 11 with padded last blocks); ")
+    assert weights[0].endswith("measured on text.txt: 4 windows of 32 tokens")
+    record = read_json("out/ckpt_prune_onnx.json")
+    assert [each["file"] for each in record["graphs"]] == graphs
+    assert [each["dtype"] for each in record["graphs"]] == ["int8", "int4"]
+    found = read_json("out/validation.json")
+    assert [(each["max_loss"], each["tolerance"]) for each in found["graphs"]] == [(0.5, None)] * 2
+    for each in found["graphs"]:
+        own, dense = each["metrics"]
+        assert (own["against"], dense["against"], dense["tolerance"]) == (None, "decoder", None)
+        assert own["difference"] == pytest.approx(own["onnxruntime"] / own["pytorch"] - 1, rel=1e-3, abs=1e-6)
+    checked = ok("verify", "out")
+    assert checked.count(" ok\n") == 10
+    again = ok("validate", "out", "--against", "decoder", *ROUNDED[4:], "--max-loss", "0.5").splitlines()
+    assert [line for line in again if line.startswith("perplexity")] == [
+        line for line in said if line.startswith("perplexity") and " of decoder " not in line
+    ]
+
+
+def test_more_than_is_allowed_is_lost(decoder):
+    """A model that holds all tokens alike is better than this random one."""
+    shutil.copytree("decoder", "flat")
+    edit_weights("flat", lambda tensors: tensors["model.norm.weight"].zero_())
+    before = listing()
+    result = run("export", "decoder", "-o", "out", *ROUNDED[2:], "--dense", "flat", "--max-loss-dense", "10%")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert re.search(
+        r"^perplexity [\d.]+ in onnxruntime, 40.000 in PyTorch of flat .* FAILED$", result.stdout, re.MULTILINE
+    )
+    assert result.stdout.splitlines()[-1] == "the graph loses more than is allowed: nothing is written to out"
+    assert listing() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-loss", "1%"), "--max-loss goes with --dtype int8, int4 or q4f16"),
+        (("--block-size", "16"), "--block-size goes with --dtype int8, int4 or q4f16"),
+        (("--rounding", "gptq"), "--rounding goes with --dtype int8, int4 or q4f16"),
+        (("--dtype", "int4", "--max-loss-dense", "1%"), "--max-loss-dense goes with --dense MODEL"),
+        (
+            ("--dtype", "int8", "--provider", "cuda"),
+            "--dtype int8: onnxruntime rounds inputs on the CPU alone; for CUDA take int4 or q4f16",
+        ),
+        (
+            ("--dtype", "int8", "--optimize", "cuda"),
+            "--dtype int8: onnxruntime rounds inputs on the CPU alone; for CUDA take int4 or q4f16",
+        ),
+    ],
+)
+def test_what_does_not_go_together(decoder, untraced, options, message):
+    assert refused("export", "decoder", "-o", "out", *options) == message
+
+
+def test_ranges_of_inputs_are_measured_on_images(vision, untraced):
+    assert refused("export", "vision", "-o", "out", "--dtype", "int8") == (
+        "--dtype int8 of a model of images measures the ranges of its inputs: give --images DIR"
+    )
+
+
+def test_a_block_size_that_does_not_divide(decoder):
+    before = listing()
+    said = refused("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
+    assert said == (
+        "--block-size 64 does not divide the 16 inputs of lm_head.weight: leave it out, and last blocks are padded, or "
+        "prune to multiples of it"
+    )
+    assert listing() == before
 
 
 # ---- what it refuses -----------------------------------------------------------------------------------------------
@@ -252,7 +347,11 @@ def test_an_unsupported_opset(vision, opset):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--dtype", "bf16", "Invalid value for '--dtype': 'bf16' is not one of 'fp32', 'fp16'."),
+        (
+            "--dtype",
+            "bf16",
+            "Invalid value for '--dtype': 'bf16' is not one of 'fp32', 'fp16', 'int8', 'int4', 'q4f16'.",
+        ),
         ("--optimize", "tpu", "Invalid value for '--optimize': 'tpu' is not one of 'cpu', 'cuda', 'none'."),
         ("--tolerance", "0", "Invalid value for '--tolerance': 0.0 is not in the range x>0."),
         ("--provider", "tpu", "Invalid value for '--provider': 'tpu' is not one of 'cpu', 'cuda'."),

@@ -180,11 +180,23 @@ def test_show(place):
             "folds",
             "collect",
         ],
-        *["compute_dtype", "blocks", "consumers", "linears", "fisher", "predicted", "effects", "digest", "bytes"],
+        *[
+            "compute_dtype",
+            "blocks",
+            "consumers",
+            "linears",
+            "fisher",
+            "predicted",
+            "stream",
+            "effects",
+            "digest",
+            "bytes",
+        ],
     ]
     assert said["collect"] == "moments, gram, linears, fisher"
     assert said["fisher"] == "8"
     assert said["predicted"] == said["effects"] == "of 4 sites (--json has them)"
+    assert said["stream"] == "of 2 blocks (--json has it)"
     assert said["consumers"] == (
         "model.layers.{block}.self_attn.o_proj.weight (16), model.layers.{block}.mlp.down_proj.weight (24)"
     )

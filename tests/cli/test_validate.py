@@ -86,6 +86,7 @@ def test_a_decoders_table(place: Path) -> None:
     assert measured.splitlines()[1].split()[1] == found[1]
     record = read_json("decoder-onnx/validation.json")
     assert record["passed"] is True
+    (record,) = record["graphs"]
     assert record["data"] == {"what": "text.txt", "files": ["text.txt"], "samples": 4, "window": 32, "seed": 0}
     assert record["against"]["name"] == "decoder"
 
@@ -198,19 +199,23 @@ def test_two_segments_are_said_and_one_is_one(place: Path) -> None:
 def test_json_is_what_the_record_holds(place: Path) -> None:
     printed = json.loads(ok("validate", "vision-onnx", "--against", "vision", "--json", "--seed", "3"))
     assert printed == read_json("vision-onnx/validation.json")
-    assert printed["data"]["seed"] == 3
-    assert list(printed) == [
-        "version",
+    assert list(printed) == ["version", "passed", "graphs"]
+    (graph,) = printed["graphs"]
+    assert graph["data"]["seed"] == 3
+    assert list(graph) == [
+        "file",
         "passed",
         "provider",
         "note",
         "dtype",
         "tolerance",
+        "max_loss",
         "against",
         "data",
         "checks",
         "cases",
         "metrics",
+        "continuations",
         "versions",
         "files",
     ]
@@ -246,15 +251,15 @@ def test_a_changed_weight_is_named_and_a_cut_file_not_run(place: Path) -> None:
     )
     assert re.search(r"^cls_logits: 1 image: row 0, unit 4 is ", result.stdout, re.MULTILINE)
 
-    data = Path("encoder-onnx/model.onnx.data").read_bytes()
-    Path("encoder-onnx/model.onnx.data").write_bytes(data[:100])
+    data = Path("encoder-onnx/model.onnx_data").read_bytes()
+    Path("encoder-onnx/model.onnx_data").write_bytes(data[:100])
     result = run("validate", "encoder-onnx", "--against", "encoder")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("files FAILED: model.onnx.data changed since it was written: ")
+    assert lines[0].startswith("files FAILED: model.onnx_data changed since it was written: ")
     assert lines[1].startswith("load FAILED: encoder-onnx/model.onnx: onnxruntime cannot load it: ")
     assert lines[2:4] == ["outputs: not run: it does not load", "metric: not run: it does not load"]
-    assert read_json("encoder-onnx/validation.json")["cases"] == []
+    assert read_json("encoder-onnx/validation.json")["graphs"][0]["cases"] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="onnxruntime may run on this GPU")
@@ -265,7 +270,7 @@ def test_cuda_that_is_not_there_is_said_in_a_line(place: Path) -> None:
     assert result.stdout.splitlines()[-1] == (
         "the graph agrees with vision (fp32, cpu, tolerance 0.0001 of the largest output)"
     )
-    assert read_json("vision-onnx/validation.json")["provider"] == "cpu"
+    assert read_json("vision-onnx/validation.json")["graphs"][0]["provider"] == "cpu"
 
 
 def test_bad_input_is_refused_in_one_line(place: Path) -> None:

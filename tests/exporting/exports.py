@@ -23,6 +23,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 from ckpt_prune.planning.recipe_file import load_recipe
 from tests import encoders, families, graphs
 from tests.families import prune
+from tests.graphs import graph_of
 from tests.transform.test_rotations import random_rotations, rotating
 
 Array = NDArray[Any]
@@ -134,9 +135,7 @@ class Graph:
     def __init__(self, folder: Path) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(
-            str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = onnxruntime.InferenceSession(str(graph_of(folder)), options, providers=["CPUExecutionProvider"])
         self._types = {each.name: each.type for each in self._session.get_inputs()}
         self.inputs = list(self._types)
         self.outputs = [each.name for each in self._session.get_outputs()]
@@ -226,7 +225,7 @@ def expected_of(module: Any, feed: Feed, names: Sequence[str]) -> dict[str, Tens
 
 def assert_stated(folder: Path, settings: GraphSettings) -> None:
     """The opset and the operators that were asked for."""
-    stated = onnx.load(folder / "model.onnx")
+    stated = onnx.load(graph_of(folder))
     assert {each.domain: each.version for each in stated.opset_import}[""] == (settings.opset or 20)
     domains = {node.domain for node in stated.graph.node} - {""}
     assert domains == (set() if settings.optimize == "none" else {"com.microsoft"})

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
@@ -24,7 +23,7 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting import folder as export_folder
-from ckpt_prune.exporting.folder import GraphWriter, dtype_of
+from ckpt_prune.exporting.folder import GraphWriter, graphs_bytes
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests.families import contents
@@ -94,7 +93,8 @@ def test_files(exported, name):
     model, folder = exported(name, **settings)
     of_model, found = contents(model), contents(folder)
     travels = set(of_model) - CHECKPOINT_ONLY - {"config.json"}
-    assert set(found) == OWN | travels
+    genai = {"genai_config.json"} if name in ("llama-gqa-tied", "turned-llama") else set()
+    assert set(found) == OWN | travels | genai
     assert {"tokenizer.json", "preprocessor_config.json"} & travels
     assert {key: found[key] for key in travels} == {key: of_model[key] for key in travels}
     config, before = json.loads(found["config.json"]), json.loads(of_model["config.json"])
@@ -120,14 +120,18 @@ def test_the_record(exported, name):
     assert record["files"] == {file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in deployed}
     stated = onnx.load(folder / "model.onnx")
     weights = {each.name: numpy_helper.to_array(each) for each in stated.graph.initializer}
-    assert record["tensors"] == {key: hashlib.sha256(w.tobytes()).hexdigest() for key, w in weights.items()}
+    assert record["graphs"][0]["tensors"] == {
+        key: hashlib.sha256(w.tobytes()).hexdigest() for key, w in weights.items()
+    }
     assert record["source"] == {"name": model.name, "fingerprint": Checkpoint.open(model).fingerprint}
     assert record["versions"]["onnx"] == onnx.__version__
     assert set(record["versions"]) == {"ckpt_prune", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"}
-    keys = ("task", "modality", "cached", "dtype", "opset", "optimize")
-    assert [record[key] for key in keys] == ["text-generation", "text", True, "fp32", 20, "none"]
+    keys = ("task", "modality", "cached", "optimize")
+    assert [record[key] for key in keys] == ["text-generation", "text", True, "none"]
+    (graph,) = record["graphs"]
+    assert [graph[key] for key in ("file", "dtype", "opset", "quantised")] == ["model.onnx", "fp32", 20, None]
     for what, values in (("inputs", stated.graph.input), ("outputs", stated.graph.output)):
-        assert [port["name"] for port in record[what]] == [value.name for value in values]
+        assert [port["name"] for port in graph[what]] == [value.name for value in values]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "uneven-llama"])
@@ -165,16 +169,16 @@ def test_the_record_is_read_back(exported, tmp_path):
     with pytest.raises(UserError) as error:
         read_manifest(tmp_path)
     assert str(error.value) == f"{tmp_path} has no ckpt_prune_onnx.json: it was not written by `ckpt-prune export`"
-    for text in ("", "{", "[]", "{}", '{"version": 2}'):
+    for text in ("", "{", "[]", "{}", '{"version": 3}'):
         (tmp_path / "ckpt_prune_onnx.json").write_text(text)
         with pytest.raises(UserError) as error:
             read_manifest(tmp_path)
         assert str(error.value) == f"{tmp_path / 'ckpt_prune_onnx.json'} is damaged: export again"
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("fp32", torch.float32), ("fp16", torch.float16)])
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", 400), ("fp16", 200), (("fp32", "int8"), 500), ("int4", 56)])
 def test_types(dtype, expected):
-    assert dtype_of(GraphSettings(dtype=dtype)) == expected
+    assert graphs_bytes(GraphSettings(dtype=dtype), 100) == expected
 
 
 # ---- external data -------------------------------------------------------------------------------------------------
@@ -184,11 +188,11 @@ def test_external_data(vit, exported):
     manifest = writer(vit).write(embedded=0)
     whole = exported("dinov2-model")[1]
     out = Path("out")
-    assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()} | {"model.onnx.data"}
+    assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()} | {"model.onnx_data"}
     assert manifest is not None
     assert manifest.files == {
         file: hashlib.sha256((out / file).read_bytes()).hexdigest()
-        for file in ("model.onnx", "model.onnx.data", "config.json", "preprocessor_config.json")
+        for file in ("model.onnx", "model.onnx_data", "config.json", "preprocessor_config.json")
     }
     assert manifest.tensors == read_manifest(whole).tensors
     largest = max(each["size"] for each in sizes(whole))
@@ -209,7 +213,7 @@ def sizes(folder: Path) -> list[dict[str, Any]]:
 def test_weights_go_to_a_file_of_their_own_above_a_size(vit, exported, spare, external):
     total = sum(each["size"] for each in sizes(exported("dinov2-model")[1]))
     writer(vit).write(embedded=total + spare)
-    assert Path("out/model.onnx.data").exists() is external
+    assert Path("out/model.onnx_data").exists() is external
 
 
 def test_a_gibibyte_is_embedded():

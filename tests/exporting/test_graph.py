@@ -21,7 +21,7 @@ from ckpt_prune.exporting.graph import _captured, build_graph
 from ckpt_prune.exporting.tasks import Task
 from ckpt_prune.planning.export_recipe import GraphSettings
 from tests.forked import forked, posix
-from tests.graphs import Exported, undisturbed
+from tests.graphs import Exported, graph_of, undisturbed
 from tests.once import run_folder
 
 from .exports import graphs, made
@@ -120,7 +120,7 @@ def read(values: Any) -> list[Any]:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_inputs_and_outputs(exported, name):
     settings, inputs, outputs = PUBLIC[name]
-    graph = onnx.load(exported(name, **settings)[1] / "model.onnx").graph
+    graph = onnx.load(graph_of(exported(name, **settings)[1])).graph
     assert read(graph.input) == inputs
     assert read(graph.output) == outputs
 
@@ -129,7 +129,7 @@ def test_inputs_and_outputs(exported, name):
 def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory):
     """No stack traces, no paths, no shapes inside in the tracer's symbols."""
     _, folder = exported(name, **PUBLIC[name][0])
-    data = (folder / "model.onnx").read_bytes()
+    data = graph_of(folder).read_bytes()
     for word in (
         b".py",
         b"site-packages",
@@ -144,7 +144,7 @@ def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory
         assert word not in data, word
     for path in (Path.home(), Path.cwd(), Path(torch.__file__).parent, run_folder(tmp_path_factory)):
         assert str(path).encode() not in data
-    stated = onnx.load(folder / "model.onnx")
+    stated = onnx.load(graph_of(folder))
     assert (stated.producer_name, stated.doc_string, list(stated.metadata_props)) == ("ckpt_prune", "", [])
     for node in stated.graph.node:
         assert not node.doc_string

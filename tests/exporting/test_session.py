@@ -57,7 +57,7 @@ def test_called_like_an_encoder_and_like_a_model_of_images(exported):
 
 
 def test_half_precision_goes_in_and_out(exported):
-    graph = OnnxModel(exported("opt", dtype="fp16")[1])
+    graph = OnnxModel(exported("opt", dtype="fp16")[1], "model_fp16.onnx")
     assert graph.dtype == torch.float16
     assert {cache.dtype for cache in graph.empty_cache(2).values()} == {torch.float16}
     assert graph(input_ids=torch.tensor([[3, 4]])).logits.dtype == torch.float16

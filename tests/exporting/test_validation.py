@@ -29,12 +29,11 @@ from ckpt_prune.exporting import validation
 from ckpt_prune.exporting.cases import chunk_cases, prompts, text_cases
 from ckpt_prune.exporting.integrity import check_files, check_interface, present_files
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
-from ckpt_prune.exporting.metrics import Metric, image_metric
+from ckpt_prune.exporting.metrics import Allowance, Metric, image_metric
 from ckpt_prune.exporting.outcome import Case, ProofSamples, Validation, read_validation
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import OnnxModel, complete
 from ckpt_prune.exporting.tasks import Task
-from ckpt_prune.exporting.validation import validate
 from tests import encoders, families
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.graphs import LAYERS, Exported
@@ -46,6 +45,14 @@ GENERATION = Task("text-generation", "text", cached=True)
 WINDOWS = random_windows(6, 32, seed=11)
 TEXT = ProofSamples(WINDOWS, description={"what": "random tokens", "seed": 11})
 NOISE = ProofSamples(description={"what": "noise", "seed": 4})
+
+
+def validate(graph: Path, model: Path, samples: ProofSamples, **settings: Any) -> Validation:
+    """What comes out of the only graph of a folder."""
+    found = validation.validate(graph, model, samples, **settings)
+    (only,) = found.graphs
+    assert found.passed is only.passed
+    return only
 
 
 def checks(found: Validation) -> dict[str, bool | None]:
@@ -142,7 +149,7 @@ def test_an_encoder_is_padded_on_the_right_and_asked_for_masked_tokens(copy: Cal
         (1, 32, "none"),
     ]
     assert [case.segments for case in found.cases] == [False, False, True, True, False]
-    assert {"config.json", "model.onnx", "model.onnx.data"} <= set(found.files)
+    assert {"config.json", "model.onnx", "model.onnx_data"} <= set(found.files)
     assert checks(found)["metric"] is None
     assert detail(found, "metric") == "its tokenizer has no mask token, so nothing can be masked"
     tokenizer = tiny_tokenizer()
@@ -218,7 +225,7 @@ def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
 
 def test_no_figure_is_lost_between_writing_and_reading(exported: Exported, tmp_path: Path) -> None:
     model, graph = exported("deit-teacher")
-    found = validate(graph, model, NOISE, tolerance=1e-12)
+    found = validation.validate(graph, model, NOISE, tolerance=1e-12)
     found.write(tmp_path)
     assert read_validation(tmp_path) == found
     text = (tmp_path / "validation.json").read_text()
@@ -256,7 +263,7 @@ class Rows:
 def top_1(ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> Metric:
     graph: Any = Rows(ours)
     reference: Any = SimpleNamespace(model=Rows(theirs))
-    found = image_metric(graph, reference, "image-classification", graph, tolerance)
+    found = image_metric(graph, reference, "image-classification", graph, Allowance(tolerance))
     assert isinstance(found, Metric)
     return found
 
@@ -375,7 +382,7 @@ def edit_weight(graph: Path, name: str, change: Callable[[np.ndarray], None], *,
     onnx.save(proto, path)
     if honest:
         record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
-        record["tensors"][name] = hashlib.sha256(values.tobytes()).hexdigest()
+        record["graphs"][0]["tensors"][name] = hashlib.sha256(values.tobytes()).hexdigest()
         record["files"]["model.onnx"] = hashlib.sha256(path.read_bytes()).hexdigest()
         (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
 
@@ -385,7 +392,7 @@ BIAS = "cls.predictions.decoder.bias"
 
 def test_a_changed_byte_is_found_and_its_weight_named(copy: Callable[..., tuple[Path, Path]]) -> None:
     model, graph = copy(ENCODER, embedded=0)
-    data = bytearray((graph / "model.onnx.data").read_bytes())
+    data = bytearray((graph / "model.onnx_data").read_bytes())
     info = next(
         each
         for each in onnx.load(graph / "model.onnx", load_external_data=False).graph.initializer
@@ -393,16 +400,16 @@ def test_a_changed_byte_is_found_and_its_weight_named(copy: Callable[..., tuple[
     )
     place = {entry.key: entry.value for entry in info.external_data}
     data[int(place.get("offset", 0)) + 5] ^= 1  # in the mantissa's middle: too small to see in any output
-    (graph / "model.onnx.data").write_bytes(data)
+    (graph / "model.onnx_data").write_bytes(data)
     found = validate(graph, model, TEXT)
     assert not found.passed
     assert checks(found)["files"] is False
     assert detail(found, "files") == (
-        f"model.onnx.data changed since it was written: 1 of {len(read_manifest(graph).tensors)} weights differ or "
+        f"model.onnx_data changed since it was written: 1 of {len(read_manifest(graph).tensors)} weights differ or "
         "cannot be read: bert.embeddings.position_embeddings.weight"
     )
     assert checks(found)["load"] is True
-    assert found.files["model.onnx.data"] == hashlib.sha256(data).hexdigest()
+    assert found.files["model.onnx_data"] == hashlib.sha256(data).hexdigest()
 
 
 def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
@@ -475,7 +482,7 @@ def test_a_model_that_is_no_number_itself_is_not_blamed_on_the_graph(
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
-@pytest.mark.parametrize("file", ["model.onnx", "model.onnx.data"])
+@pytest.mark.parametrize("file", ["model.onnx", "model.onnx_data"])
 def test_a_truncated_file_fails_and_nothing_is_run(
     copy: Callable[..., tuple[Path, Path]], file: str, keep: float
 ) -> None:
@@ -487,7 +494,7 @@ def test_a_truncated_file_fails_and_nothing_is_run(
     assert checks(found)["files"] is False
     assert checks(found)["load"] is False
     assert detail(found, "files").startswith(f"{file} changed since it was written: ")
-    if file == "model.onnx.data":
+    if file == "model.onnx_data":
         assert "weights differ or cannot be read" in detail(found, "files")
     elif keep:
         assert "cannot be read" in detail(found, "files")
@@ -499,11 +506,11 @@ def test_a_truncated_file_fails_and_nothing_is_run(
 
 def test_a_missing_file_is_named(copy: Callable[..., tuple[Path, Path]]) -> None:
     model, graph = copy(ENCODER, embedded=0)
-    (graph / "model.onnx.data").unlink()
+    (graph / "model.onnx_data").unlink()
     found = validate(graph, model, TEXT)
-    assert detail(found, "files") == "model.onnx.data is gone"
+    assert detail(found, "files") == "model.onnx_data is gone"
     assert "model.onnx" in found.files
-    assert "model.onnx.data" not in found.files
+    assert "model.onnx_data" not in found.files
     assert checks(found)["load"] is False
 
 
@@ -737,7 +744,7 @@ def test_a_fixed_axis_is_refused_also_where_the_record_agrees(
     found = validate(graph, model, TEXT)
     assert "its record says" in detail(found, "interface")
     record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
-    for port in (*record["inputs"], *record["outputs"]):
+    for port in (*record["graphs"][0]["inputs"], *record["graphs"][0]["outputs"]):
         port["shape"][axis] = 2
     (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
     found = validate(graph, model, TEXT)
@@ -749,7 +756,7 @@ def test_a_fixed_axis_is_refused_also_where_the_record_agrees(
 def test_other_names_than_the_record_has_are_refused(copy: Callable[..., tuple[Path, Path]]) -> None:
     model, graph = copy(ENCODER)
     record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
-    record["outputs"][0]["name"] = "scores"
+    record["graphs"][0]["outputs"][0]["name"] = "scores"
     (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
     found = validate(graph, model, TEXT)
     assert detail(found, "interface").startswith("the graph's outputs are logits, its record says scores")
@@ -774,7 +781,7 @@ def without_input(graph: Path, name: str) -> None:
     proto.graph.input.remove(next(each for each in proto.graph.input if each.name == name))
     onnx.save(proto, path)
     record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
-    record["inputs"] = [port for port in record["inputs"] if port["name"] != name]
+    record["graphs"][0]["inputs"] = [port for port in record["graphs"][0]["inputs"] if port["name"] != name]
     record["files"]["model.onnx"] = hashlib.sha256(path.read_bytes()).hexdigest()
     (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
 

@@ -68,9 +68,12 @@ def acknowledge(folder: Path, *, validated: bool = False) -> None:
     }
     graph = onnx.load(folder / "model.onnx").graph
     tensors = {w.name: hashlib.sha256(numpy_helper.to_array(w).tobytes()).hexdigest() for w in graph.initializer}
-    edit(folder / "ckpt_prune_onnx.json", lambda record: record.update(files=digests, tensors=tensors))
+    edit(
+        folder / "ckpt_prune_onnx.json",
+        lambda record: (record.update(files=digests), record["graphs"][0].update(tensors=tensors)),
+    )
     if validated:
-        edit(folder / "validation.json", lambda record: record.update(files=digests))
+        edit(folder / "validation.json", lambda record: record["graphs"][0].update(files=digests))
 
 
 def place(folder: Path, name: str) -> tuple[int, int]:
@@ -97,7 +100,7 @@ def test_whole(folder, model):
     assert {check.name: check.passed for check in checks} == dict.fromkeys([*NAMES, "source"], True)
     details = {check.name: check.detail for check in checks}
     count = len(onnx.load(folder / "model.onnx").graph.initializer)
-    cases = len(json.loads((folder / "validation.json").read_text())["cases"])
+    cases = len(json.loads((folder / "validation.json").read_text())["graphs"][0]["cases"])
     assert details == {
         "files": "5 files as written",
         "checker": "onnx.checker, opset 20",
@@ -112,11 +115,11 @@ def test_whole(folder, model):
 def test_a_byte_of_a_weight(folder):
     name = some_weight(folder)
     offset, _ = place(folder, name)
-    before = (folder / "model.onnx.data").read_bytes()[offset]
-    overwrite(folder / "model.onnx.data", offset, bytes([before ^ 1]))
-    total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["tensors"])
+    before = (folder / "model.onnx_data").read_bytes()[offset]
+    overwrite(folder / "model.onnx_data", offset, bytes([before ^ 1]))
+    total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["graphs"][0]["tensors"])
     assert failures(folder) == {
-        "files": f"model.onnx.data changed since it was written: 1 of {total} weights differ or cannot be read: {name}",
+        "files": f"model.onnx_data changed since it was written: 1 of {total} weights differ or cannot be read: {name}",
         "validation": STALE,
     }
 
@@ -125,7 +128,7 @@ def test_a_byte_of_the_graph(folder):
     """Where it is no weight: the name that made it."""
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data.replace(b"ckpt_prune", b"ckpt_prunE", 1))
-    total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["tensors"])
+    total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["graphs"][0]["tensors"])
     assert failures(folder) == {
         "files": f"model.onnx changed since it was written: not in its {total} weights",
         "validation": STALE,
@@ -133,10 +136,10 @@ def test_a_byte_of_the_graph(folder):
 
 
 def test_data_cut_off(folder):
-    os.truncate(folder / "model.onnx.data", (folder / "model.onnx.data").stat().st_size // 2)
+    os.truncate(folder / "model.onnx_data", (folder / "model.onnx_data").stat().st_size // 2)
     found = failures(folder)
     assert set(found) == {"files", "finite", "load", "validation"}
-    assert found["files"].startswith("model.onnx.data changed since it was written: ")
+    assert found["files"].startswith("model.onnx_data changed since it was written: ")
     assert "weights differ or cannot be read: " in found["files"]
     assert found["finite"].startswith("model.onnx cannot be read: ")
     assert found["load"].startswith(f"{folder / 'model.onnx'}: onnxruntime cannot load it: ")
@@ -151,7 +154,7 @@ def test_a_graph_cut_off(folder, share):
     assert all("\n" not in detail for detail in found.values())
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "config.json"])
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data", "config.json"])
 def test_a_file_that_is_gone(folder, name):
     (folder / name).unlink()
     found = failures(folder)
@@ -169,7 +172,7 @@ def test_another_config(folder):
 def test_a_number_that_is_none(folder, value, validated):
     """However the records were fixed up for it."""
     name = some_weight(folder)
-    overwrite(folder / "model.onnx.data", place(folder, name)[0] + 8, value)
+    overwrite(folder / "model.onnx_data", place(folder, name)[0] + 8, value)
     acknowledge(folder, validated=validated)
     assert failures(folder) == {"finite": f"{name} has NaN or Inf"} | ({} if validated else {"validation": STALE})
 
@@ -188,26 +191,26 @@ def test_not_compared(folder):
 
 
 def test_compared_and_found_wrong(folder):
-    edit(folder / "validation.json", lambda record: record.update(passed=False))
+    edit(folder / "validation.json", lambda record: record["graphs"][0].update(passed=False))
     assert failures(folder) == {
         "validation": "validation.json says that the graph does not compute what the model does"
     }
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "config.json"])
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data", "config.json"])
 def test_compared_when_it_was_another_graph(folder, name):
-    edit(folder / "validation.json", lambda record: record["files"].update({name: "0" * 64}))
+    edit(folder / "validation.json", lambda record: record["graphs"][0]["files"].update({name: "0" * 64}))
     assert failures(folder) == {"validation": STALE}
 
 
 def test_compared_when_it_was_of_another_model(folder):
-    edit(folder / "validation.json", lambda record: record["against"].update(fingerprint="0" * 64))
+    edit(folder / "validation.json", lambda record: record["graphs"][0]["against"].update(fingerprint="0" * 64))
     assert failures(folder) == {"validation": STALE}
 
 
-@pytest.mark.parametrize("names", [["model.onnx.data"], ["model.onnx", "model.onnx.data", "config.json"]])
+@pytest.mark.parametrize("names", [["model.onnx_data"], ["model.onnx", "model.onnx_data", "config.json"]])
 def test_compared_without_some_files(folder, names):
-    edit(folder / "validation.json", lambda record: [record["files"].pop(name) for name in names])
+    edit(folder / "validation.json", lambda record: [record["graphs"][0]["files"].pop(name) for name in names])
     assert set(failures(folder)) == {"validation"}
 
 

@@ -9,7 +9,7 @@ from .recipes import GOOD, refusal, write
 
 KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, spaces, mask, rotation, recovery, export"
+    "layers, container, spaces, depth, mask, rotation, recovery, export"
 )
 SPACES = "qk, rotary, queries, heads, values, mlp, shared, experts"
 SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
@@ -106,14 +106,17 @@ def test_a_mistake_in_recovery_is_named_by_its_key(tmp_path, text, message):
     assert refusal(path) == f"{path}, line 13: {message}"
 
 
-EXPORT_KEYS = "task, opset, dtype, cache, optimize, tolerance, format, validate"
+EXPORT_KEYS = (
+    "task, opset, dtype, cache, optimize, tolerance, max_loss, block_size, symmetric, accuracy_level, rounding, "
+    "format, validate"
+)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("  dtyp: fp16", f"unknown key export.dtyp: did you mean 'dtype'? allowed here: {EXPORT_KEYS}"),
-        ("  dtype: int8", "export.dtype: input should be 'fp32' or 'fp16', got 'int8'"),
+        ("  dtype: int3", "export.dtype.0: input should be 'fp32', 'fp16', 'int8', 'int4' or 'q4f16', got 'int3'"),
         ("  format: gguf", "export.format: input should be 'onnx', got 'gguf'"),
         ("  opset: 17", "export.opset: input should be greater than or equal to 18, got 17"),
         ("  opset: 24", "export.opset: input should be less than or equal to 23, got 24"),
@@ -137,9 +140,21 @@ def test_export_has_defaults_and_can_be_set_by_one_key(tmp_path):
         "cache": None,
         "optimize": "none",
         "tolerance": None,
+        "max_loss": None,
+        "block_size": None,
+        "symmetric": False,
+        "accuracy_level": 4,
+        "rounding": "nearest",
         "format": "onnx",
         "validate": False,
     }
+
+
+def test_export_takes_one_type_or_several(tmp_path):
+    """One as people write it is written as it was."""
+    several = load_recipe(str(write(tmp_path, GOOD)), ("export.dtype=[fp32, int4, fp32]",)).export
+    assert several is not None
+    assert (several.dtype, several.model_dump()["dtype"]) == (("fp32", "int4"), ["fp32", "int4"])
 
 
 def test_a_recipe_without_export_keeps_the_digest_it_had_before_there_was_any(tmp_path):

@@ -1,0 +1,130 @@
+"""How far the attention or the mlp of every block moves the residual stream, and the model's own output.
+
+See calibration/README.md, section 6.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.calibration.backward import pass_back, states_at_ends
+from ckpt_prune.calibration.blocks import BlockFactory
+from ckpt_prune.calibration.distances import Distances
+from ckpt_prune.calibration.drift import Residual
+from ckpt_prune.calibration.fisher import gradients_at_the_end
+from ckpt_prune.calibration.readout import Readout
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.progress import track
+
+
+@dataclass(frozen=True)
+class PartDistances:
+    """What the part of every block does.
+
+    Attributes:
+        cosine: mean over tokens of 1 − cos of the stream without what the part gives and with it.
+        divergence: ½ E[Σ_t (g_t·y_t)²], y being what the part's last projection gives and g the gradients there; None
+            where it was not asked for.
+    """
+
+    cosine: list[float]
+    divergence: list[float] | None = None
+
+    @property
+    def distances(self) -> Distances:
+        """The same as of runs of one."""
+
+        def matrix(values: list[float]) -> list[list[float]]:
+            size = len(values) + 1
+            return [[values[a] if b == a + 1 else 0.0 for b in range(size)] for a in range(size)]
+
+        return Distances(matrix(self.cosine), None if self.divergence is None else matrix(self.divergence))
+
+
+def part_spaces(model: Model, part: str) -> list[SpaceName]:
+    """The spaces that end in what a part gives to the stream: of an mlp of experts one for each."""
+    family = model.family
+    return [
+        s for s, own in family.consumers.items() if (own.consumer == family.attention.output) == (part == "attention")
+    ]
+
+
+def measure_parts(
+    model: Model,
+    samples: Samples,
+    part: str,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    gradients: bool,
+    allocate: Allocate = in_memory,
+) -> PartDistances:
+    """Run the dense model over samples, and back where gradients are asked for.
+
+    Args:
+        model: the dense model, whose blocks have one such projection each.
+        samples: all are run.
+        part: attention or mlp.
+        device: where blocks run.
+        compute_dtype: in which they run.
+        gradients: whether to predict divergences.
+        allocate: makes the tensors that hold hidden states.
+    """
+    checkpoint, (space,) = model.checkpoint, part_spaces(model, part)
+    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    if gradients:
+        states = states_at_ends(model, stream, allocate)
+        return _back(model, stream, states, samples, space, allocate)
+    found = []
+    for block in track(range(model.blocks), "measuring", total=model.blocks):
+        tensors = model.read_block(block)
+        found.append(_cosine(stream, block, tensors, space, stream.states))
+        stream.advance(block, tensors)
+    return PartDistances(found)
+
+
+def _back(
+    model: Model,
+    stream: HiddenStream,
+    states: list[Tensor],
+    samples: Samples,
+    space: SpaceName,
+    allocate: Allocate,
+) -> PartDistances:
+    factory, consumer = stream.factory, model.family.consumers[space].consumer
+    readout = Readout(factory, model.checkpoint.tensors, model.checkpoint.read)
+    drawn = gradients_at_the_end(readout, samples, states.pop(), allocate)
+    cosine, divergence = [0.0] * model.blocks, [0.0] * model.blocks
+    for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
+        tensors, entering = model.read_block(block), states.pop()
+        cosine[block] = _cosine(stream, block, tensors, space, entering)
+        path = factory.module_path(block, consumer)
+        module = factory.block(block, tensors).requires_grad_(False)
+        for passed in pass_back(stream, module, block, entering, [each.values for each in drawn], [path]):
+            own = drawn[passed.index]
+            moved = (passed.gradients[path].float() * passed.outputs[path].float()).sum(-1).double()
+            # Over all tokens of a sample where it has one prediction, else token by token.
+            moved = moved.view(passed.samples, -1).sum(1) if own.whole else moved
+            divergence[block] += own.weight * float(moved.square().sum()) / 2 / len(samples)
+    return PartDistances(cosine, divergence)
+
+
+@torch.no_grad()
+def _cosine(stream: HiddenStream, block: int, tensors: dict[str, Tensor], space: SpaceName, entering: Tensor) -> float:
+    """Mean of 1 − cos of the stream without a part and with it, before any norm of their sum."""
+    residual, apart, tokens = Residual(stream, block, tensors, [space]), 0.0, 0
+    residual.whole = True
+    for _, rows in stream.batches:
+        residual.run(rows, entering[rows])
+        after = residual.after(space)
+        before = after - residual.added(space)
+        apart += float((1 - functional.cosine_similarity(before, after, dim=-1)).sum())
+        tokens += len(after)
+    return max(0.0, apart / tokens)

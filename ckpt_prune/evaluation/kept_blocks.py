@@ -1,0 +1,62 @@
+"""Comparing an output whose blocks are gone with the dense model's blocks that stay."""
+
+import torch
+
+from ckpt_prune.architectures.depth import outputs_of, shortened
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import REPORT
+from ckpt_prune.planning.records import Depth
+from ckpt_prune.progress import track
+
+
+def dense_at_depth(dense: Checkpoint, depth: Depth) -> Checkpoint:
+    """The dense model's blocks that stay, under their numbers in the output.
+
+    Raises:
+        UserError: the record does not fit the model.
+    """
+    model = Model.of(dense)
+    kept = depth.kept
+    if depth.blocks != model.blocks or not kept or kept != sorted(set(kept)) or kept[-1] >= model.blocks:
+        raise UserError(f"{REPORT} keeps blocks that the dense model has not")
+    return shortened(model, kept).checkpoint if depth.part == "block" else model.checkpoint
+
+
+def zeroed_parts(dense: Checkpoint, depth: Depth) -> list[str]:
+    """Names of the tensors that are zeros because a part of a block is gone."""
+    model = Model.of(dense)
+    return [name for gap in depth.gaps if depth.part != "block" for name in outputs_of(model, gap.first, depth.part)]
+
+
+def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tuple[bool, str]:
+    """Every tensor is the dense model's, but for those that the report says a map is absorbed in.
+
+    Args:
+        checkpoint: the output.
+        dense: as `dense_at_depth` gives it.
+        depth: the output's record.
+    """
+    mapped = {gap.into for gap in depth.gaps if gap.into is not None}
+    mapped |= {f"{name.removesuffix('weight')}bias" for name in mapped}
+    if checkpoint.tensors.keys() != dense.tensors.keys():
+        return False, "the tensors are not those of the dense model's blocks that stay"
+    zeroed = zeroed_parts(dense, depth)
+    for name in zeroed:
+        if bool(checkpoint.read([name])[name].any()):
+            return False, f"{name} is not zero, though the {depth.part} of its block is gone"
+    compared = [name for name in checkpoint.tensors if name not in mapped and name not in zeroed]
+    for name in track(compared, "comparing", unit="tensor"):
+        ours, theirs = checkpoint.read([name])[name], dense.read([name])[name]
+        if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+            return False, f"{name} is not the dense model's tensor of the block that stays"
+    if depth.part != "block":
+        return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {len(zeroed)} are zeros"
+    maps = sum(gap.into is not None for gap in depth.gaps)
+    more = f"; {counted(maps, 'weight')} with a map absorbed not compared" if maps else ""
+    return True, (
+        f"{len(compared)} tensors of the {len(depth.kept)} blocks that stay and of what is outside them are the dense "
+        f"ones, bit for bit{more}"
+    )

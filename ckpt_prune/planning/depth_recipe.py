@@ -1,0 +1,124 @@
+"""The part of a recipe that says which whole blocks go, and what makes up for them."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ckpt_prune.compensation.methods import GRID
+from ckpt_prune.planning.fields import Strict
+
+Choice = Literal["influence", "cosine", "divergence", "loss"]
+"""How blocks are chosen where they are not given."""
+DepthPart = Literal["block", "attention", "mlp"]
+"""What of a block goes."""
+
+
+class DepthCompensation(Strict):
+    """What makes up for a run of blocks that go (compensation/README.md, section 12)."""
+
+    method: Literal["none", "linear"] = Field(
+        "none",
+        description="linear: a map of what the mlp before a gap gives, absorbed by its last projection (ReplaceMe); it "
+        "tends to the identity as lambda grows.",
+    )
+    lam: float | None = Field(
+        None, alias="lambda", ge=0, description="Ridge strength of the map, times the mean diagonal of its Gram. 0.001."
+    )
+    lambda_grid: list[float] | None = Field(
+        None, min_length=2, description="Strengths to choose from; lambda_by: folds has a grid of its own."
+    )
+    lambda_by: Literal["folds"] | None = Field(
+        None,
+        description="folds: the strength of least held-out error, gap by gap, or no map where none lowers it.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DepthCompensation":
+        given = [self.lam, self.lambda_grid, self.lambda_by]
+        if self.method == "none" and given != [None, None, None]:
+            raise ValueError("method none has no lambda")
+        if self.lambda_by is not None and self.lam is not None:
+            raise ValueError("lambda_by: folds chooses lambda: give one of them")
+        if self.lambda_grid is not None and self.lambda_by is None:
+            raise ValueError("lambda_grid goes with lambda_by: folds")
+        if self.lambda_grid is not None and min(self.lambda_grid) < 0:
+            raise ValueError("lambda_grid holds a negative strength")
+        return self
+
+    @property
+    def linear(self) -> bool:
+        """Whether there is a map."""
+        return self.method == "linear"
+
+    @property
+    def strength(self) -> float:
+        """The strength where it is fixed."""
+        return 0.001 if self.lam is None else self.lam
+
+    @property
+    def grid(self) -> list[float]:
+        """Strengths to choose from on folds."""
+        return list(GRID) if self.lambda_grid is None else self.lambda_grid
+
+
+class DepthRecipe(Strict):
+    """Which blocks go."""
+
+    part: DepthPart = Field(
+        "block",
+        description="What of a block goes: all of it, or its attention or mlp, whose last projection is then zeros. "
+        "These load with a stock class and save nothing there.",
+    )
+    drop: int | None = Field(None, ge=1, description="Blocks to drop. Default: the recipe's ratio of them, rounded.")
+    blocks: list[int] | None = Field(
+        None, min_length=1, description="These blocks go, counted from 0; nothing is chosen."
+    )
+    choose: Choice | None = Field(
+        None,
+        description="influence: the blocks that turn the stream least, one by one (ShortGPT); cosine: runs of blocks "
+        "between whose ends it turns least (ReplaceMe); divergence: runs that are predicted to change the model's own "
+        "output least, by its gradients; loss: one after the other, the one without which the loss is least (SLEB). "
+        "Default: cosine; influence for a part.",
+    )
+    runs: int | None = Field(
+        None, ge=1, description="Runs of consecutive blocks at most, with choose: cosine or divergence. Default: 1."
+    )
+    compensation: DepthCompensation = Field(
+        default_factory=lambda: DepthCompensation.model_validate({}), description="none by default."
+    )
+
+    @field_validator("blocks")
+    @classmethod
+    def _ascending(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and (min(value) < 0 or len(set(value)) < len(value)):
+            raise ValueError("numbers of blocks, each once, counted from 0")
+        return None if value is None else sorted(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DepthRecipe":
+        beside = [key for key in ("drop", "choose", "runs") if getattr(self, key) is not None]
+        if self.blocks is not None and beside:
+            raise ValueError(f"blocks says which go: {beside[0]} does not go with it")
+        if self.part != "block" and self.compensation.linear:
+            raise ValueError(f"part: {self.part} has no map: say compensation method none")
+        if self.part != "block" and (self.runs is not None or self.choose == "cosine"):
+            raise ValueError(f"part: {self.part} goes one by one: choose influence, divergence or loss, without runs")
+        if self.runs is not None and self.choice in ("influence", "loss"):
+            raise ValueError(f"choose: {self.choice} takes blocks one by one: runs is for cosine and divergence")
+        return self
+
+    @property
+    def choice(self) -> Choice | None:
+        """How blocks are chosen; None where they are given."""
+        usual: Choice = "cosine" if self.part == "block" else "influence"
+        return None if self.blocks is not None else self.choose or usual
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of consecutive blocks at most."""
+        return 1 if self.runs is None else self.runs
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything is to be measured."""
+        return self.choice is not None or self.compensation.linear

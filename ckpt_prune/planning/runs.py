@@ -1,0 +1,57 @@
+"""Which blocks go: so many of them, in so few runs, at the least cost. Pure functions of costs."""
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+
+def runs_of(blocks: Sequence[int]) -> list[range]:
+    """Ascending blocks as runs of consecutive ones."""
+    breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(blocks)) if b != a + 1), len(blocks)]
+    return [range(blocks[start], blocks[stop - 1] + 1) for start, stop in pairwise(breaks) if stop > start]
+
+
+def least_blocks(costs: Sequence[float], count: int, allowed: Collection[int]) -> list[int]:
+    """The blocks of least cost, each by itself; of equal ones the first. Ascending.
+
+    Args:
+        costs: of every block.
+        count: how many.
+        allowed: blocks that may go, `count` at least.
+    """
+    return sorted(sorted(allowed, key=lambda block: (costs[block], block))[:count])
+
+
+def least_runs(costs: Sequence[Sequence[float]], count: int, most: int, allowed: Collection[int]) -> list[int] | None:
+    """The blocks of `most` runs at the most whose costs add up to the least, ascending; None where there are none.
+
+    Args:
+        costs: of dropping blocks a to b − 1 together, at [a][b].
+        count: blocks of all runs together.
+        most: runs.
+        allowed: blocks that may go.
+    """
+    blocks, inside = len(costs) - 1, set(allowed)
+    # What is best for so many blocks in so many runs before a block that stays, by dynamic programming.
+    best: list[dict[tuple[int, int], tuple[float, tuple[int, ...]]]] = [{} for _ in range(blocks + 2)]
+    best[0][0, 0] = 0.0, ()
+    for start in range(blocks + 1):
+        for (gone, runs), (cost, own) in best[start].items():
+            _keep(best[start + 1], (gone, runs), cost, own)
+            if runs == most:
+                continue
+            for stop in range(start + 1, min(blocks, start + count - gone) + 1):
+                if stop - 1 not in inside:
+                    break
+                here = (gone + stop - start, runs + 1)
+                # The block at `stop` stays: two runs side by side would be one.
+                _keep(best[stop + 1], here, cost + costs[start][stop], (*own, *range(start, stop)))
+    ends = [found for (gone, _), found in best[blocks + 1].items() if gone == count]
+    return list(min(ends)[1]) if ends else None
+
+
+def _keep(
+    place: dict[tuple[int, int], tuple[float, tuple[int, ...]]], key: tuple[int, int], cost: float, own: tuple[int, ...]
+) -> None:
+    """Enter what is better than what was there."""
+    if key not in place or (cost, own) < place[key]:
+        place[key] = cost, own

@@ -1,0 +1,224 @@
+"""How each weight of a graph is stored: in few bits, but where that costs the outputs too much."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import onnx_ir
+
+from ckpt_prune.progress import meter
+from ckpt_prune.quantising.blocks import Array, Bits, Blocks, Grid, in_blocks, matrix_of
+from ckpt_prune.quantising.choosing import Choice, choose
+from ckpt_prune.quantising.grams import Grams, grams_of
+from ckpt_prune.quantising.int8 import in_int8, rounded_to_int8, unturned
+from ckpt_prune.quantising.probe import Feed, Probe
+from ckpt_prune.quantising.record import Kept, Quantised
+from ckpt_prune.quantising.rounding import rounded
+from ckpt_prune.quantising.storing import DOMAIN, store_in_blocks
+from ckpt_prune.quantising.weights import Weight, split_gemms, weights_of
+
+MARGIN = 0.8
+"""Share of the allowance that is used up where harm is measured: the proof measures it on other data."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What harm is measured on, and how."""
+
+    feeds: Sequence[Feed]
+    """Short batches: the graph is run on them once for each weight."""
+    calibration: Sequence[Feed]
+    """Longer ones, for Grams and ranges of inputs."""
+    outputs: tuple[str, ...]
+    """Those that count."""
+    classes: bool
+    """Whether they are logits."""
+    what: str
+    """In words, for the record."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a graph is to be rounded."""
+
+    kind: Literal["blocks", "dynamic", "static"]
+    bits: Bits
+    block: int
+    symmetric: bool
+    accuracy: int
+    rounding: Literal["nearest", "gptq"]
+    allowed: float
+    """Of harm, as `Probe.harm` measures it."""
+
+    def grid(self, bits: Bits) -> Grid:
+        """Blocks of so many bits."""
+        return Grid(bits, self.block, self.symmetric)
+
+
+@dataclass
+class Decision:
+    """What becomes of each weight.
+
+    Attributes:
+        blocks: name → its blocks.
+        int8: names of weights that are in int8 with their inputs.
+        record: for the folder.
+    """
+
+    scheme: Scheme
+    blocks: dict[str, Blocks] = field(default_factory=dict)
+    int8: frozenset[str] = frozenset()
+    choice: Choice = field(default_factory=lambda: Choice((), ()))
+    padded: int = 0
+    what: str = ""
+
+    @property
+    def record(self) -> Quantised:
+        """What the folder says of it."""
+        scheme = self.scheme
+        kinds = [f"{blocks.grid.bits}-bit blocks" for blocks in self.blocks.values()] + ["int8"] * len(self.int8)
+        loss = self.choice.together
+        return Quantised(
+            scheme=scheme.kind,
+            bits=scheme.bits,
+            block_size=scheme.block,
+            symmetric=scheme.symmetric,
+            accuracy_level=scheme.accuracy,
+            rounding=scheme.rounding,
+            weights={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            padded=self.padded,
+            kept=[Kept(name=name, harm=self.choice.alone.get(name, 0.0)) for name in self.choice.more],
+            loss=loss if np.isfinite(loss) else None,
+            allowed=scheme.allowed,
+            measured_on=self.what,
+        )
+
+
+def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) -> Decision:
+    """Choose how each weight is stored.
+
+    Args:
+        model: the graph in float32; not changed.
+        scheme: how most of them are to be.
+        measuring: what harm is measured on; None: all are stored alike, rounded to the nearest.
+    """
+    copy = model.clone()
+    split_gemms(copy.graph)
+    weights = {weight.name: weight for weight in weights_of(copy.graph)}
+    made = _Forms(weights, scheme, _grams(model, scheme, measuring))
+    candidates = [name for name in weights if scheme.kind == "blocks" or not weights[name].lookups]
+    if measuring is None:
+        choice = Choice(tuple(candidates), ())
+    else:
+        with meter(len(candidates) + 1, "measuring what rounding costs", unit="weight") as bar:
+            probe = Probe(
+                model,
+                measuring.feeds,
+                measuring.outputs,
+                classes=measuring.classes,
+                inputs=scheme.kind != "blocks",
+            )
+            done = 0
+
+            def harm(few: Collection[str], others: bool = True) -> float:
+                few = set(few)
+                values = {name: made.few(name) for name in candidates if name in few}
+                if others:
+                    values |= {name: matrix_of(made.more(name)) for name in weights if name not in few}
+                return probe.harm(values, frozenset(few) if scheme.kind != "blocks" else frozenset())
+
+            def alone(name: str) -> float:
+                nonlocal done
+                found = harm([name], others=False)
+                bar.to(done := done + 1)
+                return found
+
+            choice = choose({name: made.saved(name) for name in candidates}, harm, alone, MARGIN * scheme.allowed)
+            bar.to(len(candidates) + 1)
+    few = set(choice.few)
+    blocks = {
+        name: made.few_blocks(name) if scheme.kind == "blocks" and name in few else made.more(name)
+        for name in weights
+        if scheme.kind == "blocks" or name not in few
+    }
+    return Decision(
+        scheme,
+        blocks,
+        frozenset(few) if scheme.kind != "blocks" else frozenset(),
+        choice,
+        sum(weights[name].shape[0] % scheme.block != 0 for name in blocks),
+        "nothing: all weights are rounded alike" if measuring is None else measuring.what,
+    )
+
+
+def _grams(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) -> Grams | None:
+    if scheme.rounding != "gptq" or measuring is None:
+        return None
+    return grams_of(model, measuring.calibration)
+
+
+class _Forms:
+    """Weights as they are stored in few bits and in more, each made once where that takes time."""
+
+    def __init__(self, weights: dict[str, Weight], scheme: Scheme, grams: Grams | None) -> None:
+        self._weights, self._scheme, self._grams = weights, scheme, grams
+        self._made: dict[str, Blocks] = {}
+
+    def few_blocks(self, name: str) -> Blocks:
+        if name not in self._made:
+            matrix, grid = self._weights[name].matrix(), self._scheme.grid(self._scheme.bits)
+            gram = None if self._grams is None else self._grams.of(name)
+            self._made[name] = in_blocks(matrix, grid) if gram is None else rounded(matrix, gram, grid)
+        return self._made[name]
+
+    def few(self, name: str) -> Array:
+        """As it is in few bits, (K, N) float32."""
+        if self._scheme.kind == "blocks":
+            return matrix_of(self.few_blocks(name))
+        return rounded_to_int8(self._weights[name].matrix())
+
+    def more(self, name: str) -> Blocks:
+        """As it is where few bits cost too much: in blocks of 8, to the nearest."""
+        return in_blocks(self._weights[name].matrix(), self._scheme.grid(8))
+
+    def saved(self, name: str) -> int:
+        """Bytes that few bits save; in int8 none, but products that inputs in 8 bits make faster."""
+        rows, columns = self._weights[name].shape
+        return rows * columns * (8 - self._scheme.bits) // 8 or rows * columns
+
+
+def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None) -> onnx_ir.Model:
+    """The graph with its weights as decided.
+
+    Args:
+        model: the one that was decided on, or the same traced in float16; not changed.
+        decision: of it.
+        measuring: of which the calibration gives the ranges of a static scheme.
+    """
+    copy = model.clone()
+    graph, scheme = copy.graph, decision.scheme
+    split_gemms(graph)
+    nodes: list[str] = []
+    for weight in weights_of(graph):
+        if weight.name in decision.int8:
+            nodes += [node.name or "" for node in weight.products]
+            unturned(graph, weight)
+            continue
+        blocks = decision.blocks.get(weight.name)
+        if blocks is None:  # the name of another trace
+            blocks = in_blocks(weight.matrix(), scheme.grid(8))
+        store_in_blocks(graph, weight, _typed(blocks, weight), scheme.accuracy)
+    copy.opset_imports[DOMAIN] = 1
+    if scheme.kind == "blocks":
+        return copy
+    static = scheme.kind == "static"
+    feeds = measuring.calibration if static and measuring is not None else None
+    return in_int8(copy, nodes, feeds)
+
+
+def _typed(blocks: Blocks, weight: Weight) -> Blocks:
+    """Blocks whose scales have the type that the graph computes in."""
+    assert weight.value.const_value is not None
+    kind = weight.value.const_value.dtype.numpy()
+    return Blocks(blocks.grid, blocks.rows, blocks.packed, blocks.scales.astype(kind), blocks.zeros)

@@ -1,0 +1,345 @@
+"""Dropping whole blocks: which, by what is measured, and the maps that make up for them (compensation, section 12)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ckpt_prune.architectures.depth import check_shortened, outputs_of, shortened
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.distances import SAMPLES, Distances, measure_distances
+from ckpt_prune.calibration.fisher import LIMITS
+from ckpt_prune.calibration.gaps import map_space, observe_gap
+from ckpt_prune.calibration.losses import TOKENS, losses_without
+from ckpt_prune.calibration.part_distances import measure_parts
+from ckpt_prune.calibration.samples import Part
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.shard import read_header
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.compensation.gap import GapMap, absorbed, fit_map
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.records import Depth, Gap
+from ckpt_prune.planning.runs import least_blocks, least_runs
+from ckpt_prune.progress import track
+from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.request import LiveSamples, Request
+from ckpt_prune.transform.settle import Settled, settle
+from ckpt_prune.transform.shortening import Wanted, at_depth, depth_of, depth_record, wanted_depth
+
+DEPTH = "depth"
+"""Unit of the journal: which blocks go, and the maps in their place."""
+_REMOVED = "removal"
+"""Before the number of a block that the loss chose, of units of the journal."""
+_MAPS = "depth.safetensors"
+
+
+def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: Stages) -> Settled:
+    """The job once its recipe's blocks are gone: every step after it sees a model without them.
+
+    Args:
+        settled: what to do; passed on where no block is to go.
+        folder: where the maps are kept; it is made. The job needs it as long as it is worked on.
+        journal: of the run.
+        stages: of the run, to which measuring is added.
+
+    Raises:
+        UserError: the blocks that are chosen cannot go.
+    """
+    request = settled.request
+    if request.recipe.depth is None:
+        return settled
+    if DEPTH in journal.units:
+        record = Depth.model_validate(journal.notes[DEPTH])
+    else:
+        with stages.stage("depth"):
+            record, found = _measured(request, journal)
+            with disk_failures(folder):
+                folder.mkdir(exist_ok=True)
+                if found:
+                    save_file(found, folder / _MAPS)
+                    sync(folder / _MAPS)
+                journal.record(DEPTH, note=record.model_dump(mode="json"))
+    model = shortened(request.model, record.kept) if record.part == "block" else request.model
+    if (folder / _MAPS).is_file():
+        file = folder / _MAPS
+        maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
+        model = replace(model, checkpoint=replace(model.checkpoint, replaced=maps))
+    return settle(at_depth(request, record, model))
+
+
+def _measured(request: Request, journal: Journal) -> tuple[Depth, dict[str, Tensor]]:
+    """Which blocks go, and the tensors of the output that maps are absorbed in."""
+    depth, record = depth_of(request), chosen_depth(request, journal)
+    gaps = record.gaps
+    maps: dict[str, Tensor] = {}
+    if depth.part != "block":
+        maps = _zeros(request.model, record)
+    elif depth.compensation.linear and gaps:
+        gaps, maps = _mapped(request, gaps)
+    return record.model_copy(update={"gaps": gaps}), maps
+
+
+def chosen_depth(request: Request, journal: Journal | None = None) -> Depth:
+    """Which blocks go, and what is known of the gaps that they leave; nothing makes up for these yet.
+
+    Args:
+        request: of a recipe that drops blocks.
+        journal: of the run, where blocks that were chosen one by one are entered.
+
+    Raises:
+        UserError: no runs of blocks are as few as the recipe says, or the class cannot have them.
+    """
+    if request.plan is not None:
+        assert request.plan.depth is not None
+        return request.plan.depth
+    gone, distances = _chosen(request, journal)
+    record = depth_record(request.model, gone, depth_of(request))
+    if record.part == "block":
+        check_shortened(request.model, record.kept)
+    return record.model_copy(update={"gaps": [_with_distances(gap, distances) for gap in record.gaps]})
+
+
+def planned_depth(settled: Settled) -> Settled:
+    """The job with the blocks chosen that its recipe drops, for a plan: no map is fitted."""
+    request = settled.request
+    if request.recipe.depth is None:
+        return settled
+    return settle(at_depth(request, chosen_depth(request)))
+
+
+def _chosen(request: Request, journal: Journal | None) -> tuple[list[int], Distances | None]:
+    """The blocks that go, ascending, and what was measured of all runs to choose them.
+
+    Raises:
+        UserError: no runs of them are as few as the recipe says.
+    """
+    depth, wanted = depth_of(request), wanted_depth(request)
+    if depth.choice is None or not wanted.count:
+        return list(wanted.allowed[: wanted.count]), None
+    if depth.choice == "loss":
+        return _by_loss(request, wanted, journal), None
+    if depth.part != "block":
+        return _parts(request, wanted)
+    distances = _distances(request, gradients=depth.choice == "divergence")
+    if depth.choice == "influence":
+        costs = [distances.cosine[block][block + 1] for block in range(request.model.blocks)]
+        return least_blocks(costs, wanted.count, wanted.allowed), distances
+    matrix = distances.divergence if depth.choice == "divergence" else distances.cosine
+    assert matrix is not None
+    found = least_runs(matrix, wanted.count, depth.most_runs, wanted.allowed)
+    if found is None:
+        raise UserError(
+            f"recipe {request.recipe.name} has no {wanted.count} blocks to drop in {depth.most_runs} run(s): say more "
+            "depth.runs, or drop fewer"
+        )
+    return found, distances
+
+
+def _by_loss(request: Request, wanted: Wanted, journal: Journal | None) -> list[int]:
+    """The blocks that go one after the other, each the one without which the loss is least; of equal ones the first."""
+    live = _live(request)
+    some = Part(live.samples, 0, min(len(live.samples), max(1, TOKENS // live.samples.tokens)))
+    units = {} if journal is None else journal.notes
+    gone = [block for unit, block in units.items() if unit.startswith(f"{_REMOVED} ")]
+    while len(gone) < wanted.count:
+        losses = losses_without(
+            request.model,
+            some,
+            gone,
+            set(wanted.allowed) - set(gone),
+            device=request.device,
+            compute_dtype=live.compute_dtype,
+            allocate=live.allocate,
+            part=depth_of(request).part,
+        )
+        gone.append(min(losses, key=lambda block: (losses[block], block)))
+        if journal is not None:
+            with disk_failures(journal.folder):
+                journal.record(f"{_REMOVED} {len(gone)}", note=gone[-1])
+    return sorted(gone)
+
+
+def _parts(request: Request, wanted: Wanted) -> tuple[list[int], Distances]:
+    """The blocks whose part does least, each by itself."""
+    live, depth = _live(request), depth_of(request)
+    gradients = depth.choice == "divergence"
+    found = measure_parts(
+        request.model,
+        _some(request, gradients=gradients),
+        depth.part,
+        device=request.device,
+        compute_dtype=live.compute_dtype,
+        gradients=gradients,
+        allocate=live.allocate,
+    )
+    costs = found.cosine if found.divergence is None else found.divergence
+    return least_blocks(costs, wanted.count, wanted.allowed), found.distances
+
+
+def _zeros(model: Model, record: Depth) -> dict[str, Tensor]:
+    """What stands in place of parts that are gone."""
+    names = [name for gap in record.gaps for name in outputs_of(model, gap.first, record.part)]
+    infos = model.checkpoint.tensors
+    return {name: torch.zeros(infos[name].shape, dtype=infos[name].dtype) for name in names}
+
+
+def _some(request: Request, *, gradients: bool) -> Part:
+    """The samples that blocks are compared on."""
+    samples = _live(request).samples
+    most = LIMITS[request.model.family.modality] if gradients else SAMPLES
+    return Part(samples, 0, min(len(samples), most))
+
+
+def _distances(request: Request, *, gradients: bool) -> Distances:
+    """What is known of runs of blocks by statistics, or is measured."""
+    if request.statistics is not None:
+        known = request.statistics.index.stream
+        assert known is not None
+        return Distances(known.cosine, known.divergence)
+    live = _live(request)
+    return measure_distances(
+        request.model,
+        _some(request, gradients=gradients),
+        device=request.device,
+        compute_dtype=live.compute_dtype,
+        gradients=gradients,
+        allocate=live.allocate,
+    )
+
+
+def _live(request: Request) -> LiveSamples:
+    assert request.live is not None
+    return request.live
+
+
+def _with_distances(gap: Gap, distances: Distances | None) -> Gap:
+    if distances is None:
+        return gap
+    first, stop = gap.first, gap.first + gap.blocks
+    divergence = None if distances.divergence is None else distances.divergence[first][stop]
+    return gap.model_copy(update={"distance": distances.cosine[first][stop], "divergence": divergence})
+
+
+# ---- maps ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Waiting:
+    """A block before a gap, until the stream behind the gap is known.
+
+    Attributes:
+        block: its number in the dense model.
+        tensors: its own, by on-disk name.
+        entering: states that enter it in the model that is made.
+    """
+
+    block: int
+    tensors: Mapping[str, Tensor]
+    entering: Tensor
+
+
+def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str, Tensor]]:
+    """The gaps with their maps, and what these are absorbed in, by names of the output.
+
+    The dense model's blocks run one after the other. Where a gap begins, the states that enter the block before it wait
+    for the dense states behind it; the block with its map then runs on them. So every map sees what those before it
+    have changed, and is fitted to the dense model's own stream. Held are a block, and two sets of hidden states, three
+    while one waits.
+    """
+    live, model = _live(request), request.model
+    dense = Settled(request, None).source
+    stream = dense.stream(live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate)
+    starts = {gap.first: gap for gap in gaps}
+    stops = {gap.first + gap.blocks: gap for gap in gaps}
+    gone = {block for gap in gaps for block in range(gap.first, gap.first + gap.blocks)}
+    numbers = {old: new for new, old in enumerate(block for block in range(model.blocks) if block not in gone)}
+    found: list[Gap] = []
+    maps: dict[str, Tensor] = {}
+    waiting: _Waiting | None = None
+    ours: Tensor | None = None  # states of the model that is made, once they are not the dense ones
+    for block in track(range(max(stops)), "mapping", total=max(stops)):
+        tensors = dense.block(block)
+        states = stream.states if ours is None else ours
+        if block + 1 in starts:
+            held = live.allocate(tuple(states.shape), states.dtype)
+            held.copy_(states)
+            waiting = _Waiting(block, tensors, held)
+        elif ours is not None and block not in gone:
+            _advance(stream, block, tensors, ours)
+        stream.advance(block, tensors)
+        if block + 1 in stops and waiting is not None:
+            solved, new = _map_of(request, stream, waiting)
+            name = _consumer(model, numbers[waiting.block])
+            found.append(_with_map(stops[block + 1], solved, name))
+            if not solved.identity:
+                maps |= {_renamed(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()}
+            ours = waiting.entering
+            if block + 1 < max(stops):
+                _advance(stream, waiting.block, {**waiting.tensors, **new}, ours)
+            waiting = None
+    return found, maps
+
+
+@torch.no_grad()
+def _advance(stream: Any, block: int, tensors: Mapping[str, Tensor], states: Tensor) -> None:
+    """Let states go through a block, in place."""
+    module = stream.factory.block(block, tensors)
+    for _, rows in stream.batches:
+        states[rows] = stream.run(module, block, states[rows]).cpu()
+
+
+def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
+    """The map of a gap that the stream is behind of, and what it is absorbed in."""
+    model, own = request.model, depth_of(request).compensation
+    space = map_space(model.family)
+    assert space is not None
+    folds = observe_gap(stream, waiting.block, waiting.tensors, space, waiting.entering, stream.states)
+    consumer = model.family.columns[space].consumer
+    name, bias = (model.tensor(waiting.block, consumer, kind) for kind in ("weight", "bias"))
+    by_folds = own.lambda_by is not None
+    solved = fit_map(
+        [each.to(request.device) for each in folds],
+        biased=bias in waiting.tensors,
+        strength=None if by_folds else own.strength,
+        grid=own.grid,
+    )
+    if solved.identity:
+        return solved, {}
+    weight, added = absorbed(solved, waiting.tensors[name].to(request.device), waiting.tensors.get(bias))
+    new = {name: weight} if added is None else {name: weight, bias: added}
+    cast = {each: tensor.cpu().to(waiting.tensors[each].dtype).contiguous() for each, tensor in new.items()}
+    for each, tensor in cast.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(
+                f"{each}: the map does not fit its dtype {tensor.dtype}: use more samples or a larger lambda"
+            )
+    return solved, cast
+
+
+def _with_map(gap: Gap, solved: GapMap, into: str) -> Gap:
+    figures = {
+        "method": solved.method,
+        "strength": solved.strength,
+        "error_uncompensated": solved.error_uncompensated,
+        "error_compensated": solved.error_compensated,
+        "error_held_out": solved.error_held_out,
+        "into": None if solved.identity else into,
+    }
+    return gap.model_copy(update=figures)
+
+
+def _consumer(model: Model, block: int) -> str:
+    space = map_space(model.family)
+    assert space is not None
+    return model.tensor(block, model.family.columns[space].consumer)
+
+
+def _renamed(model: Model, name: str, old: int, new: int) -> str:
+    """A tensor's name in the output."""
+    prefix = model.family.block
+    return prefix.format(block=new) + name.removeprefix(prefix.format(block=old))

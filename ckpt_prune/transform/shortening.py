@@ -1,0 +1,224 @@
+"""How many blocks go, what stands in for the choice before it is made, and what cannot go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_prune.architectures.depth import check_shortened, movable, shortened
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.gaps import map_space
+from ckpt_prune.checkpoint.units import counted
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.depth_recipe import DepthRecipe
+from ckpt_prune.planning.plan import Plan
+from ckpt_prune.planning.records import Depth, Gap
+from ckpt_prune.planning.runs import runs_of
+from ckpt_prune.planning.sizes import cost_in
+from ckpt_prune.transform.request import Request, Shortened
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a model's depth.
+
+    Attributes:
+        count: blocks that go.
+        allowed: blocks that may; where they are given, these alone.
+    """
+
+    count: int
+    allowed: list[int]
+
+
+def depth_of(request: Request) -> DepthRecipe:
+    """What the recipe says of whole blocks."""
+    assert request.recipe.depth is not None
+    return request.recipe.depth
+
+
+def wanted_depth(request: Request) -> Wanted:
+    """How many blocks are to go, and among which.
+
+    Raises:
+        UserError: none would, more than may, or all.
+    """
+    model, recipe, depth = request.model, request.recipe, depth_of(request)
+    blocks, name = model.blocks, recipe.name
+    if depth.blocks is not None:
+        beyond = [block for block in depth.blocks if block >= blocks]
+        if beyond:
+            raise UserError(f"recipe {name} drops block {beyond[0]}: the model has blocks 0 to {blocks - 1}")
+        _check_some_stay(name, len(depth.blocks), blocks)
+        return Wanted(len(depth.blocks), depth.blocks)
+    allowed = _allowed(request)
+    if recipe.size is not None and depth.part != "block":
+        raise UserError(f"depth.part: {depth.part} leaves zeros, which save nothing: say --ratio, or part: block")
+    if recipe.size is not None:
+        count = _count_for_size(request, allowed)
+    else:
+        count = depth.drop or round(recipe.ratio * blocks)
+        if not count:
+            raise UserError(
+                f"recipe {name} drops none of {counted(blocks, 'block')} at ratio {recipe.ratio:g}: say --ratio "
+                f"{1 / blocks:.2g} or more, or --set depth.drop=1"
+            )
+    _check_some_stay(name, count, blocks)
+    if count > len(allowed):
+        raise UserError(
+            f"recipe {name} drops {count} of {counted(blocks, 'block')}, and {len(allowed)} of them may go: drop fewer"
+        )
+    return Wanted(count, allowed)
+
+
+def _check_some_stay(name: str, count: int, blocks: int) -> None:
+    if count >= blocks:
+        raise UserError(f"recipe {name} drops {count} of {counted(blocks, 'block')}: one has to stay at the least")
+
+
+def _allowed(request: Request) -> list[int]:
+    """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
+    model = request.model
+    found = list(request.recipe.blocks(model.blocks))
+    if depth_of(request).part != "block":
+        return found
+    first_stays = depth_of(request).compensation.linear or not movable(model, range(1, model.blocks))
+    return [block for block in found if block or not first_stays]
+
+
+def _count_for_size(request: Request, allowed: Sequence[int]) -> int:
+    """The fewest blocks without which a model is within the recipe's size."""
+    model, size = request.model, request.recipe.size
+    assert size is not None
+    limit = size.of(cost_of(model))
+    for count in range(len(allowed) + 1):
+        reached = cost_in(size.kind, cost_of(without(model, allowed[:count])))
+        if reached <= limit:
+            return count
+    raise UserError(
+        f"{size.words}: out of reach of recipe {request.recipe.name}, whose blocks leave {reached:,.0f} at the least, "
+        f"of {cost_in(size.kind, cost_of(model)):,}{size.share_meant}"
+    )
+
+
+def without(model: Model, gone: Sequence[int]) -> Model:
+    """A model without some of its blocks."""
+    return shortened(model, [block for block in range(model.blocks) if block not in set(gone)])
+
+
+def check_depth(request: Request) -> None:
+    """Refuse to drop blocks where that cannot be, before anything is measured.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    model, recipe, depth = request.model, request.recipe, depth_of(request)
+    family = model.family
+    data = "--images" if family.modality == "image" else "--text"
+    if request.statistics is not None and depth.choice == "loss":
+        raise UserError(f"recipe {recipe.name} runs the model itself: give {data} in place of --statistics")
+    if request.statistics is not None and depth.choice is not None and request.statistics.index.stream is None:
+        raise UserError(
+            f"{request.statistics.folder} does not say what blocks do, by which recipe {recipe.name} chooses them: run "
+            f"`{recipe.calibration}` again"
+        )
+    if model.checkpoint.within is not None:
+        raise UserError(
+            f"recipe {recipe.name} drops whole blocks, and --part {model.checkpoint.within.part} of a composite keeps "
+            "all of its own: choose a recipe with spaces"
+        )
+    if depth.compensation.linear and map_space(family) is None:
+        raise UserError(
+            f"recipe {recipe.name} maps what one projection gives, and a block of {family.model_type} ends in several "
+            "(experts): say --set depth.compensation.method=none"
+        )
+    several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
+    if several and depth.choice in ("influence", "divergence"):
+        raise UserError(
+            f"recipe {recipe.name} measures what one projection gives, and a block of {family.model_type} ends in "
+            "several (experts): choose loss, or give blocks"
+        )
+    if request.statistics is not None and depth.part != "block" and depth.choice is not None:
+        raise UserError(f"statistics do not say what the {depth.part} of a block does: give {data} in their place")
+    if depth.choice == "loss" and not family.causal:
+        raise UserError("depth.choose: loss is for causal language models: choose: cosine, or divergence")
+    if request.plan is not None:
+        _check_planned(model, request.plan)
+        return
+    wanted = wanted_depth(request)
+    if depth.part != "block":
+        return
+    check_shortened(model, range(model.blocks))
+    if depth.blocks is not None:
+        if depth.compensation.linear and 0 in depth.blocks:
+            raise UserError(
+                f"recipe {recipe.name} drops block 0, and no block before it could make up for it: say --set "
+                "depth.compensation.method=none, or keep it"
+            )
+        check_shortened(model, [block for block in range(model.blocks) if block not in wanted.allowed])
+
+
+def _check_planned(model: Model, plan: Plan) -> None:
+    """Refuse a plan whose blocks are not the model's."""
+    depth = plan.depth
+    kept = [] if depth is None else depth.kept
+    if (
+        depth is None
+        or depth.blocks != model.blocks
+        or not kept
+        or kept != sorted(set(kept))
+        or kept[-1] >= model.blocks
+    ):
+        raise UserError(
+            f"the plan keeps blocks that are not among the model's {counted(model.blocks, 'block')}: plan again "
+            "instead of editing it"
+        )
+    gone = [block for block in range(model.blocks) if block not in set(kept)]
+    if [(gap.first, gap.blocks) for gap in depth.gaps] != [
+        (gap.first, gap.blocks) for gap in gaps_of(gone, depth.part)
+    ]:
+        raise UserError("the plan's gaps are not the blocks that it drops: plan again instead of editing it")
+    if depth.part == "block":
+        check_shortened(model, kept)
+
+
+def gaps_of(gone: Sequence[int], part: str = "block") -> list[Gap]:
+    """A record of every run of blocks that go, or of every one that loses a part, without figures."""
+    if part != "block":
+        return [Gap(first=block, blocks=1) for block in sorted(gone)]
+    return [Gap(first=run.start, blocks=len(run)) for run in runs_of(sorted(gone))]
+
+
+def standing_in(request: Request) -> Request:
+    """The request as it goes on once blocks are gone: those given, or as many that stand in for the choice."""
+    if request.plan is not None and request.plan.depth is not None:
+        return at_depth(request, request.plan.depth)
+    wanted, model = wanted_depth(request), request.model
+    gone = wanted.allowed[-wanted.count :] if wanted.count else []
+    return at_depth(request, depth_record(model, gone, depth_of(request)))
+
+
+def depth_record(model: Model, gone: Sequence[int], depth: DepthRecipe) -> Depth:
+    """What is gone of a model."""
+    kept = [block for block in range(model.blocks) if block not in set(gone)]
+    return Depth(blocks=model.blocks, kept=kept, part=depth.part, choose=depth.choice, gaps=gaps_of(gone, depth.part))
+
+
+def at_depth(request: Request, record: Depth, model: Model | None = None) -> Request:
+    """The request for what is left to do once blocks are gone.
+
+    Args:
+        request: the whole one.
+        record: what is gone.
+        model: of what stays; its tensors are the dense model's by default.
+    """
+    short = request.model if model is None else model
+    if model is None and record.part == "block":
+        short = shortened(request.model, record.kept)
+    return replace(
+        request,
+        model=short,
+        recipe=request.recipe.after_depth,
+        statistics=None,
+        plan=None,
+        shortened=Shortened(request, record),
+    )

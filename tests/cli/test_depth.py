@@ -1,0 +1,491 @@
+"""Whole blocks that go, from the command line."""
+
+import json
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import ckpt_prune
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.recovery.training import Split
+from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run, untimed
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.families import stock
+from tests.interrupting import interrupt_at
+from tests.oracles.gap import ridge_map
+
+RECIPE = """\
+version: 1
+name: mine
+depth: {blocks: [1, 3, 4], compensation: {method: linear, lambda: 0.1}}
+"""
+LINEAR = ("prune", "deep", "--recipe", "mine.yaml", *TEXT)
+GIVEN = ("prune", "deep", "--recipe", "shortgpt", "--set", "depth={blocks: [1, 3, 4]}")
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A llama of six blocks, and a recipe that drops three of them in two gaps."""
+    Path("mine.yaml").write_text(RECIPE)
+    torch.manual_seed(3)
+    with quiet_transformers():
+        tiny_llama(max_position_embeddings=32, num_hidden_layers=6).save_pretrained("deep")
+    tiny_tokenizer("<s> $A").save_pretrained("deep")
+    return place
+
+
+def windows() -> Tensor:
+    """What the commands here calibrate on."""
+    from ckpt_prune.architectures.model import Model
+    from ckpt_prune.calibration.choosing import chosen_samples
+    from ckpt_prune.options import PruneOptions
+
+    options = PruneOptions.model_validate(
+        {"model": "deep", "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
+    )
+    samples = chosen_samples(Model.open("deep"), options, options, trust=False, say=print)
+    return samples.batch(slice(len(samples)))["input_ids"]
+
+
+def states(model: Any, ids: Tensor) -> list[Tensor]:
+    """States that enter every block and leave the last one."""
+    found: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, args: found.append(args[0])) for layer in model.model.layers]
+    hooks.append(model.model.layers[-1].register_forward_hook(lambda _, args, out: found.append(out)))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_given_blocks_go_without_any_data(here) -> None:
+    said = ok(*GIVEN, "-o", "out")
+    assert said.splitlines()[-3:] == [
+        "gone: block 1, blocks 3 to 4",
+        "blocks #.#..# 3 of 6 stay (. is gone)",
+        "written to out",
+    ]
+    assert read_json("out/config.json") == read_json("deep/config.json") | {"num_hidden_layers": 3}
+    model = stock(Path("deep"))
+    model.model.layers = torch.nn.ModuleList([model.model.layers[block] for block in (0, 2, 5)])
+    ids = windows()
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        assert torch.equal(stock(Path("out"))(input_ids=ids, use_cache=False).logits, expected)
+    assert run("verify", "out", "--against", "deep").exit_code == 0
+
+
+def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
+    said = untimed(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
+    assert said.splitlines()[-4:] == [
+        "3 of 6 blocks stay: which ones is measured first",
+        "to be stored as llama",
+        "to be measured: how far blocks move the residual stream; give --text FILE for it (128 windows of 32 tokens, "
+        "unless you say --samples)",
+        "everything that needs no measuring is checked, nothing written",
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["depth", "shortgpt", "sleb"])
+def test_what_it_takes_is_told_beforehand(here, recipe: str) -> None:
+    told = [
+        json.loads(ok("prune", "deep", "--recipe", recipe, "--ratio", share, *TEXT, "--dry-run", "--json", "-o", "out"))
+        for share in ("0.17", "0.5")
+    ]
+    few, many = (each["estimate"] for each in told)
+    assert set(few["stages"]) == {"depth", "rest"}
+    # Blocks that the loss chooses go one by one; any others are chosen at once.
+    assert (many["stages"]["depth"] > 1.2 * few["stages"]["depth"]) == (recipe == "sleb")
+
+
+def test_two_gaps_and_their_maps(here) -> None:
+    """The second map is fitted behind the first, to the dense model's own stream."""
+    said = ok(*LINEAR, "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    assert said[-5:-3] == ["gone: block 1, blocks 3 to 4", "blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"]
+    first, second = report["depth"]["gaps"]
+    assert said[-3] == (
+        f"block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
+        "(lambda 0.1) in model.layers.0.mlp.down_proj.weight"
+    )
+    dense, edited, ids = stock(Path("deep")).double(), stock(Path("deep")).double(), windows()
+    layers, ends = edited.model.layers, states(dense, ids)
+    for gap, before, kept in ((first, 0, (0, 2, 3, 4, 5)), (second, 1, (0, 2, 5))):
+        entered: list[Tensor] = []
+        down = edited.model.layers[before].mlp.down_proj
+        hook = down.register_forward_hook(lambda _, args, out, seen=entered: seen.append(out.flatten(0, 1)))
+        own = states(edited, ids)
+        hook.remove()
+        reached = ends[gap["first"] + gap["blocks"]]
+        z = entered[0].numpy()
+        y = z + (reached - own[before + 1]).flatten(0, 1).numpy()
+        T, _ = ridge_map(z, y, 0.1, biased=False)
+        down.weight.data = torch.tensor(T) @ down.weight.data
+        edited.model.layers = torch.nn.ModuleList([layers[block] for block in kept])
+    with torch.no_grad():
+        expected = edited(input_ids=ids, use_cache=False).logits
+        found = stock(Path("out")).double()(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+    assert first["error_compensated"] < first["error_uncompensated"]
+
+
+@pytest.mark.parametrize("commit", [1, 3])
+def test_an_interrupted_run_goes_on(here, commit: int) -> None:
+    job = list(LINEAR)
+    ok(*job, "-o", "whole")
+    interrupted(job, commit)
+    resumed(job)
+
+
+def test_a_run_that_has_chosen_by_loss_does_not_choose_again(here) -> None:
+    job = ["prune", "deep", "--recipe", "sleb", "--set", "depth.drop=2", *TEXT]
+    ok(*job, "-o", "whole")
+    interrupted(job, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_prune.transform.depth.losses_without", None)
+        resumed(job)
+
+
+def test_influence_and_cosine(here) -> None:
+    ids = windows()
+    ends = [each.flatten(0, 1) for each in states(stock(Path("deep")), ids)]
+
+    def apart(a: int, b: int) -> float:
+        return 1 - float(functional.cosine_similarity(ends[a], ends[b], dim=-1).mean())
+
+    ok("prune", "deep", "--recipe", "shortgpt", "--set", "depth.drop=2", *TEXT, "-o", "a")
+    least = sorted(range(6), key=lambda block: apart(block, block + 1))[:2]
+    depth = read_json("a/ckpt_prune.json")["depth"]
+    assert depth["kept"] == [block for block in range(6) if block not in least]
+    assert depth["gaps"][0]["distance"] == pytest.approx(
+        apart(depth["gaps"][0]["first"], depth["gaps"][0]["first"] + depth["gaps"][0]["blocks"]), rel=1e-4
+    )
+    ok("prune", "deep", "--recipe", "replaceme", "--set", "depth.drop=3", *TEXT, "-o", "b")
+    start = min(range(1, 4), key=lambda first: apart(first, first + 3))
+    assert [(gap["first"], gap["blocks"]) for gap in read_json("b/ckpt_prune.json")["depth"]["gaps"]] == [(start, 3)]
+
+
+def test_loss(here) -> None:
+    """SLEB: one after the other, by the loss of whole models without them."""
+    ids, gone = windows(), []
+    while len(gone) < 2:
+        losses = {}
+        for block in set(range(6)) - set(gone):
+            model = stock(Path("deep"))
+            model.model.layers = torch.nn.ModuleList(
+                [layer for index, layer in enumerate(model.model.layers) if index not in (*gone, block)]
+            )
+            with torch.no_grad():
+                losses[block] = float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        gone.append(min(losses, key=lambda block: losses[block]))
+    ok("prune", "deep", "--recipe", "sleb", "--set", "depth.drop=2", *TEXT, "-o", "out")
+    assert read_json("out/ckpt_prune.json")["depth"]["kept"] == [block for block in range(6) if block not in gone]
+
+
+def test_a_size_takes_the_fewest_blocks(here) -> None:
+    said = ok("prune", "deep", "--recipe", "shortgpt", "--target-params", "80%", *TEXT, "-o", "out")
+    before, after = (read_json("out/ckpt_prune.json")[key]["parameters"] for key in ("before", "after"))
+    gone = 6 - len(read_json("out/ckpt_prune.json")["depth"]["kept"])
+    block = (before - after) / gone
+    assert after <= 0.8 * before < after + block
+    assert ", for 80% of the parameters" in said
+    said = ok("prune", "deep", "--recipe", "shortgpt", "--target-params", "100%", *TEXT, "-o", "same")
+    assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in said
+    assert Path("same/model.safetensors").read_bytes() == Path("deep/model.safetensors").read_bytes()
+
+
+def test_verify_finds_what_is_not_the_dense_models(here) -> None:
+    ok(*LINEAR, "-o", "out")
+    said = run("verify", "out", "--against", "deep")
+    assert said.exit_code == 0
+    assert said.stdout.splitlines()[-1] == (
+        "kept units: 28 tensors of the 3 blocks that stay and of what is outside them are the dense ones, bit for bit; "
+        "2 weights with a map absorbed not compared"
+    )
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+
+    edit_weights("out", change)
+    said = run("verify", "out", "--against", "deep")
+    assert said.exit_code == 1
+    assert said.stdout.splitlines()[-1] == (
+        "kept units: model.layers.1.mlp.up_proj.weight is not the dense model's tensor of the block that stays"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            ["--ratio", "0.05"],
+            "recipe replaceme drops none of 6 blocks at ratio 0.05: say --ratio 0.17 or more, or --set depth.drop=1",
+        ),
+        (["--set", "depth.drop=6"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
+        (["--ratio", "0.95"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
+        (["--set", "depth={blocks: [6]}"], "recipe replaceme drops block 6: the model has blocks 0 to 5"),
+        (
+            ["--set", "depth={blocks: [0], compensation: {method: linear}}"],
+            "recipe replaceme drops block 0, and no block before it could make up for it: say --set "
+            "depth.compensation.method=none, or keep it",
+        ),
+        (
+            ["--set", "layers=2:4", "--set", "depth.drop=3"],
+            "recipe replaceme drops 3 of 6 blocks, and 2 of them may go: drop fewer",
+        ),
+        (
+            ["--target-params", "1"],
+            "1 parameters: out of reach of recipe replaceme, whose blocks leave 3,248 at the least, of 13,008: did you "
+            "mean 1%?",
+        ),
+        (["--set", "depth.blocks=[2]"], "line 9: depth: blocks says which go: choose does not go with it"),
+        (["--set", "depth.runs=0"], "--set: depth.runs: input should be greater than or equal to 1, got 0"),
+        (
+            ["--set", "depth.compensation.lambda_by=folds"],
+            "line 9: depth.compensation: lambda_by: folds chooses lambda: give one of them",
+        ),
+        (
+            ["--set", "recovery.epochs=1"],
+            "depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`",
+        ),
+        (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with depth"),
+    ],
+)
+def test_what_cannot_be(here, changes: list[str], why: str) -> None:
+    said = refused("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
+    assert said.endswith(why), said
+
+
+def test_statistics_choose_the_blocks_and_text_fits_the_maps(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
+    ok("prune", "deep", *asked, *TEXT, "-o", "live")
+    both = ("--statistics", "deep-stats", *TEXT)
+    ok("prune", "deep", *asked, *both, "-o", "both")
+    assert Path("live/model.safetensors").read_bytes() == Path("both/model.safetensors").read_bytes()
+    gaps = [read_json(f"{folder}/ckpt_prune.json")["depth"]["gaps"] for folder in ("live", "both")]
+    assert gaps[0][0]["divergence"] == pytest.approx(gaps[1][0]["divergence"], rel=1e-5)
+    said = refused("prune", "deep", *asked, "--statistics", "deep-stats", "-o", "out")
+    assert said == "recipe depth fits maps on the model itself: give --text as well"
+    said = refused("prune", "deep", "--recipe", "sleb", "--statistics", "deep-stats", "-o", "out")
+    assert said == "recipe sleb runs the model itself: give --text in place of --statistics"
+    ok("prune", "deep", "--recipe", "shortgpt", "--statistics", "deep-stats", "-o", "out")
+
+
+def test_a_plan_chooses_the_blocks(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
+    said = ok("plan", "deep", *asked, "--statistics", "deep-stats", "-o", "plan.json").split("\n\n")
+    assert said.pop(-2).startswith("pruning by it takes about ")
+    plan = read_json("plan.json")
+    (gap,) = plan["depth"]["gaps"]
+    blocks = f"blocks {gap['first']} to {gap['first'] + 1}"
+    picture = "".join("." if gap["first"] <= block < gap["first"] + 2 else "#" for block in range(6))
+    assert said[1:-1] == [
+        f"blocks {picture} 4 of 6 stay (. is gone)\n"
+        f"{blocks}: cosine distance {gap['distance']:.4f}; predicted divergence {gap['divergence']:.4f}",
+        f"gone: {blocks}\npredicted: a divergence (KL) of {gap['divergence']:.4f} nats from the dense model's output, "
+        f"about {exp(gap['divergence']):.2f} times its perplexity; by second order, so more where much goes",
+    ]
+    ok("prune", "deep", "--plan", "plan.json", *TEXT, "-o", "out")
+    ok("prune", "deep", *asked, *TEXT, "-o", "direct")
+    assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
+    said = refused("prune", "deep", "--plan", "plan.json", "-o", "bare")
+    assert said == "recipe depth fits maps on the model itself: give --text as well"
+    said = refused("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "bare")
+    assert said.startswith("the plan was made for another model (")
+    for change, why in (
+        ({"kept": [0, 1, 2, 7]}, "the plan keeps blocks that are not among the model's 6 blocks"),
+        ({"blocks": 7}, "the plan keeps blocks that are not among the model's 6 blocks"),
+        ({"gaps": []}, "the plan's gaps are not the blocks that it drops"),
+    ):
+        Path("edited.json").write_text(json.dumps(plan | {"depth": plan["depth"] | change}))
+        said = refused("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
+        assert said == f"{why}: plan again instead of editing it"
+    said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
+    assert said == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
+    said = refused("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
+    assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+
+
+def test_depth_beside_width_in_one_table(here) -> None:
+    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
+    said = ok(
+        *("plan", "deep", "--recipe", "shortgpt", "--recipe", "wanda-sp", "--statistics", "deep-stats"),
+        *("--target-params", "80%", "--json"),
+    )
+    first, second = json.loads(said)["recipes"]
+    assert (first["recipe"], second["recipe"]) == ("shortgpt", "wanda-sp")
+    assert min(first["divergence"], second["divergence"]) > 0
+
+
+def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
+    ok("calibrate", "deep", *TEXT, "--collect", "moments,gram", "-o", "deep-stats")
+    said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
+    assert said == (
+        "deep-stats does not say what blocks do, by which recipe depth chooses them: run `ckpt-prune calibrate --folds "
+        "4` again"
+    )
+
+
+def test_blocks_that_share_keys_and_values_stay(here) -> None:
+    config = read_json("deep/config.json") | {"num_kv_shared_layers": 2}
+    Path("deep/config.json").write_text(json.dumps(config))
+    said = refused(*GIVEN, "-o", "out")
+    assert "num_kv_shared_layers" in said
+
+
+def test_an_output_is_pruned_and_exported_like_any_other(here) -> None:
+    ok(*LINEAR, "-o", "short")
+    ok("prune", "short", "--recipe", "wanda-sp", "--ratio", "0.5", *TEXT, "-o", "out")
+    assert ckpt_prune.load("out").config.num_hidden_layers == 3
+    ok("verify", "out", "--against", "short")
+
+
+def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> None:
+    ok(*LINEAR, "-o", "short")
+    job = ["recover", "short", "--dense", "deep", *TEXT, "--epochs", "3", "--lr", "0.003"]
+    ok(*job, "-o", "whole")
+    report, before = (read_json(f"{folder}/ckpt_prune.json") for folder in ("whole", "short"))
+    assert (report["depth"], report["source"]) == (before["depth"], before["source"])
+    dense, pruned = stock(Path("deep")), stock(Path("short"))
+    held_out = windows()[Split.of(8, 0.1).measured]
+    target, own = states(dense, held_out), states(pruned, held_out)
+    for layer, end in zip(report["layers"], (2, 5, 6), strict=True):
+        # The last block of what is left ends where the dense model does, the others where their gaps do.
+        told = float((own[layer["block"] + 1] - target[end]).square().mean())
+        assert layer["mse_before"] == pytest.approx(told, rel=1e-3)
+    assert any(layer["recovered"] for layer in report["layers"])
+    assert run("verify", "whole", "--against", "deep").exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        assert run(*job, "-o", "out").exit_code == 130
+    resumed(job)
+
+
+def test_compare_holds_blocks_against_the_dense_ones_behind_the_gap(here) -> None:
+    ok(*GIVEN, "-o", "out")
+    found = json.loads(ok("compare", "deep", "out", *TEXT, "--json"))
+    ids = windows()
+    target, own = states(stock(Path("deep")), ids), states(stock(Path("out")), ids)
+    for block, end in enumerate((2, 5, 6)):
+        apart = 1 - functional.cosine_similarity(target[end], own[block + 1], dim=-1).mean()
+        assert 1 - found["blocks"][block]["cosine"] == pytest.approx(float(apart), abs=1e-4)
+
+
+def test_a_model_that_lost_blocks_before_it_lost_columns_is_compared_with_its_own_source(here) -> None:
+    ok(*GIVEN, "-o", "short")
+    ok("prune", "short", "--recipe", "magnitude", "-o", "out")
+    said = refused("recover", "out", "--dense", "deep", *TEXT, "-o", "again")
+    assert said == (
+        "out has 3 blocks and deep has 6: a model is recovered against the dense one it was made from, block by block"
+    )
+    ok("recover", "out", "--dense", "short", *TEXT, "--epochs", "1", "-o", "again")
+
+
+def test_the_card_and_the_page_show_what_is_left(here) -> None:
+    ok(*LINEAR, "-o", "out")
+    first, second = read_json("out/ckpt_prune.json")["depth"]["gaps"]
+    card = Path("out/README.md").read_text()
+    told = (
+        f"Block 1: error {first['error_uncompensated']:.4f} bare, {first['error_compensated']:.4f} compensated; ridge "
+        "(lambda 0.1) in model.layers.0.mlp.down_proj.weight; blocks 3 to 4: error "
+        f"{second['error_uncompensated']:.4f} bare, {second['error_compensated']:.4f} compensated; ridge (lambda 0.1) "
+        "in model.layers.1.mlp.down_proj.weight."
+    )
+    assert (
+        "Whole blocks are gone, and those that stay are numbered anew: block 1, blocks 3 to 4.\n\n```\n"
+        f"blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)\n```\n\n{told}\n" in card
+    )
+    assert card.endswith(
+        "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`.\n"
+    )
+    ok("report", "out", "-o", "page.html")
+    page = Path("page.html").read_text()
+    assert "<h2>Blocks</h2>\n<pre>blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)</pre>" in page
+    assert '<td class="left">blocks 3 to 4</td><td class="left">model.layers.1.mlp.down_proj.weight</td>' in page
+
+
+def silenced(model: Any, block: int, part: str) -> Any:
+    """The model without what the attention or the mlp of a block gives."""
+    layer = model.model.layers[block]
+    module = layer.self_attn.o_proj if part == "attention" else layer.mlp.down_proj
+    module.weight.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_parts_by_influence(here, part: str) -> None:
+    ids, model, given = windows(), stock(Path("deep")), []
+    for layer in model.model.layers:
+        module = layer.self_attn.o_proj if part == "attention" else layer.mlp.down_proj
+        module.register_forward_hook(lambda _, args, out: given.append(out))
+    ends = states(model, ids)
+    apart = []
+    for block, own in enumerate(given):
+        after = ends[block] + own if part == "attention" else ends[block + 1]
+        apart.append(1 - float(functional.cosine_similarity(after - own, after, dim=-1).mean()))
+    said = ok(
+        "prune", "deep", "--recipe", "shortgpt", "--set", f"depth.part={part}", "--ratio", "0.34", *TEXT, "-o", "a"
+    )
+    depth = read_json("a/ckpt_prune.json")["depth"]
+    least = sorted(sorted(range(6), key=lambda block: apart[block])[:2])
+    assert [gap["first"] for gap in depth["gaps"]] == least
+    assert [gap["distance"] for gap in depth["gaps"]] == pytest.approx([apart[block] for block in least], rel=1e-4)
+    picture = "".join("." if block in least else "#" for block in range(6))
+    assert said.splitlines()[-6:-3] == [
+        f"gone: {part} of block {least[0]}, block {least[1]}",
+        f"{part} of blocks {picture} 4 of 6 stay (. is gone)",
+        f"the last projection of {part} is zeros in 2 of them: a stock class computes it all the same, and nothing is "
+        "saved",
+    ]
+    assert (
+        ok("verify", "a", "--against", "deep")
+        .splitlines()[-1]
+        .endswith("are the dense ones, bit for bit, and 2 are zeros")
+    )
+
+
+def test_parts_by_loss_and_by_divergence(here) -> None:
+    ids, losses = windows(), []
+    for block in range(6):
+        model = silenced(stock(Path("deep")), block, "attention")
+        with torch.no_grad():
+            losses.append(float(model(input_ids=ids, labels=ids, use_cache=False).loss))
+    job = ("prune", "deep", "--set", "depth.part=attention", "--set", "depth.drop=1", *TEXT)
+    ok(*job, "--recipe", "sleb", "-o", "a")
+    least = min(range(6), key=lambda block: losses[block])
+    assert [gap["first"] for gap in read_json("a/ckpt_prune.json")["depth"]["gaps"]] == [least]
+    ok(*job, "--recipe", "depth", "--set", "depth.compensation={method: none}", "-o", "b")
+    (gap,) = read_json("b/ckpt_prune.json")["depth"]["gaps"]
+    assert gap["divergence"] > 0
+    assert run("verify", "b", "--against", "deep").exit_code == 0
+    ok("recover", "b", "--dense", "deep", *TEXT, "--epochs", "1", "-o", "c")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            "depth={part: mlp, choose: cosine}",
+            "part: mlp goes one by one: choose influence, divergence or loss, without runs",
+        ),
+        (
+            "depth={part: mlp, blocks: [1], compensation: {method: linear}}",
+            "part: mlp has no map: say compensation method none",
+        ),
+    ],
+)
+def test_parts_that_cannot_be(here, change: str, why: str) -> None:
+    assert refused("prune", "deep", "--recipe", "shortgpt", "--set", change, *TEXT, "-o", "out").endswith(why)
+    said = refused(
+        "prune", "deep", "--recipe", "shortgpt", "--set", "depth.part=mlp", "--target-params", "90%", *TEXT, "-o", "o"
+    )
+    assert said == "depth.part: mlp leaves zeros, which save nothing: say --ratio, or part: block"

@@ -1,0 +1,57 @@
+"""genai_config.json, and onnxruntime-genai itself where it is installed."""
+
+import json
+
+import pytest
+import torch
+
+from tests.graphs import Exported
+
+from .exports import in_pytorch, made
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Exported:
+    return made(tmp_path_factory)
+
+
+def test_it_names_the_graph_and_its_cache(exported):
+    _, folder = exported("llama-gqa-tied")
+    found = json.loads((folder / "genai_config.json").read_text())
+    decoder = found["model"]["decoder"]
+    assert (found["model"]["type"], found["model"]["vocab_size"], found["model"]["eos_token_id"]) == ("decoder", 40, 1)
+    assert (decoder["filename"], decoder["num_hidden_layers"]) == ("model.onnx", 2)
+    assert (decoder["num_key_value_heads"], decoder["head_size"]) == (2, 4)
+    assert decoder["inputs"]["past_key_names"] == "past_key_values.%d.key"
+    assert "onnxruntime-genai generates with `model.onnx`" in (folder / "README.md").read_text()
+
+
+def test_layers_that_differ_cannot_be_said(exported):
+    _, folder = exported("uneven-llama")
+    assert not (folder / "genai_config.json").exists()
+    assert (
+        "There is no `genai_config.json`: onnxruntime-genai knows one number of heads"
+        in (folder / "README.md").read_text()
+    )
+
+
+def test_it_generates(exported):
+    """The same tokens as PyTorch, read whole each time."""
+    genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed: pip install it")
+    model, folder = exported("llama-gqa-tied")
+    whole, ids = in_pytorch(model), [3, 4, 5]
+    graph = genai.Model(str(folder))
+    parameters = genai.GeneratorParams(graph)
+    parameters.set_search_options(max_length=12, do_sample=False)
+    generator = genai.Generator(graph, parameters)
+    generator.append_tokens(ids)
+    said = []
+    while not generator.is_done():
+        generator.generate_next_token()
+        said.append(int(generator.get_next_tokens()[0]))
+    with torch.inference_mode():
+        for _ in said:
+            logits = whole(input_ids=torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    assert len(said) > 3
+    assert said == ids[3:]
