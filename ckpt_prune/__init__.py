@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckpt_prune.api.inspect import inspect
     from ckpt_prune.api.plan import plan
     from ckpt_prune.api.prune import prune
+    from ckpt_prune.api.push import push
+    from ckpt_prune.api.quantize import quantize
     from ckpt_prune.api.recover import recover
     from ckpt_prune.api.sweep import sweep
     from ckpt_prune.api.validate import validate
@@ -42,6 +44,8 @@ __all__ = [
     "load",
     "plan",
     "prune",
+    "push",
+    "quantize",
     "recover",
     "sweep",
     "validate",

@@ -11,6 +11,9 @@ Not under that format's usual suffix: loaders take every file that has it for we
 CONVERTED = "ckpt_prune_converted.json"
 """What a folder that `convert` wrote was made from."""
 
+QUANTISED = "ckpt_prune_quantised.json"
+"""The record of a folder that `quantize` wrote: what it was made from and how, digests."""
+
 ELSEWHERE = "pruned elsewhere"
 """Stands for the recipe's name in the report of what another tool pruned and this one recovered."""
 

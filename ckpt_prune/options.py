@@ -265,13 +265,17 @@ class PruneOptions(RecipeOptions, CalibrationOptions, ImageOptions, HeldStatesOp
     diagnostics: bool = Field(True, description="Also record floors, rho2, spectra and held-out errors.")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
     dry_run: bool = Field(False, description="Check everything; write nothing.")
+    push: str | None = Field(None, description="Repository on the Hub to push the output to.")
+    public: bool = Field(False, description="Let all read what is pushed.")
 
 
 class RecoverOptions(TrainingOptions, ImageOptions, HeldStatesOptions, PlaceOptions, OpeningOptions):
     """What to recover, against what, and into what."""
 
     pruned: Folder = Field(description="Folder of the pruned model, or a Hub id.")
-    dense: Folder = Field(description="The dense model that it was made from.")
+    dense: Annotated[str | None, BeforeValidator(path_of)] = Field(
+        None, description="The dense model that it was made from."
+    )
     output: Path = Field(description="Folder to write.")
     resume: bool = Field(False, description="Continue an interrupted run of the same job.")
     overwrite: bool = Field(False, description="Replace an existing output.")
@@ -294,6 +298,32 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
     output: Path = Field(description="Statistics folder to write.")
     collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
     overwrite: bool = Field(False, description="Replace an existing output.")
+
+
+class QuantizeOptions(Options):
+    """What to quantise, how, and into what."""
+
+    model: Folder = Field(description="Folder of a model, or a Hub id.")
+    output: Path = Field(description="Folder to write.")
+    format: Literal["int8", "int4"] = Field(description="What weights are stored as.")
+    group_size: Annotated[
+        str | None, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)
+    ] = Field(None, description="Columns that share a scale, or channel.")
+    statistics: Annotated[Path | None, BeforeValidator(path_of)] = Field(None, description="To round by: GPTQ.")
+    overwrite: bool = Field(False, description="Replace an existing output.")
+
+
+class PushOptions(Options):
+    """What to share, and where."""
+
+    folder: Folder = Field(description="An output of this tool.")
+    repo: str = Field(description="A repository on the Hub.")
+    public: bool = Field(False, description="Let all read it.")
+    overwrite: bool = Field(False, description="Replace what this tool pushed there before.")
+    base_model: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$", description="Hub id of the dense model.")
+    license: str | None = Field(None, pattern=r"^[\w.-]+$", description="Licence of the output.")
+    evaluation: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="Figures, NAME=FILE.")
+    dry_run: bool = Field(False, description="Check everything; upload nothing.")
 
 
 class EvaluateOptions(SourceOptions, EvaluationOptions):

@@ -173,6 +173,11 @@ def meter(total: int, what: str, *, unit: str = "step", clock: Clock = time.mono
         yield Meter(bar)
 
 
+def bars_shown() -> bool:
+    """Whether bars of others, which know nothing of `track`, may be shown as well."""
+    return not _silent.get() and _is_terminal()
+
+
 def _is_terminal() -> bool:
     try:
         return sys.stderr is not None and sys.stderr.isatty()

@@ -9,7 +9,7 @@ from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.family import check_kind, check_supported, is_known
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
-from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.planning.recipe_places import check_recipe
 from ckpt_prune.progress import progress_shown
 from ckpt_prune.ratios import as_share, percent_meant
 
@@ -47,7 +47,7 @@ def inspect(
     options = checked(InspectOptions, locals())
     wanted = _numbers(options.ratios)
     if options.recipe is not None:
-        find_recipe(options.recipe)
+        check_recipe(options.recipe)
     check_supported(options.model, options.family, options.part, unknown=True)
 
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only

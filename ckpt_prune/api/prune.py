@@ -1,10 +1,12 @@
 """`ckpt_prune.prune`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.push import Pushed
+from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
@@ -14,7 +16,7 @@ from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import PruneOptions, checked, has_data
-from ckpt_prune.planning.shipped import find_recipe
+from ckpt_prune.planning.recipe_places import check_recipe
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
 
@@ -39,6 +41,7 @@ class Pruned:
         report: as in the output's ckpt_prune.json; None after a dry run.
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
+        pushed: where it was pushed to, or None.
     """
 
     path: Path
@@ -46,6 +49,7 @@ class Pruned:
     report: "Report | None"
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
+    pushed: "Pushed | None" = None
 
     @property
     def passed(self) -> bool:
@@ -61,11 +65,26 @@ class Pruned:
             from ckpt_prune.transform.messages import messages
 
             data["messages"] = messages(self.settled)
-        return data if self.graph is None else data | {"onnx": self.graph.data()}
+        if self.graph is not None:
+            data["onnx"] = self.graph.data()
+        return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
 class GraphFailedError(UserError):
     """The output is complete, and its graph cannot be made.
+
+    Args:
+        message: why.
+        pruned: the output.
+    """
+
+    def __init__(self, message: str, pruned: Pruned) -> None:
+        super().__init__(message)
+        self.pruned = pruned
+
+
+class PushFailedError(UserError):
+    """The output is complete, and cannot be pushed.
 
     Args:
         message: why.
@@ -106,6 +125,8 @@ def prune(
     diagnostics: bool = True,
     state_memory: float = 8.0,
     perplexity_after: str | Sequence[int] | None = None,
+    push: str | None = None,
+    public: bool = False,
     overwrite: bool = False,
     family: AnyPath | None = None,
     part: PartName | None = None,
@@ -144,7 +165,9 @@ def prune(
         diagnostics: also record floors, rho2, spectra and held-out errors of every site.
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped beside the output.
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
-        overwrite: replace an existing output.
+        push: repository on the Hub that the output is pushed to, as `push` does it. It is looked at before any work.
+        public: let all read what is pushed.
+        overwrite: replace an existing output; never a repository.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text or vision.
         trust_remote_code: accept a model that asks for code of its own.
@@ -153,6 +176,7 @@ def prune(
 
     Raises:
         GraphFailedError: the output is written, and the recipe's graph cannot be made of it.
+        PushFailedError: the output is written, and cannot be pushed.
         UserError: bad input; nothing is left behind.
     """
     return prune_as(checked(PruneOptions, locals()), progress=progress)
@@ -172,17 +196,31 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
 
     Raises:
         GraphFailedError: the output is written, and the recipe's graph cannot be made of it.
+        PushFailedError: the output is written, and cannot be pushed.
         UserError: bad input; nothing is left behind.
     """
+    pruned = _pruned(options, progress, written)
+    if options.push is None or options.dry_run or not pruned.passed:
+        return pruned
+    try:
+        return replace(pruned, pushed=push_output(pruned, options.push, public=options.public, progress=progress))
+    except UserError as error:
+        again = f"`ckpt-prune push {pruned.path} {options.push}`"
+        raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
+
+
+def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], None]) -> Pruned:
     out = options.output
     # Before torch is imported, what can be told without it.
     _check_together(options)
     if options.recipe is not None:
-        find_recipe(options.recipe)
+        check_recipe(options.recipe)
     if Path(options.model).is_dir():
         check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
+    if options.push is not None:
+        _check_pushed(options.push, options)
 
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
@@ -220,12 +258,26 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
 def _check_together(options: PruneOptions) -> None:
     """Refuse options that contradict each other, whatever the files say that they name."""
     has_data(options, options)
+    if options.public and options.push is None:
+        raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
     size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
     if options.plan is not None and (options.ratio is not None or size or options.overrides or options.container):
         raise UserError(
             "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
+        )
+
+
+def _check_pushed(repo: str, options: PruneOptions) -> None:
+    """Refuse what cannot be pushed to, before anything is computed."""
+    from ckpt_prune.sharing.hub_repo import find_place
+
+    place = find_place(repo, public=options.public)
+    if not place.empty:
+        raise UserError(
+            f"{place.repo} is on the Hub and not empty: choose another name, or prune and then `ckpt-prune push "
+            f"{options.output} {place.repo} --overwrite`"
         )
 
 
@@ -239,8 +291,6 @@ def _graph_step(asked: "Asked") -> "GraphStep | None":
 
 
 def _with_graph(pruned: Pruned, step: "GraphStep", say: Notices) -> Pruned:
-    from dataclasses import replace
-
     try:
         graph = step.run(pruned.path, say)
     except UserError as error:

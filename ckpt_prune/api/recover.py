@@ -13,7 +13,7 @@ from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked, has_data
-from ckpt_prune.planning.recovery_recipe import Part, RecoverySettings, Teacher
+from ckpt_prune.planning.recovery_recipe import LoraSettings, Part, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Recovered:
 def recover(
     pruned: AnyModel,
     *,
-    dense: AnyModel,
+    dense: AnyModel | None = None,
     output: AnyPath,
     text: Texts = (),
     images: AnyPath | None = None,
@@ -68,6 +68,10 @@ def recover(
     teacher: Teacher = "dense",
     held_out: float = 0.1,
     patience: int = 3,
+    method: Literal["laco", "lora"] = "laco",
+    rank: int = 8,
+    alpha: float = 16.0,
+    seconds: float | None = None,
     state_memory: float = 8.0,
     perplexity_after: str | Sequence[int] | None = None,
     resume: bool = False,
@@ -82,7 +86,7 @@ def recover(
 
     Args:
         pruned: an output of this tool, or a model that another tool pruned: a folder, a Hub id or a result.
-        dense: the model it was made from.
+        dense: the model it was made from; lora needs none.
         output: the folder to write; it appears only when it is complete.
         text: files to recover a language model on.
         images: folder of images to recover a vision model on.
@@ -105,6 +109,10 @@ def recover(
         teacher: the stream that the dense block is given: the dense model's or the pruned one's.
         held_out: share of the samples that decides which epoch's weights are kept, if any; 0 keeps the last epoch's.
         patience: epochs without less error on them before a block is left.
+        method: laco: block by block towards the dense model; lora: adapters on the whole model, merged.
+        rank: of lora's adapters.
+        alpha: what they are multiplied by, times rank.
+        seconds: of lora: end training after so many seconds.
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped beside the output.
         perplexity_after: numbers of blocks, or "all": perplexities with only the first so many blocks recovered.
         resume: continue an interrupted run of the same job.
@@ -119,18 +127,28 @@ def recover(
         UserError: bad input, or two models that do not belong together; nothing is left behind.
     """
     given = locals()
-    options, settings = checked(RecoverOptions, given), checked(RecoverySettings, given)
+    options, settings, lora = (
+        checked(RecoverOptions, given),
+        checked(RecoverySettings, given),
+        checked(LoraSettings, given),
+    )
     out, trust = options.output, options.trust_remote_code
     # Before torch is imported, what can be told without it.
-    if Path(options.dense).is_dir():
+    if lora.method == "lora":
+        _check_lora(options, settings)
+    elif options.dense is None:
+        raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
+    if options.dense is not None and Path(options.dense).is_dir():
         refuse_overlap(Path(options.dense), out)
     if Path(options.pruned).is_dir():
         check_output(Path(options.pruned), out, resume=options.resume, overwrite=options.overwrite)
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
-    for each in (options.pruned, options.dense):
+    for each in filter(None, (options.pruned, options.dense)):
         check_supported(each, options.family, options.part)
     check_texts(options.text)
+    if lora.method == "lora":
+        return _by_lora(options, settings, lora, progress)
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.states import StateMemory
@@ -147,7 +165,7 @@ def recover(
         say = Notices()
         target = resolve_device(options.device)
         dtype = training_dtype(options, target)
-        ours, theirs = (open_model(each, Opening.of(options)) for each in (options.pruned, options.dense))
+        ours, theirs = (open_model(str(each), Opening.of(options)) for each in (options.pruned, options.dense))
         refuse_overlap(theirs.checkpoint.path, out)
         check_output(
             ours.checkpoint.path,
@@ -176,3 +194,56 @@ def recover(
         with resumable(out, say):
             report = recovering.recover(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
         return Recovered(out, report, tuple(say.lines))
+
+
+def _check_lora(options: RecoverOptions, settings: RecoverySettings) -> None:
+    """What LaCo alone can do."""
+    for given, said in (
+        (options.dense, "--dense"),
+        (options.resume, "--resume"),
+        (options.perplexity_after, "--perplexity-after"),
+        (options.part, "--part"),
+        (settings.norms, "--norms"),
+        (settings.teacher != "dense", f"--teacher {settings.teacher}"),
+    ):
+        if given:
+            raise UserError(f"{said} is for --method laco: lora trains the pruned model by itself, in one go")
+
+
+def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSettings, progress: bool) -> Recovered:
+    from ckpt_prune.adapting.examples import examples_of
+    from ckpt_prune.adapting.recover import LoraRequest, recover_by_lora
+    from ckpt_prune.adapting.training import require_peft
+    from ckpt_prune.calibration.choosing import chosen_samples
+    from ckpt_prune.containers.opening import Opening, open_model
+    from ckpt_prune.devices import resolve_device
+    from ckpt_prune.transform.asked import training_dtype
+    from ckpt_prune.transform.checks import check_trainable
+    from ckpt_prune.transform.publish import wanted_names
+
+    require_peft()
+    with progress_shown(progress):
+        say = Notices()
+        target = resolve_device(options.device)
+        ours = open_model(options.pruned, Opening.of(options))
+        check_output(
+            ours.checkpoint.path,
+            options.output,
+            overwrite=options.overwrite,
+            inputs=[options.images, options.labels, *options.text],
+            wants=wanted_names(ours.checkpoint),
+        )
+        samples = chosen_samples(ours, options, options, trust=options.trust_remote_code, most=MOST_SAMPLES, say=say)
+        check_trainable(len(samples))
+        request = LoraRequest(
+            ours,
+            settings,
+            lora,
+            samples,
+            examples_of(ours, samples, options),
+            seed=options.seed,
+            compute_dtype=training_dtype(options, target),
+            device=target,
+        )
+        report = recover_by_lora(request, options.output, overwrite=options.overwrite, announce=say)
+        return Recovered(options.output, report, tuple(say.lines))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, QUANTISED
 from ckpt_prune.options import path_of
 from ckpt_prune.progress import progress_shown
 
@@ -59,6 +59,7 @@ def verify(
         raise UserError("--statistics needs --against MODEL: blocks are computed again from both")
     place = output_folder(Path(path_of(folder)))
 
+    from ckpt_prune.compressing.verify import verify_quantised
     from ckpt_prune.evaluation import verify as checking
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.session import FILES
@@ -66,6 +67,8 @@ def verify(
 
     with progress_shown(progress), sessions_apart():
         dense = None if against is None else resolve(path_of(against))
+        if (place / QUANTISED).is_file():
+            return Verification(tuple(verify_quantised(place, dense)))
         holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))

@@ -110,6 +110,13 @@ def quantisation(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def is_packed(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json promises whole numbers of few bits as `quantize` writes them, which transformers loads."""
+    found = config.get(QUANTISATION)
+    packed = isinstance(found, dict) and found.get("quant_method") == "compressed-tensors"
+    return packed and found is not None and found.get("format") == "pack-quantized"
+
+
 def plain_fp8(config: Mapping[str, Any]) -> bool:
     """Whether a config.json promises float8 weights with a scale for each tensor, row or block."""
     found = config.get(QUANTISATION)

@@ -48,14 +48,22 @@ class Kind:
             raise self._refusal(folder, f"it has no {self.record}")
         try:
             record = parse_object(read_input(folder / self.record))
-            names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
+            found = set(self.names(record))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._refusal(folder, f"its {self.record} is damaged") from error
-        found = {name for name in names if _is_below(name)} | self.always | {self.record}
         for name, kind in self.inside(record).items():
             if (folder / name / kind.record).is_file():
                 found |= {f"{name}/{inner}" for inner in kind.written(folder / name)}
         return frozenset(found)
+
+    def names(self, record: dict[str, Any]) -> frozenset[str]:
+        """Paths of what this tool wrote in a folder with such a record, folders inside it left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such record.
+        """
+        names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
+        return frozenset({name for name in names if _is_below(name)} | self.always | {self.record})
 
     def _refusal(self, folder: Path, reason: str) -> UserError:
         return UserError(

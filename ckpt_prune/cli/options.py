@@ -14,7 +14,8 @@ from pydantic_core import PydanticUndefined
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.hub import local_folder
 from ckpt_prune.options import OpeningOptions
-from ckpt_prune.planning.shipped import DEFAULT_RECIPE, find_recipe
+from ckpt_prune.planning.recipe_places import check_recipe
+from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.ratios import Ratio, as_share, checked_ratio, share_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,6 +125,7 @@ provider_option = click.option(
     help="What onnxruntime runs on; where CUDA cannot be loaded, a line says so and the CPU is used. [default: what "
     "the graph is fused for, else cpu]",
 )
+public_option = click.option("--public", is_flag=True, help="Let all read what is pushed. [default: private]")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 
@@ -137,16 +139,20 @@ def checked_model(_ctx: click.Context, _parameter: click.Parameter, value: str |
 def checked_recipe(_ctx: click.Context, _parameter: click.Parameter, value: Any) -> Any:
     """Refuse an unknown recipe, or one of several, before anything is imported."""
     for each in (value,) if isinstance(value, str) else value or ():
-        find_recipe(each)
+        check_recipe(each)
     return value
 
 
+RECIPE_HELP = (
+    "Name of a shipped recipe, a recipe file or a folder with one, ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an "
+    "https address"
+)
 model_argument = click.argument("model", callback=checked_model)
 recipe_option = click.option(
     "--recipe",
     metavar="R",
     callback=checked_recipe,
-    help=f"Name of a shipped recipe, or a recipe file. [default: {DEFAULT_RECIPE}]",
+    help=f"{RECIPE_HELP}. [default: {DEFAULT_RECIPE}]",
 )
 
 

@@ -10,6 +10,7 @@ from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.api.sweep import sweep as plan_at
 from ckpt_prune.architectures.spaces import space_of
 from ckpt_prune.cli.options import (
+    RECIPE_HELP,
     checked_recipe,
     container_option,
     device_option,
@@ -50,8 +51,7 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
     multiple=True,
     metavar="R",
     callback=checked_recipe,
-    help="Name of a shipped recipe, or a recipe file; given more than once, all are compared in one table. [default: "
-    f"{DEFAULT_RECIPE}]",
+    help=f"{RECIPE_HELP}; given more than once, all are compared in one table. [default: {DEFAULT_RECIPE}]",
 )
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics folder (`ckpt-prune calibrate`).")
 @click.option(

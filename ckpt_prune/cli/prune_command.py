@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.prune import Pruned, prune_as
+from ckpt_prune.api.prune import Pruned, PushFailedError, prune_as
 from ckpt_prune.cli.options import (
     after_option,
     container_option,
@@ -17,6 +17,7 @@ from ckpt_prune.cli.options import (
     options_of,
     overwrite_option,
     part_option,
+    public_option,
     ratio_option,
     recipe_option,
     set_option,
@@ -56,6 +57,13 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions, PruneOptions, c
 )
 @state_memory_option
 @after_option
+@click.option(
+    "--push",
+    metavar="REPO",
+    help="Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token "
+    "and name are checked before any work.",
+)
+@public_option
 @overwrite_option
 @family_option
 @part_option
@@ -95,6 +103,10 @@ def command(as_json: bool, **given: Any) -> None:
     complete: list[Pruned] = []
     try:
         pruned = prune_as(checked(PruneOptions, given), written=complete.append if as_json else _print_done)
+    except PushFailedError as error:
+        if complete:
+            echo_json(error.pruned.data() | {"pushed": {"error": str(error)}})
+        raise
     except (UserError, KeyboardInterrupt) as error:
         if complete:
             why = str(error) if isinstance(error, UserError) else "interrupted"
@@ -108,6 +120,10 @@ def command(as_json: bool, **given: Any) -> None:
         from ckpt_prune.cli.proof import exported_lines
 
         click.echo("\n".join(exported_lines(pruned.graph)))
+    if not as_json and pruned.pushed is not None:
+        from ckpt_prune.cli.push_command import pushed_lines
+
+        click.echo("\n".join(pushed_lines(pruned.pushed, files=False)))
     click.get_current_context().exit(0 if pruned.passed else 1)
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-from ckpt_prune.cli.options import echo_json, json_option
+from ckpt_prune.cli.options import echo_json, json_option, public_option
 
 
 @click.group("recipe")
 def command() -> None:
-    """List, show, copy and check recipes."""
+    """List, show, copy, check and share recipes."""
 
 
 @command.command("list")
@@ -36,22 +36,27 @@ def list_recipes(as_json: bool) -> None:
 @command.command("show")
 @click.argument("name")
 def show(name: str) -> None:
-    """Print a recipe file, comments included."""
-    from ckpt_prune.planning.shipped import find_recipe, recipe_text
+    """Print a recipe file, comments included.
 
-    click.echo(recipe_text(find_recipe(name)), nl=False)
+    NAME is what --recipe takes: a shipped name, a file, ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address.
+    """
+    from ckpt_prune.planning.recipe_places import locate_recipe
+    from ckpt_prune.planning.shipped import recipe_text
+
+    click.echo(recipe_text(locate_recipe(name).path), nl=False)
 
 
 @command.command("copy")
 @click.argument("name")
 @click.argument("destination", type=click.Path(path_type=Path), required=False)
 def copy(name: str, destination: Path | None) -> None:
-    """Copy a shipped recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
+    """Copy a recipe to DESTINATION (default: NAME.yaml here), to edit and pass to --recipe."""
     from ckpt_prune.checkpoint.staging import write_whole
     from ckpt_prune.errors import UserError
-    from ckpt_prune.planning.shipped import find_recipe, recipe_text
+    from ckpt_prune.planning.recipe_places import locate_recipe
+    from ckpt_prune.planning.shipped import recipe_text
 
-    source = find_recipe(name)
+    source = locate_recipe(name).path
     target = destination or Path(source.name)
     if target.is_dir():
         target = target / source.name
@@ -75,6 +80,28 @@ def validate(file: str, as_json: bool) -> None:
         echo_json(recipe.model_dump(mode="json", by_alias=True))
         return
     click.echo(f"{file}: recipe {recipe.name} is valid")
+
+
+@command.command("push")
+@click.argument("file")
+@click.argument("repo")
+@public_option
+@click.option("--overwrite", is_flag=True, help="Replace a recipe of this name in REPO.")
+@json_option
+def push(file: str, repo: str, public: bool, overwrite: bool, as_json: bool) -> None:
+    """Share a recipe FILE in the Hub's repository REPO (ORG/NAME).
+
+    The repository is made where there is none: private, unless --public. The recipe is checked first. What is printed
+    is what others give to --recipe for just this file.
+    """
+    from ckpt_prune.sharing.recipes import push_recipe
+
+    reference, done = push_recipe(file, repo, public=public, overwrite=overwrite)
+    if as_json:
+        echo_json({"reference": reference, "url": done.url})
+        return
+    kind = "public" if public else "private"
+    click.echo(f"pushed {Path(file).name} to {done.url} ({kind}): --recipe {reference}")
 
 
 @command.command("schema")

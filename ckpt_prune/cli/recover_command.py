@@ -21,21 +21,21 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.options import ImageOptions, TrainingOptions
-from ckpt_prune.planning.recovery_recipe import RecoverySettings
+from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings
 
 
 @click.command("recover")
 @click.argument("pruned", callback=checked_model)
 @click.option(
     "--dense",
-    required=True,
     metavar="MODEL",
     callback=checked_model,
-    help="The dense model that PRUNED was made from.",
+    help="The dense model that PRUNED was made from; --method lora needs none.",
 )
 @options_of(TrainingOptions)
 @options_of(ImageOptions)
 @options_of(RecoverySettings)
+@options_of(LoraSettings)
 @state_memory_option
 @after_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
@@ -57,11 +57,16 @@ def command(as_json: bool, **given: Any) -> None:
     Of the samples (--samples, by default 2048 or all there are) a share is not trained on. It decides, block by block,
     which epoch's weights are kept: the old ones where none is better.
 
+    With --method lora adapters are trained on the linear modules of all blocks at once, by peft, on the next token (or
+    on the images' classes), and merged; the whole model is in memory. What was zero is zero again after merging, and
+    the weights of the epoch that is best on held-out samples are kept as they are stored, if any is better.
+
     The output appears only when it is complete. An interrupted run leaves OUT.partial, for --resume.
 
     \b
       ckpt-prune recover PRUNED --dense MODEL --text train.txt -o OUT
       ckpt-prune recover PRUNED --dense MODEL --text train.txt --only attention --layers 0:8 -o OUT
+      ckpt-prune recover PRUNED --method lora --text train.txt --epochs 2 -o OUT
       ckpt-prune recover PRUNED --dense VIT --images DIR --samples 512 --epochs 5 -o OUT
     """
     recovered = recover(**given)
@@ -69,8 +74,13 @@ def command(as_json: bool, **given: Any) -> None:
         echo_json(recovered.data())
         return
 
-    from ckpt_prune.cli.rendering import LAYER_HEADERS, layer_rows, recovery_lines
+    from ckpt_prune.cli.rendering import LAYER_HEADERS, layer_rows, lora_lines, recovery_lines
 
+    if recovered.report.lora is not None and given["method"] == "lora":
+        for line in lora_lines(recovered.report.lora):
+            click.echo(line)
+        click.echo(f"written to {recovered.path}")
+        return
     click.echo(table(LAYER_HEADERS, layer_rows(recovered.report.layers)))
     for line in recovery_lines(recovered.report):
         click.echo(line)

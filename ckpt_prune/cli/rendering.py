@@ -21,7 +21,7 @@ from ckpt_prune.report.figures import (
     unsolved,
     worse_on_held_out,
 )
-from ckpt_prune.report.model import Report
+from ckpt_prune.report.model import Lora, Report
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
 from ckpt_prune.transform.request import Shortened
@@ -251,6 +251,17 @@ def recovery_lines(report: Report) -> Iterable[str]:
             f"perplexity on {counted(figures.measured, f'{figures.tried_on} window')} of {figures.window} tokens: "
             f"{curve} blocks recovered"
         )
+
+
+def lora_lines(lora: Lora) -> Iterable[str]:
+    """What adapters were trained, and what they gave."""
+    yield (
+        f"{lora.parameters} parameters of rank {lora.rank}, {lora.steps} steps, {lora.epochs or 0:.1f} epochs of "
+        f"{lora.samples} samples in {lora.seconds or 0:.1f} s"
+    )
+    yield f"{lora.modules} modules have new weights; zeros stay zero"
+    if lora.loss_before is not None and lora.loss_after is not None:
+        yield f"loss on held-out samples {lora.loss_before:.4f} -> {lora.loss_after:.4f}"
 
 
 def layer_rows(layers: Sequence[RecoveredLayer]) -> list[list[str]]:

@@ -6,10 +6,19 @@ from pathlib import Path
 from ckpt_prune.checkpoint.modules import module_files
 from ckpt_prune.checkpoint.reading import CONFIG, PICKLES, Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.filenames import CONVERTED, EXPORT_ERROR, GENAI, GRAPH_RECORD, REPORT, ROTATIONS, VALIDATION
+from ckpt_prune.filenames import (
+    CONVERTED,
+    EXPORT_ERROR,
+    GENAI,
+    GRAPH_RECORD,
+    QUANTISED,
+    REPORT,
+    ROTATIONS,
+    VALIDATION,
+)
 
 _NOT_CARRIED = PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
-_REWRITTEN = {CONFIG, CONVERTED, "README.md", REPORT, ROTATIONS}
+_REWRITTEN = {CONFIG, CONVERTED, "README.md", REPORT, ROTATIONS, QUANTISED}
 _OF_A_GRAPH = {GENAI, GRAPH_RECORD, VALIDATION}
 """Where both a checkpoint and its graph are in one folder."""
 

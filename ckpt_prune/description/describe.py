@@ -30,6 +30,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.recipe_places import locate_recipe
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.transform.checks import check_spaces
@@ -153,13 +154,14 @@ def _space(model: Model, name: Any) -> SpaceDescription:
 
 
 def _recipe(name: str, ratio: float | None) -> Recipe:
-    found = load_recipe(name)
+    file = locate_recipe(name)
+    found = load_recipe(file)
     if found.mask is not None:
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
     if found.size is not None and ratio is None:
         raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
     # Whatever holds the shape: sizes are asked for, not a refusal.
-    return load_recipe(name, ("container=any",), ratio)
+    return load_recipe(file, ("container=any",), ratio)
 
 
 def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:

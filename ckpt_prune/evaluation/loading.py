@@ -1,6 +1,8 @@
 """Whole models in memory, for evaluation only. Pruning never comes here: it reads one block at a time."""
 
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ckpt_prune.architectures.skeleton import (
 )
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.checkpoint.jsonfile import parse_object
-from ckpt_prune.checkpoint.quantised import plain_fp8, refuse_quantised
+from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
@@ -108,11 +110,13 @@ def load_reported(
         if not trust_remote_code:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         ours, foreign = None, True
-    refuse_quantised(folder, raw)
+    if not is_packed(raw):
+        refuse_quantised(folder, raw)
     loader: Any = getattr(transformers, auto or auto_class(raw))
     options: dict[str, Any] = {"trust_remote_code": foreign}
     source: Path | None = folder
-    with quiet_transformers():
+    # compressed-tensors shows bars of its own, which nothing turns off.
+    with quiet_transformers(), redirect_stderr(StringIO()) if is_packed(raw) else nullcontext():
         try:
             if ours is not None:
                 loader = remote_model_class(ours)
@@ -136,6 +140,8 @@ def load_reported(
                 dtype=dtype,
                 **options,
             )
+            if is_packed(raw):  # which the first forward pass does else
+                model.hf_quantizer.compressor.decompress_model(model)
         except Exception as error:  # transformers raises anything here, from OSError to safetensors' own type
             reason = " ".join(str(error).split()) or type(error).__name__
             by = "transformers" if foreign or ours else "stock transformers"

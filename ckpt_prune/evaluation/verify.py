@@ -263,8 +263,9 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         dense = dense_at_depth(dense, report.depth)
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
-    if report.recovery is not None and report.rotation is None:
-        return _kept_outside(checkpoint, dense, whole_blocks=report.recovery.trained_norms)
+    if (report.recovery is not None or report.lora is not None) and report.rotation is None:
+        norms = report.recovery is not None and report.recovery.trained_norms
+        return _kept_outside(checkpoint, dense, whole_blocks=norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.depth is not None:

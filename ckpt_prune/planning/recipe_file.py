@@ -13,7 +13,8 @@ from ckpt_prune.architectures.spaces import SPACES
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.kinds import TRAITS
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.shipped import find_recipe, recipe_text
+from ckpt_prune.planning.recipe_places import RecipeFile, locate_recipe
+from ckpt_prune.planning.shipped import recipe_text
 from ckpt_prune.planning.yaml12 import read_yaml
 from ckpt_prune.ratios import percent_meant
 from ckpt_prune.sparsity.patterns import UNSTRUCTURED
@@ -24,7 +25,7 @@ Lines = dict[tuple[str, ...], int]
 
 
 def load_recipe(
-    reference: str,
+    reference: str | RecipeFile,
     overrides: tuple[str, ...] = (),
     ratio: float | None = None,
     size: Mapping[str, str] | None = None,
@@ -32,7 +33,7 @@ def load_recipe(
     """Read and check a recipe.
 
     Args:
-        reference: a shipped recipe's name or a path.
+        reference: as `locate_recipe` takes it, or what that gave.
         overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
         ratio: replaces the recipe's ratio and every space's own.
         size: replaces all ratios and the recipe's size: params, bytes or flops.
@@ -40,7 +41,7 @@ def load_recipe(
     Raises:
         UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
     """
-    path = find_recipe(reference)
+    path = (reference if isinstance(reference, RecipeFile) else locate_recipe(reference)).path
     values, lines = parse_yaml(recipe_text(path), path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")

@@ -208,6 +208,27 @@ class StatisticsReference(Fixed):
     digest: str
 
 
+class Origin(Fixed):
+    """Where a recipe was fetched from.
+
+    Attributes:
+        reference: as it is given to --recipe, without a revision.
+        revision: commit of the Hub repository; None for what has none.
+        sha256: of the file's bytes.
+    """
+
+    reference: str
+    revision: str | None = None
+    sha256: str
+
+    @property
+    def pinned(self) -> str:
+        """What is given to --recipe for the same bytes again."""
+        if self.revision is not None:
+            return f"{self.reference}@{self.revision}"
+        return f"{self.reference}#sha256={self.sha256}"
+
+
 class PlanFile(Fixed, Generic[RecipeT, SiteT]):
     """A plan as its file has it; `planning.plan` says which recipe and sites a plan has that can be applied."""
 
@@ -216,6 +237,7 @@ class PlanFile(Fixed, Generic[RecipeT, SiteT]):
     model_path: str
     recipe: RecipeT
     recipe_digest: str = ""
+    origin: Origin | None = None
     statistics: StatisticsReference | None = None
     container: str
     container_note: str | None = None
@@ -223,3 +245,9 @@ class PlanFile(Fixed, Generic[RecipeT, SiteT]):
     after: Cost
     depth: Depth | None = None
     sites: list[SiteT]
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans by recipes that were here do not change."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "origin" or value is not None}

@@ -79,6 +79,21 @@ class RecoverySettings(Strict):
         return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden
 
 
+class LoraSettings(Strict):
+    """How a model is recovered as a whole, where that is asked for in place of LaCo, and its adapters."""
+
+    method: Literal["laco", "lora"] = Field(
+        "laco",
+        description="laco: block by block, towards the dense model's hidden states. lora: adapters on the whole model, "
+        "which is in memory, on the next token or the images' classes; merged, zeros kept (extra lora).",
+    )
+    rank: int = Field(8, ge=1, le=2**16, description="Of lora's adapters.")
+    alpha: float = Field(16.0, gt=0, le=1e6, description="What lora's adapters are multiplied by, times rank.")
+    seconds: float | None = Field(
+        None, gt=0, description="Of lora: end training after so many seconds, whatever --epochs says."
+    )
+
+
 class RecoveryRecipe(RecoverySettings):
     """LaCo as a step of a recipe: each block is recovered right after it is pruned."""
 

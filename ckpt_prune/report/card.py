@@ -13,6 +13,7 @@ from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
+from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
 
 _PACKED = (
@@ -40,16 +41,14 @@ def model_card(report: Report) -> str:
     recipe, container = report.recipe, report.container
     embeds = MODULES in (report.side_files or ())
     lines = [
-        "---",
-        f"library_name: {'sentence-' if embeds else ''}transformers",
-        "tags: [ckpt-prune, pruned]",
-        "---",
+        *front_matter(metadata(report)),
         "",
         f"# {markdown(f'{report.source.name}, {_how(report)}')}",
         "",
         f"Made by ckpt_prune {report.ckpt_prune} from {coded(report.source.name)}. {markdown(recipe.summary)}"
         f"{_beside_shipped(report)}".rstrip(),
         f"Source of the method: {markdown(recipe.source)}." if recipe.source else "",
+        *([f"The recipe's file: {coded(report.origin.pinned)}."] if report.origin is not None else []),
         "",
         "| | before | after | share |",
         "|---|---|---|---|",
@@ -69,6 +68,7 @@ def model_card(report: Report) -> str:
         *_mask(report),
         *_rotation(report),
         *_recovery(report),
+        *_lora(report),
     ]
     if container.note:
         lines.append(f"Container: {container.note}.")
@@ -104,7 +104,7 @@ def _how(report: Report) -> str:
     pruned = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
     if report.part is not None:
         pruned = f"its {report.part} part {pruned}"
-    return f"{pruned} and recovered" if report.recovery else pruned
+    return f"{pruned} and recovered" if report.recovery or report.lora else pruned
 
 
 def _calibration(report: Report) -> list[str]:
@@ -271,6 +271,22 @@ def _recovery(report: Report) -> list[str]:
     if changes:
         sentences.append(f"On {figures.tried_on} samples, mean over blocks, before -> after: {', '.join(changes)}.")
     return [" ".join(sentences)]
+
+
+def _lora(report: Report) -> list[str]:
+    """What adapters were trained and what they gave."""
+    lora = report.lora
+    if lora is None:
+        return []
+    if not lora.modules:
+        return ["LoRA was tried, and no epoch was better on held-out samples: the weights are as they were."]
+    gained = ""
+    if lora.loss_before is not None and lora.loss_after is not None:
+        gained = f" Loss on held-out samples, before -> after: {lora.loss_before:.4g} -> {lora.loss_after:.4g}."
+    return [
+        f"Recovered by LoRA of rank {lora.rank} on {lora.modules} linear modules, merged; {lora.samples} samples, "
+        f"{lora.epochs or 0:.3g} epochs; zeros stay zero.{gained}"
+    ]
 
 
 def _record(report: Report) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, Origin, SiteRecord
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -46,11 +46,32 @@ class UsedRecipe(Record):
         return Record.read(mask).figure("damp") if isinstance(mask, dict) else None
 
 
+class SourceCard(Fixed):
+    """What the model card of the source says, under the Hub's keys, as far as it holds of the output too."""
+
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    language: list[str] = Field(default_factory=list)
+    datasets: list[str] = Field(default_factory=list)
+    pipeline_tag: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_found(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value}
+
+
 class Source(Fixed):
-    """Which model: the name of its folder, and `Checkpoint.fingerprint`."""
+    """Which model: its Hub id or the name of its folder, `Checkpoint.fingerprint`, and what its card says."""
 
     name: str
     fingerprint: str
+    card: SourceCard | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "card" or value is not None}
 
 
 class Asked(Fixed):
@@ -176,6 +197,39 @@ class Recovery(Fixed):
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
+class Lora(Fixed):
+    """How a model was recovered by LoRA.
+
+    Attributes:
+        rank, alpha: of the adapters.
+        lr: the highest learning rate.
+        seed: of the adapters and the order of samples.
+        settings: of training, as `RecoverySettings` has them.
+        data: fingerprint of the samples.
+        samples, window: how many, and their tokens; no window of images.
+        modules: that were changed; 0 where no epoch was better on held-out samples.
+        parameters: that were trained.
+        steps, epochs, seconds: of training.
+        loss_before, loss_after: cross entropy on held-out samples, of the model as it was and as it is stored, nats.
+    """
+
+    rank: Count
+    alpha: Figure = None
+    lr: Figure = None
+    seed: Amount = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    data: str = ""
+    samples: Amount = None
+    window: Amount = None
+    modules: Count = 0
+    parameters: Amount = None
+    steps: Amount = None
+    epochs: Figure = None
+    seconds: Figure = None
+    loss_before: Figure = None
+    loss_after: Figure = None
+
+
 class Stage(Fixed):
     """What one stage of the run took; of a resumed run, what was left of it.
 
@@ -200,6 +254,7 @@ class Report(Fixed):
         version: of the file's format.
         ckpt_prune, torch, transformers: versions of what wrote it.
         recipe, recipe_digest: as used.
+        origin: where the recipe was fetched from; None for one that was here.
         source: what was pruned.
         part: of it, where that is made of several models, which all other figures are about; or None.
         asked: what the recipe was changed for, or None.
@@ -213,6 +268,7 @@ class Report(Fixed):
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
+        lora: what LoRA did after pruning, absent without it.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
         files: file → sha256, of all that was written but this report and the card; former versions had only the
@@ -227,6 +283,7 @@ class Report(Fixed):
     transformers: str = UNKNOWN
     recipe: UsedRecipe
     recipe_digest: str = ""
+    origin: Origin | None = None
     source: Source
     part: str | None = None
     asked: Asked | None = None
@@ -241,6 +298,7 @@ class Report(Fixed):
     rotation: Rotation | None = None
     sites: list[SiteRecord]
     linears: list[MaskedLinear] = Field(default_factory=list)
+    lora: Lora | None = None
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
     stages: list[Stage] = Field(default_factory=list)
@@ -249,12 +307,13 @@ class Report(Fixed):
     job: str | None = None
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it; without a recovery, the keys of one are absent."""
+        """As JSON has it; the keys of a recovery, a part or a recipe's origin are absent without one."""
         values = self.model_dump(mode="json")
         if self.recovery is None:
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        if self.depth is None:
-            del values["depth"]
+        for key in ("origin", "lora", "depth"):
+            if values[key] is None:
+                del values[key]
         return values

@@ -19,6 +19,8 @@ from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleO
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
+from ckpt_prune.planning.recipe_places import RecipeFile, locate_recipe
+from ckpt_prune.planning.records import Origin
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces
@@ -36,6 +38,7 @@ class Asked:
         recipe: with the changes that options make to it.
         plan: where one is to be applied.
         device: where the work is done.
+        origin: where the recipe, or that of the plan, was fetched from; None for one that was here.
     """
 
     options: PruneOptions
@@ -43,6 +46,7 @@ class Asked:
     recipe: Recipe
     plan: Plan | None
     device: torch.device
+    origin: Origin | None = None
 
 
 def read_asked(options: PruneOptions) -> Asked:
@@ -58,7 +62,11 @@ def read_asked(options: PruneOptions) -> Asked:
     size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
-    recipe = plan.recipe if plan is not None else _recipe(options, size)
+    if plan is not None:
+        recipe, origin = plan.recipe, plan.origin
+    else:
+        file = _recipe_file(options)
+        recipe, origin = _recipe(file, options, size), file.origin
     recovers = recipe.recovery is not None or _maps(recipe)
     if data and not recovers and (options.statistics is not None or plan is not None):
         given = "--text" if options.text else "--images"
@@ -69,15 +77,18 @@ def read_asked(options: PruneOptions) -> Asked:
         )
     if options.perplexity_after is not None and recipe.recovery is None:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
-    return Asked(options, open_model(options.model, Opening.of(options)), recipe, plan, device)
+    return Asked(options, open_model(options.model, Opening.of(options)), recipe, plan, device, origin)
 
 
-def _recipe(options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
-    name = DEFAULT_RECIPE if options.recipe is None else options.recipe
+def _recipe_file(options: RecipeOptions) -> RecipeFile:
+    return locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
+
+
+def _recipe(file: RecipeFile, options: RecipeOptions, size: Mapping[str, str] | None) -> Recipe:
     changes = options.overrides
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
-    return load_recipe(name, changes, options.ratio, size)
+    return load_recipe(file, changes, options.ratio, size)
 
 
 def plan_request(options: PlanOptions) -> Request:
@@ -92,7 +103,8 @@ def plan_request(options: PlanOptions) -> Request:
     size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
-    device, recipe = resolve_device(options.device), _recipe(options, size)
+    device, file = resolve_device(options.device), _recipe_file(options)
+    recipe = _recipe(file, options, size)
     check_plannable(recipe)
     if recipe.perplexity_grid:
         raise UserError(
@@ -108,7 +120,15 @@ def plan_request(options: PlanOptions) -> Request:
         refuse_overlap(model.checkpoint.path, options.output)
     statistics = None if options.statistics is None else Statistics(options.statistics)
     by_default = options.recipe is None
-    return Request(model, recipe, statistics, device=device, diagnostics=options.diagnostics, by_default=by_default)
+    return Request(
+        model,
+        recipe,
+        statistics,
+        device=device,
+        diagnostics=options.diagnostics,
+        by_default=by_default,
+        origin=file.origin,
+    )
 
 
 def check_plan_place(out: Path, *, overwrite: bool) -> None:
@@ -169,6 +189,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
         options.diagnostics,
         training,
         by_default=options.recipe is None and plan is None,
+        origin=asked.origin,
     )
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and request.statistics is not None and request.statistics.index.digest != made_from:

@@ -51,6 +51,7 @@ def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
         model_path=str(model.checkpoint.path),
         recipe=whole.recipe,
         recipe_digest=whole.recipe.digest,
+        origin=whole.origin,
         statistics=statistics,
         container=container.model_type if container.remote_class is None else "remote",
         container_note=container.note,

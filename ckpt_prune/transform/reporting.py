@@ -20,6 +20,7 @@ from ckpt_prune.report.model import (
     Asked,
     Earlier,
     Learned,
+    Lora,
     Mask,
     Perplexity,
     Recovery,
@@ -30,6 +31,7 @@ from ckpt_prune.report.model import (
     StrengthSearch,
     UsedRecipe,
 )
+from ckpt_prune.report.source_card import source_card
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.versions import versions
 
@@ -72,6 +74,7 @@ def report_of_prune(
         transformers=used["transformers"],
         recipe=UsedRecipe.model_validate(whole.recipe.model_dump(mode="json", by_alias=True)),
         recipe_digest=whole.recipe.digest,
+        origin=whole.origin,
         source=source_of(whole.model.checkpoint),
         part=part_name(settled.model.checkpoint),
         asked=None if asked is None else _asked(asked),
@@ -117,6 +120,19 @@ def report_of_recovery(
     return base.model_copy(update={**versions(), "recovery": told, "layers": list(layers)})
 
 
+def report_of_adapters(own: Report | None, pruned: Model, container: Container, lora: Lora) -> Report:
+    """What LoRA did to a checkpoint: its own report, and what was added.
+
+    Args:
+        own: what the pruned checkpoint says of itself; None where another tool made it.
+        pruned: what was recovered.
+        container: what it and the output are stored as.
+        lora: what was done.
+    """
+    base = _elsewhere(pruned, pruned, container) if own is None else own
+    return base.model_copy(update={**versions(), "lora": lora})
+
+
 def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> Recovery:
     """How blocks were recovered.
 
@@ -129,7 +145,7 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
     chosen = settings.model_dump(mode="json", exclude={"samples", "seed"})
     perplexities = recoverer.perplexities()
     return Recovery(
-        dense=source_of(dense),
+        dense=source_of(dense).model_copy(update={"card": None}),
         on_the_fly=on_the_fly,
         settings=Record.model_validate(chosen | {"lr": recoverer.rate, "seed": recoverer.seed}),
         data=Record.model_validate(
@@ -162,7 +178,7 @@ def _within(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
 
 def source_of(checkpoint: Checkpoint) -> Source:
     """Which model a checkpoint is."""
-    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint)
+    return Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path))
 
 
 def stored_as(container: Container, family: Family) -> StoredAs:

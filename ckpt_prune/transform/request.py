@@ -13,7 +13,7 @@ from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Depth
+from ckpt_prune.planning.records import Depth, Origin
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Request:
         asked: the recipe as it was given, where its size was turned into ratios (`sizing.at_size`).
         larger: the next larger size that these ratios could give instead, in the kind of the size asked for.
         by_default: whether nobody named the recipe.
+        origin: where the recipe, or that of the plan, was fetched from; None for one that was here.
         shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
     """
 
@@ -115,6 +116,7 @@ class Request:
     asked: Recipe | None = None
     larger: int | None = None
     by_default: bool = False
+    origin: Origin | None = None
     shortened: Shortened | None = None
 
     @property

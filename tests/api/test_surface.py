@@ -25,6 +25,8 @@ VERBS = [
     "inspect",
     "plan",
     "prune",
+    "push",
+    "quantize",
     "recover",
     "validate",
     "verify",

@@ -210,7 +210,9 @@ def test_a_picture_is_not_a_recipe(place, command):
 
 @pytest.mark.parametrize("reference", ["dense", "", ".", "/"])
 def test_no_such_recipe(place, reference):
-    message = f"no recipe {reference!r}: `ckpt-prune recipe list` shows all; or give a path to a .yaml file"
+    message = f"{reference} is a folder without a recipe; give a .yaml file"
+    if not reference:
+        message = "no recipe '': `ckpt-prune recipe list` shows all; or give a path to a .yaml file"
     assert refused("recipe", "validate", reference) == message
     assert refused("recipe", "show", reference) == message
     assert refused("prune", "dense", "--recipe", reference, "-o", "out") == message

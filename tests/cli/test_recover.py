@@ -790,7 +790,9 @@ def test_values_that_mean_nothing(place, option, value, message):
 
 
 def test_what_recover_needs(place):
-    assert misused("recover", "pruned", *TEXT, "-o", "out") == "Missing option '--dense'."
+    assert refused("recover", "pruned", *TEXT, "-o", "out") == (
+        "recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)"
+    )
     assert misused(*RECOVER) == "Missing option '-o' / '--output'."
     assert misused("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
     assert refused(*BARE, "-o", "out") == "recover needs --text FILE, or --images DIR for a vision model"

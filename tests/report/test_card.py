@@ -45,7 +45,14 @@ def card(made: Json, **changes: Any) -> list[str]:
 def test_units():
     lines = card(report([site(0)]))
     assert lines == [
-        *["---", "library_name: transformers", "tags: [ckpt-prune, pruned]", "---", ""],
+        *[
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [ckpt-prune, pruned]",
+            "---",
+            "",
+        ],
         "# tiny, pruned by recipe corp",
         "",
         "Made by ckpt_prune 0.1.0 from `tiny`. Affine. That is the shipped recipe of this name; it was changed here, "

@@ -1,0 +1,185 @@
+"""Recovering a pruned checkpoint by LoRA: trained whole, merged, written as any output."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckpt_prune._version import __version__
+from ckpt_prune.adapting.examples import Examples
+from ckpt_prune.adapting.training import Adapted, adapt, rate_of, require_peft
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.units import human_bytes
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings
+from ckpt_prune.progress import meter
+from ckpt_prune.recovery.survivors import trained_tensors
+from ckpt_prune.report.model import Lora, Report
+from ckpt_prune.report.reading import report_of
+from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.pairs import container_of
+from ckpt_prune.transform.publish import publish, wanted_names
+from ckpt_prune.transform.reporting import report_of_adapters
+from ckpt_prune.transform.resuming import Announce
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class LoraRequest:
+    """One pruned model and what its adapters are trained on.
+
+    Attributes:
+        pruned: what is recovered.
+        settings: of training.
+        lora: of the adapters.
+        samples: to train on.
+        examples: the same, with their loss.
+        seed: of the adapters and the order of samples.
+        compute_dtype: that the model is held and run in.
+        device: where.
+    """
+
+    pruned: Model
+    settings: RecoverySettings
+    lora: LoraSettings
+    samples: Samples
+    examples: Examples
+    seed: int
+    compute_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all that the output depends on."""
+        parts = [
+            *(__version__, "lora", self.pruned.checkpoint.fingerprint, self.samples.fingerprint, self.seed),
+            *(self.settings.model_dump(mode="json"), self.lora.model_dump(mode="json"), str(self.compute_dtype)),
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def modules_of(request: LoraRequest) -> dict[str, tuple[str, torch.dtype]]:
+    """Linear module of the loaded model → the tensor on disk that its weight is, and that tensor's type.
+
+    Raises:
+        UserError: transformers holds none of them as a tensor of its own.
+    """
+    model, raw = request.pruned, Checkpoint.open(request.pruned.checkpoint.path)
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in raw.tensors.items()}
+    known = container_of(model).names()
+    found = {}
+    for block in request.settings.blocks(model.blocks):
+        for name in trained_tensors(model.family, block, tensors, request.settings.only):
+            parameters = known.parameters(name) if name.endswith(_WEIGHT) and tensors[name].numel() else ()
+            if len(parameters) == 1:
+                found[parameters[0].removesuffix(_WEIGHT)] = (name, tensors[name].dtype)
+    if not found:
+        raise UserError(f"{raw.path}: transformers holds its linear modules as others, which peft gives no adapters")
+    return found
+
+
+def recover_by_lora(request: LoraRequest, out: Path, *, overwrite: bool, announce: Announce) -> Report:
+    """Train adapters on the whole model and write it with them merged. Shapes, dtypes, names and zeros stay.
+
+    Args:
+        request: what to do.
+        out: the folder to write.
+        overwrite: replace an existing output.
+        announce: told what is held in memory, and whether anything was gained.
+
+    Returns:
+        The report, as in the output's ckpt_prune.json.
+
+    Raises:
+        UserError: bad input; nothing is left behind.
+    """
+    require_peft()
+    pruned = request.pruned.checkpoint
+    own, modules = report_of(pruned.path), modules_of(request)
+    place = Staging(out, job=request.digest, overwrite=overwrite, wants=wanted_names(pruned))
+    pruned.check_finite()
+    announce(_memory(request, modules))
+    stages = Stages(request.device)
+    with stages.stage("loading"):
+        model = load_model(pruned.path, device=request.device, dtype=request.compute_dtype)
+    rate = rate_of(request.settings, request.pruned.dimension("hidden"))
+    with stages.stage("training"), meter(request.settings.epochs, "training adapters", unit="epoch") as epochs:
+        adapted = adapt(
+            model,
+            {name: dtype for name, (_, dtype) in modules.items()},
+            request.examples,
+            request.settings,
+            request.lora,
+            rate=rate,
+            seed=request.seed,
+            told=lambda epoch, loss: epochs.step(epoch, loss),
+        )
+    del model
+    if not adapted.weights:
+        announce("no epoch was better on the held-out samples: the weights stay as they are")
+    changed = {modules[name][0]: weight.cpu() for name, weight in adapted.weights.items()}
+    return _written(request, own, adapted, changed, place, stages, announce)
+
+
+def _memory(request: LoraRequest, modules: dict[str, tuple[str, torch.dtype]]) -> str:
+    tensors = request.pruned.checkpoint.tensors
+    whole = sum(info.numel for info in tensors.values()) * request.compute_dtype.itemsize
+    kept = sum(tensors[name].numel * dtype.itemsize for name, dtype in modules.values() if name in tensors)
+    return (
+        f"LoRA holds the whole model, {human_bytes(whole + 2 * kept)} with its weights as they were and become, "
+        f"and the activations of a batch of {request.settings.batch} (--accumulate for parts of it); --method laco "
+        "holds one block"
+    )
+
+
+def _written(
+    request: LoraRequest,
+    own: Report | None,
+    adapted: Adapted,
+    changed: dict[str, torch.Tensor],
+    place: Staging,
+    stages: Stages,
+    announce: Announce,
+) -> Report:
+    """Write the source's tensors, and those that changed in their place."""
+    source = Checkpoint.open(request.pruned.checkpoint.path)
+    layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in source.files}
+    for name, info in source.tensors.items():
+        layout[info.file][name] = (info.dtype, info.shape)
+    told = Lora(
+        rank=request.lora.rank,
+        alpha=request.lora.alpha,
+        lr=adapted.rate,
+        seed=request.seed,
+        settings=request.settings.model_dump(mode="json", exclude={"lr"}),
+        data=request.samples.fingerprint,
+        samples=len(request.samples),
+        window=request.samples.tokens if request.examples.classes is None else None,
+        modules=len(changed),
+        parameters=adapted.parameters,
+        steps=adapted.steps,
+        epochs=adapted.epochs,
+        seconds=round(adapted.seconds, 3),
+        loss_before=adapted.loss_before,
+        loss_after=adapted.loss_after,
+    )
+    container = container_of(request.pruned)
+    with place as staging:
+        writer = CheckpointWriter(staging, layout, sharded=source.sharded)
+        for name in source.tensors:
+            writer.write(name, changed[name] if name in changed else source.read([name])[name])
+        writer.commit("tensors")
+        asides = [ROTATIONS] if (source.path / ROTATIONS).is_file() else []
+        for name in asides:
+            writer.copy(source.path / name)
+        report = report_of_adapters(own, request.pruned, container, told)
+        return publish(writer, report, container, request.pruned.checkpoint, [*layout, *asides], stages, announce)

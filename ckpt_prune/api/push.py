@@ -1,0 +1,111 @@
+"""`ckpt_prune.push`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.types import AnyModel
+from ckpt_prune.api.verify import verify
+from ckpt_prune.errors import UserError
+from ckpt_prune.options import PushOptions, checked
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.sharing.hub_repo import Place
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was pushed, or would be.
+
+    Attributes:
+        repo: the repository.
+        public: whether all may read it.
+        files: name in the repository → bytes.
+        removed: names of files that were there and are no more.
+        left_out: what else is in the folder, and was not pushed.
+        url: of the repository; None after a dry run.
+        commit: that holds it; None after a dry run.
+    """
+
+    repo: str
+    public: bool
+    files: dict[str, int]
+    removed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    url: str | None = None
+    commit: str | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "repo": self.repo,
+            "public": self.public,
+            "files": self.files,
+            "bytes": sum(self.files.values()),
+            "removed": list(self.removed),
+            "left_out": list(self.left_out),
+            "url": self.url,
+            "commit": self.commit,
+        }
+
+
+def push(
+    folder: AnyModel,
+    repo: str,
+    *,
+    public: bool = False,
+    overwrite: bool = False,
+    base_model: str | None = None,
+    license: str | None = None,
+    evaluation: str | Sequence[str] = (),
+    dry_run: bool = False,
+    progress: bool = True,
+) -> Pushed:
+    """Share an output through the Hub, as `ckpt-prune push` does: verified first, then by one commit.
+
+    Args:
+        folder: an output of this tool. Only files that this tool wrote are pushed.
+        repo: a repository on the Hub such as org/name; it is made where there is none.
+        public: let all read it.
+        overwrite: replace what this tool pushed there before; other files stay.
+        base_model: Hub id of the dense model, for the card.
+        license: of the output, for the card, in place of what the dense model's card said.
+        evaluation: figures for the card, NAME=FILE: the data's name and what `evaluate --json` printed.
+        dry_run: check everything; upload nothing.
+        progress: show bars on stderr.
+
+    Raises:
+        UserError: the output is not whole, the repository is taken or cannot be written to, or the upload fails.
+    """
+    options = checked(PushOptions, locals())
+
+    from ckpt_prune.sharing.contents import contents_of
+    from ckpt_prune.sharing.hub_repo import find_place
+    from ckpt_prune.sharing.outputs import pushed_card, removed_from
+
+    with progress_shown(progress):
+        own = contents_of(Path(options.folder))
+        place = find_place(options.repo, public=options.public)
+        removed = removed_from(place, own, overwrite=options.overwrite)
+        card = pushed_card(own, place.repo, options)
+        found = verify(own.folder, progress=progress)
+        failed = next((check for check in found.checks if check.passed is False), None)
+        if failed is not None:
+            raise UserError(f"{own.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
+        sizes = {name: len(card) if name == CARD else own.bytes(name) for name in own.files}
+        pushed = Pushed(place.repo, options.public, sizes, removed, own.left_out)
+        return pushed if options.dry_run else _sent(pushed, place, own.folder, card)
+
+
+CARD = "README.md"
+
+
+def _sent(pushed: Pushed, place: "Place", folder: Path, card: bytes) -> Pushed:
+    from ckpt_prune._version import __version__
+    from ckpt_prune.sharing.hub_repo import commit
+
+    files: dict[str, Path | bytes] = {name: card if name == CARD else folder / name for name in pushed.files}
+    done = commit(place, files, remove=pushed.removed, message=f"Made by ckpt_prune {__version__}")
+    return replace(pushed, url=done.url, commit=done.oid)

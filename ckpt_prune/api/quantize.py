@@ -1,0 +1,69 @@
+"""`ckpt_prune.quantize`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.api.types import AnyModel, AnyPath
+from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.compressing.scheme import Format
+from ckpt_prune.options import QuantizeOptions, checked
+from ckpt_prune.progress import progress_shown
+
+if TYPE_CHECKING:
+    from ckpt_prune.calibration.statistics import Statistics
+    from ckpt_prune.compressing.record import Quantised
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """What was written.
+
+    Attributes:
+        path: the output.
+        record: as in the output's ckpt_prune_quantised.json.
+    """
+
+    path: Path
+    record: "Quantised"
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return self.record.model_dump(mode="json")
+
+
+def quantize(
+    model: AnyModel,
+    *,
+    output: AnyPath,
+    format: Format,
+    group_size: str | int | None = None,
+    statistics: "AnyPath | Statistics | None" = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> QuantizedModel:
+    """Write a model with weights of few bits, as `ckpt-prune quantize` does, one tensor at a time.
+
+    Args:
+        model: a folder, a Hub id, or what a function of this package has written.
+        output: the folder to write; it appears only when it is complete.
+        format: int8 or int4.
+        group_size: columns that share a scale, 32, 64 or 128, or "channel" for whole rows; None: rows for int8, the
+            largest size that fits for int4.
+        statistics: of the model, with Grams of all inputs (collect moments, gram, linears): round by GPTQ, which keeps
+            outputs, in place of rounding to nearest.
+        overwrite: replace what this function wrote before.
+        progress: show bars on stderr.
+
+    Raises:
+        UserError: the model cannot be quantised so, or the place is taken.
+    """
+    options = checked(QuantizeOptions, locals())
+    check_supported(options.model, None, None)
+
+    from ckpt_prune.compressing.quantise import job_of, quantise
+    from ckpt_prune.containers.opening import Opening, open_checkpoint
+
+    with progress_shown(progress):
+        job = job_of(open_checkpoint(options.model, Opening()), options.format, options.group_size, options.statistics)
+        return QuantizedModel(options.output, quantise(job, options.output, overwrite=options.overwrite))

@@ -1,0 +1,49 @@
+"""The model card of a quantised checkpoint."""
+
+from typing import Any
+
+from ckpt_prune.checkpoint.units import counted, human_bytes
+from ckpt_prune.compressing.record import Quantised
+from ckpt_prune.filenames import QUANTISED
+from ckpt_prune.plain import coded, markdown
+from ckpt_prune.report.metadata import described_by_card, front_matter
+
+QUANTISED_FROM = "quantized"
+"""How the Hub calls what such a model is to its base."""
+
+
+def quantised_metadata(record: Quantised) -> dict[str, Any]:
+    """What its card tells the Hub."""
+    values: dict[str, Any] = {"library_name": "transformers"}
+    if "/" in record.source.name:
+        values |= {"base_model": record.source.name, "base_model_relation": QUANTISED_FROM}
+    values |= described_by_card(record.source.card, record.auto_class)
+    return values | {"tags": ["ckpt-prune", "compressed-tensors"]}
+
+
+def quantised_card(record: Quantised) -> str:
+    """README.md of a quantised checkpoint, from its record."""
+    errors = [each.error for each in record.weights if each.error is not None]
+    mean = f" Rounding changed a weight by {sum(errors) / len(errors):.2%} of its energy on average." if errors else ""
+    share = record.after / record.before
+    rounded = "to nearest" if record.rounding == "nearest" else "by GPTQ"
+    return "\n".join(
+        [
+            *front_matter(quantised_metadata(record)),
+            "",
+            f"# {markdown(f'{record.source.name}, {record.format}')}",
+            "",
+            f"Made by ckpt_prune {record.ckpt_prune} from {coded(record.source.name)}: "
+            f"{counted(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded "
+            f"{rounded}; embeddings, norms and heads stay as they were.{mean}",
+            f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "
+            f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED}`.",
+            "",
+            "```python",
+            f"from transformers import {record.auto_class}  # needs the package compressed-tensors",
+            "",
+            f'model = {record.auto_class}.from_pretrained("PATH")',
+            "```",
+            "",
+        ]
+    )

@@ -1,0 +1,82 @@
+"""`ckpt_prune_quantised.json`: what a quantised checkpoint was made from, and how."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ckpt_prune.checkpoint.inputs import read_input
+from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.checkpoint.written import Kind
+from ckpt_prune.compressing.scheme import Format, Scheme
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import QUANTISED
+from ckpt_prune.records import Count, Figure, Fixed
+from ckpt_prune.report.model import Source
+
+QUANTISATION_KIND = Kind(QUANTISED, "what `quantize` wrote", frozenset({"README.md"}), left="dropped")
+
+
+class Rounded(Fixed):
+    """One weight: its name on disk, and what rounding changed: Σ(ŵ − w)² / Σw²."""
+
+    weight: str
+    error: Figure = None
+
+
+class Quantised(Fixed):
+    """What the file holds.
+
+    Attributes:
+        version: of its format.
+        ckpt_prune, compressed_tensors, torch, transformers: versions of what wrote it.
+        source: the checkpoint that was quantised.
+        auto_class: of transformers, that loads both.
+        format: int8 or int4.
+        group_size: columns that share a scale; None for whole rows.
+        before, after: bytes of tensors.
+        rounding: nearest, or gptq.
+        statistics: digest of those that gptq rounded by; None of nearest.
+        weights: that were quantised.
+        report: `ckpt_prune.json` of the source, where it has one.
+        files: file → sha256.
+        side_files: names of what was written beside them.
+    """
+
+    version: Literal[1] = 1
+    ckpt_prune: str
+    compressed_tensors: str
+    torch: str
+    transformers: str
+    source: Source
+    auto_class: str
+    format: Format
+    group_size: int | None
+    before: Count
+    after: Count
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    statistics: str | None = None
+    weights: list[Rounded]
+    report: dict[str, Any] | None = None
+    files: dict[str, str] = Field(default_factory=dict)
+    side_files: list[str] = Field(default_factory=list)
+
+    @property
+    def scheme(self) -> Scheme:
+        """How its weights are stored."""
+        return Scheme(self.format, self.group_size)
+
+
+def read_quantised(folder: Path) -> Quantised:
+    """The record of a quantised checkpoint.
+
+    Raises:
+        UserError: it is not there, or damaged.
+    """
+    path = folder / QUANTISED
+    try:
+        return Quantised.read(parse_object(read_input(path)))
+    except OSError as error:
+        raise UserError(f"{folder} has no {QUANTISED}: give a folder that `ckpt-prune quantize` wrote") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: quantise again") from error

@@ -1,0 +1,50 @@
+"""What the Hub reads of a model card: the values between its first lines."""
+
+from typing import Any
+
+import yaml
+
+from ckpt_prune.checkpoint.modules import MODULES
+from ckpt_prune.report.model import Report, SourceCard
+
+_PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForImageClassification": "image-classification",
+}
+"""Auto class → task, where the class leaves no doubt of it and the source's card says nothing."""
+
+
+PRUNED = "finetune"
+"""How a pruned model is related to its base: the Hub has no word for that, and guesses a finetune."""
+
+
+def metadata(report: Report) -> dict[str, Any]:
+    """What an output's card tells the Hub: what it was made from and may be used for."""
+    embeds = MODULES in (report.side_files or ())
+    values: dict[str, Any] = {"library_name": "sentence-transformers" if embeds else "transformers"}
+    if "/" in report.source.name:
+        values |= {"base_model": report.source.name, "base_model_relation": PRUNED}
+    values |= described_by_card(report.source.card, "" if embeds else report.container.auto_class)
+    return values | {"tags": ["ckpt-prune", "pruned"]}
+
+
+def described_by_card(card: SourceCard | None, auto_class: str) -> dict[str, Any]:
+    """What the source's card says that holds of what is made from it, and the task where it says none.
+
+    Args:
+        card: of the source.
+        auto_class: of transformers, which tells the task.
+    """
+    values = {} if card is None else card.model_dump(exclude_defaults=True)
+    task = _PIPELINES.get(auto_class)
+    return values if task is None or "pipeline_tag" in values else values | {"pipeline_tag": task}
+
+
+def front_matter(values: dict[str, Any]) -> list[str]:
+    """Values as the first lines of a card."""
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
+    return ["---", *text.splitlines(), "---"]

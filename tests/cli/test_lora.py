@@ -1,0 +1,176 @@
+"""`recover --method lora`: adapters on the whole model, merged into what the report says they are."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy
+
+import ckpt_prune
+from ckpt_prune.calibration.image_processor import load_processor
+from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
+from ckpt_prune.recovery.training import Split
+from tests.cli.running import TEXT, ok, refused, run
+from tests.cli.test_recover import changed, linears, report_of, tensors
+from tests.contract.models import CASES
+from tests.images import write_csv, write_images, write_vit
+
+LORA = ("--method", "lora", *TEXT, "--samples", "32", "--epochs", "3", "--lr", "0.02", "--batch", "8")
+
+
+def held_out_loss(folder: str) -> float:
+    """Of a folder as anybody loads it, on the windows that are held out, token by token."""
+    stream = token_stream(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
+    windows = calibration_windows(stream, samples=32, window=16, seed=0, choose="random")
+    windows = windows[Split.of(len(windows), 0.1).measured]
+    with torch.no_grad():
+        logits = ckpt_prune.load(folder, dtype=torch.float32)(windows).logits
+    each = [cross_entropy(logits[w, t], windows[w, t + 1]) for w in range(len(windows)) for t in range(15)]
+    return float(torch.stack(each).mean())
+
+
+def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    said = run("recover", "masked", *LORA, "-o", "out")
+    assert said.exit_code == 0, said.output
+    lora = report_of("out")["lora"]
+    assert lora["loss_before"] == pytest.approx(held_out_loss("masked"), rel=1e-4)
+    assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
+    assert lora["loss_after"] < lora["loss_before"] - 0.05
+    assert changed("out", "masked") == linears(0, 1)
+    ours, theirs = tensors("out"), tensors("masked")
+    for name in linears(0, 1):
+        assert ((ours[name] == 0) == (theirs[name] == 0)).all(), name
+    assert said.stdout.splitlines() == [
+        f"{lora['parameters']} parameters of rank 8, {lora['steps']} steps, 3.0 epochs of 32 samples in "
+        f"{lora['seconds']:.1f} s",
+        "14 modules have new weights; zeros stay zero",
+        f"loss on held-out samples {lora['loss_before']:.4f} -> {lora['loss_after']:.4f}",
+        "written to out",
+    ]
+    assert said.stderr.startswith("LoRA holds the whole model, ")
+    assert said.stderr.count("\n") == 1
+    assert "linear modules are the dense ones, bit for bit" in ok("verify", "out", "--against", "dense")
+    card = Path("out/README.md").read_text()
+    assert f"Recovered by LoRA of rank 8 on 14 linear modules, merged; 32 samples, {lora['epochs']:.3g} epochs" in card
+    assert report_of("out")["recipe"]["name"] == "magnitude-50"
+
+
+def test_the_same_run_gives_the_same_bytes(place: Path):
+    for out in ("a", "b"):
+        ok("recover", "pruned", *LORA, "--rank", "2", "--accumulate", "2", "-o", out)
+    assert changed("a", "b") == set()
+    assert changed("a") == linears(0, 1)
+    assert report_of("a")["job"] == report_of("b")["job"]
+    ok("recover", "pruned", *LORA, "--rank", "2", "--seed", "1", "-o", "c")
+    assert changed("c", "a") == linears(0, 1)
+
+
+def test_some_modules_alone(place: Path):
+    ok("recover", "pruned", *LORA, "--only", "mlp", "--layers", "1:2", "-o", "out")
+    assert changed("out") == linears(1, only=("gate_proj", "up_proj", "down_proj"))
+
+
+def test_where_nothing_is_gained_weights_stay(place: Path):
+    done = run("recover", "pruned", *LORA[:-4], "--lr", "100000", "--patience", "1", "-o", "out")
+    assert done.exit_code == 0, done.output
+    assert "no epoch was better on the held-out samples: the weights stay as they are\n" in done.stderr
+    assert changed("out") == set()
+    lora = report_of("out")["lora"]
+    assert (lora["modules"], lora["loss_after"]) == (0, lora["loss_before"])
+
+
+def test_without_held_out_samples_the_last_epoch_is_kept(place: Path):
+    ok("recover", "pruned", *LORA[:-4], "--lr", "0.5", "--held-out", "0", "-o", "out")
+    assert changed("out") == linears(0, 1)
+    lora = report_of("out")["lora"]
+    assert lora["loss_after"] != lora["loss_before"]
+
+
+def test_seconds_end_it(place: Path):
+    found = json.loads(
+        ok("recover", "pruned", *LORA[:-6], "--epochs", "100000", "--seconds", "0.2", "-o", "out", "--json")
+    )
+    assert 0 < found["lora"]["epochs"] < 1000
+
+
+def test_an_output_with_code_of_its_own_is_recovered(place: Path):
+    ok(
+        "prune",
+        "dense",
+        "--recipe",
+        "rcpu",
+        "--statistics",
+        "stats",
+        "--ratio",
+        "0.5",
+        "--container",
+        "remote",
+        "-o",
+        "own",
+    )
+    ok("recover", "own", *LORA, "-o", "out")
+    lora = report_of("out")["lora"]
+    assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
+    assert lora["loss_after"] < lora["loss_before"]
+    assert changed("out", "own") == linears(0, 1)
+
+
+def test_a_classifier_learns_its_classes(tmp_path: Path):
+    write_vit(Path("vit"))
+    names = [f"{index}.png" for index in range(12)]
+    write_images(Path("pictures"), names)
+    images = ("--method", "lora", "--images", "pictures", "--epochs", "6", "--lr", "0.005", "--held-out", "0.25")
+    assert refused("recover", "vit", *images, "-o", "out") == (
+        "--method lora needs the images' classes: give --labels FILE or a sub-folder per class"
+    )
+    write_csv(Path("pictures/labels.csv"), "file,label", *(f"{name},1" for name in names))
+    ok("recover", "vit", *images, "-o", "out")
+    lora = report_of("out")["lora"]
+    assert (lora["window"], lora["samples"]) == (None, 12)
+    assert lora["loss_after"] < lora["loss_before"]
+    assert report_of("out")["recipe"]["name"] == "pruned elsewhere"
+    model = ckpt_prune.load("out", dtype=torch.float32)
+    pixels = {
+        "pixel_values": load_processor(Path("out"))(Image.open("pictures/0.png"), return_tensors="pt")["pixel_values"]
+    }
+    dense = ckpt_prune.load("vit", dtype=torch.float32)
+    with torch.no_grad():
+        chances = [each(**pixels).logits.softmax(-1)[0, 1] for each in (model, dense)]
+    assert chances[0] > chances[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--dense", "dense"), "--dense is for --method laco: lora trains the pruned model by itself, in one go"),
+        (("--resume",), "--resume is for --method laco: lora trains the pruned model by itself, in one go"),
+        (
+            ("--perplexity-after", "1"),
+            "--perplexity-after is for --method laco: lora trains the pruned model by itself, in one go",
+        ),
+        (("--norms",), "--norms is for --method laco: lora trains the pruned model by itself, in one go"),
+        (("--teacher", "pruned"), "--teacher pruned is for --method laco: lora trains "),
+        (("--compute-dtype", "float16"), "--compute-dtype float16: gradients underflow in it; recovery runs in "),
+        (("--layers", "5:9"), "layers 5:9"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(place: Path, words: tuple[str, ...], message: str):
+    assert message in refused("recover", "pruned", *LORA, *words, "-o", "out")
+
+
+def test_an_encoder_without_a_head_is_refused(place: Path):
+    case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
+    case.write(Path("bert"))
+    assert refused("recover", "bert", "--method", "lora", "--text", "calib.txt", "--window", "12", "-o", "out") == (
+        "--method lora trains on the next token or an image's class, which bert (AutoModel) does not predict: "
+        "recover it with --method laco"
+    )
+
+
+def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert refused("recover", "pruned", *LORA, "-o", "out") == "peft is not installed; `pip install ckpt-prune[lora]`"

@@ -1,0 +1,336 @@
+"""`quantize`: a checkpoint with weights of few bits that stock transformers loads, and that is its source, rounded."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ckpt_prune.calibration.text import load_tokenizer
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import edit_weights, ok, refused, run
+from tests.compressing.test_rounding import bits_of
+from tests.contract.models import CASES
+from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
+from tests.hub_server import Hub
+from tests.once import once, run_folder
+
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama whose weights groups of 32 and 64 divide, in two shards, with its tokenizer, licence and some text."""
+
+    def make(here: Path) -> Path:
+        with quiet_transformers():
+            tiny_llama(hidden_size=64, intermediate_size=128, initializer_range=0.2).save_pretrained(
+                here / "dense", max_shard_size="200KB"
+            )
+        tiny_tokenizer().save_pretrained(here / "dense")
+        (here / "dense" / "LICENSE").write_text("mine\n")
+        (here / "calib.txt").write_text("the cat sat on a mat and then a dog ran far away " * 20)
+        return here
+
+    return once(run_folder(tmp_path_factory) / "to-quantise", make)
+
+
+@pytest.fixture
+def here(model: Path, tmp_path: Path) -> Path:
+    for name in ("dense", "calib.txt"):
+        (tmp_path / name).symlink_to(model / name)
+    return tmp_path
+
+
+def loaded(folder: str) -> PreTrainedModel:
+    """As anybody loads it, in float32, in which codes times scales are exact."""
+    with quiet_transformers():
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return found.eval()
+
+
+def calibration_ids(text: str) -> torch.Tensor:
+    """Windows of a text, for a model of any of the tokenizers here."""
+    ids = load_tokenizer(Path("dense"))(Path(text).read_text(), add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids[: len(ids) // 16 * 16]).reshape(-1, 16)
+
+
+def tensors_of(folder: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def oracle(folder: str, bits: int) -> PreTrainedModel:
+    """The dense model in float64 with every packed weight read bit by bit in its place."""
+    tensors = tensors_of(folder)
+    model = copy.deepcopy(loaded("dense")).double()
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        rows, columns = tensors[f"{module}.weight_shape"].tolist()
+        codes = torch.from_numpy(bits_of(tensors[name].numpy(), bits, columns)).double()
+        scales = tensors[f"{module}.weight_scale"].double()
+        weight = (codes.reshape(rows, scales.shape[1], -1) * scales[..., None]).reshape(rows, columns)
+        model.get_submodule(module).weight.data = weight
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("format", "size", "bits", "scales"),
+    [("int8", None, 8, 1), ("int8", "32", 8, 2), ("int4", None, 4, 1), ("int4", "32", 4, 2), ("int4", "channel", 4, 1)],
+)
+def test_stock_transformers_computes_what_codes_and_scales_say(here: Path, format, size, bits, scales):
+    ok("quantize", "dense", "-o", "out", "--format", format, *(["--group-size", size] if size else []))
+    ids = random_windows(2, 12)
+    with torch.no_grad():
+        ours, theirs = loaded("out")(ids).logits, oracle("out", bits)(ids).logits
+        dense = loaded("dense")(ids).logits
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    assert 1e-3 < (ours - dense).abs().max() < 5
+    found = tensors_of("out")
+    assert found["model.layers.0.self_attn.q_proj.weight_scale"].shape == (64, scales)
+    assert {name.split(".")[-2] for name in found if name.endswith("weight_packed")} == LINEARS
+    assert torch.equal(found["lm_head.weight"], tensors_of("dense")["lm_head.weight"])
+
+
+def test_what_is_said_and_written(here: Path):
+    said = ok("quantize", "dense", "-o", "out", "--format", "int4").splitlines()
+    record = json.loads(Path("out/ckpt_prune_quantised.json").read_text())
+    assert (record["format"], record["group_size"], len(record["weights"])) == ("int4", 64, 14)
+    assert record["after"] == sum(tensor.nbytes for tensor in tensors_of("out").values())
+    assert record["before"] == sum(tensor.nbytes for tensor in tensors_of("dense").values())
+    assert said[0].split() == ["before", "after", "share"]
+    assert said[2] == "14 weights as int4, one scale per group of 64 columns"
+    worst = max(record["weights"], key=lambda each: each["error"])
+    assert said[3].endswith(f"{worst['error']:.3%} of {worst['weight']}")
+    assert 0.001 < worst["error"] < 0.03
+    assert said[4] == "written to out"
+    config = json.loads(Path("out/config.json").read_text())
+    own = json.loads(Path("dense/config.json").read_text())
+    made = config.pop("quantization_config")
+    assert config == own
+    assert (made["quant_method"], made["format"], made["ignore"]) == (
+        "compressed-tensors",
+        "pack-quantized",
+        ["lm_head"],
+    )
+    # Shards, tokenizer and licence are the source's.
+    shards = {path.name for path in Path("dense").glob("*.safetensors")}
+    assert len(shards) > 1
+    assert {path.name for path in Path("out").glob("*.safetensors")} == shards
+    assert Path("out/LICENSE").read_text() == "mine\n"
+    assert {"tokenizer.json", "README.md", "model.safetensors.index.json"} <= {
+        path.name for path in Path("out").iterdir()
+    }
+
+
+def test_verify_proves_it(here: Path):
+    ok("quantize", "dense", "-o", "out", "--format", "int8")
+    assert ok("verify", "out", "--against", "dense").splitlines()[-5:] == [
+        "tensors: 14 weights are stored as int8, one scale per row",
+        "finite: no NaN, no Inf",
+        "load: by stock transformers: no key missing, unexpected or mismatched",
+        f"digests: {len(list(Path('out').glob('*.safetensors'))) + 1} file(s) as written",
+        "rounded weights: 14 weights are the source's, rounded to nearest; 7 tensors are its own, bit for bit",
+    ]
+
+
+def test_verify_finds_what_was_changed(here: Path):
+    ok("quantize", "dense", "-o", "out", "--format", "int4")
+    name = "model.layers.0.mlp.up_proj.weight_packed"
+    file = next(f for f in Path("out").glob("*.safetensors") if name in safe_open(f, "pt").keys())  # noqa: SIM118
+
+    def flip(tensors: dict[str, Any]) -> None:
+        tensors[name][0, 0] ^= 1
+
+    edit_weights("out", flip, file.name)
+    done = run("verify", "out", "--against", "dense")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-2:] == [
+        f"digests: {file.name} changed since it was written",
+        "rounded weights: model.layers.0.mlp.up_proj.weight is not the source's, rounded to nearest",
+    ]
+    edit_weights("out", lambda tensors: tensors.pop(name), file.name)
+    done = run("verify", "out")
+    assert done.exit_code == 1
+    assert "tensors: model.layers.0.mlp.up_proj lacks weight_packed or weight_scale" in done.stdout
+    assert "load: " in done.stdout
+    assert name in next(line for line in done.stdout.splitlines() if line.startswith("load: "))
+
+
+def test_zeros_of_a_mask_stay(here: Path):
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    ok("quantize", "masked", "-o", "out", "--format", "int4")
+    masked = tensors_of("masked")["model.layers.1.mlp.down_proj.weight"]
+    words = tensors_of("out")["model.layers.1.mlp.down_proj.weight_packed"]
+    codes = bits_of(words.numpy(), 4, masked.shape[1])
+    assert (masked == 0).float().mean() > 0.4
+    assert (codes[(masked == 0).numpy()] == 0).all()
+    report = json.loads(Path("out/ckpt_prune_quantised.json").read_text())["report"]
+    assert report["recipe"]["name"] == "magnitude-50"
+
+
+def test_it_is_evaluated_and_pushed_like_any_other(here: Path, hub: Hub):
+    Path("out").mkdir()
+    Path("out").rmdir()
+    ok("quantize", "dense", "-o", "out", "--format", "int8")
+    found = ok("evaluate", "out", "--against", "dense", "--text", "calib.txt", "--window", "16", "--json")
+    assert 0 < json.loads(found)["kl"] < 0.01
+    Path("found.json").write_text(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # the Hub's client of this version, as it uploads
+        ok("push", "out", "team/q8", "--base-model", "org/dense", "--evaluation", "words=found.json")
+    card = hub.repos["team/q8"].files["README.md"].decode()
+    assert "base_model: org/dense\nbase_model_relation: quantized\n" in card
+    assert "model-index:" in card
+    assert {"ckpt_prune_quantised.json", "LICENSE"} <= set(hub.repos["team/q8"].files)
+
+
+def test_a_base_model_is_quantised(here: Path):
+    case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
+    case.write(here / "bert")
+    ok("quantize", "bert", "-o", "out", "--format", "int8")
+    assert "load: by stock transformers: no key missing" in ok("verify", "out", "--against", "bert")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("gpt2", "small is a gpt2, whose Conv1D modules transformers does not quantise"),
+        ("mixtral", "small: experts are no linear modules in transformers, so they are not quantised"),
+        (
+            "vit",
+            "small: transformers holds vit.encoder.layer.0.attention.attention.query.weight under another name, or not "
+            "as a linear module, and would not find it quantised",
+        ),
+        (
+            "modernbert",
+            "small: transformers' ModernBertForMaskedLM cannot be loaded with packed weights ('Linear' object has no "
+            "attribute 'weight')",
+        ),
+    ],
+)
+def test_what_transformers_cannot_load_is_refused(here: Path, model_type: str, message: str):
+    next(case for case in CASES if case.model_type == model_type).write(here / "small")
+    assert refused("quantize", "small", "-o", "out", "--format", "int8") == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("dense", "--group-size", "7"), "--group-size 7: kernels take groups of 128, 64, 32, or whole rows (channel)"),
+        (("dense", "--group-size", "0"), "--group-size 0: kernels take groups of 128, 64, 32, or whole rows (channel)"),
+        (
+            ("dense", "--group-size", "128"),
+            "--group-size 128 does not divide the 64 columns of model.layers.0.mlp.gate_proj.weight: all are divided "
+            "by 64, 32 or channel",
+        ),
+        (
+            ("odd",),
+            "model.layers.0.mlp.down_proj.weight has 22 columns, which no group of 128, 64, 32 divides: say "
+            "--group-size channel, or prune in multiples (--set spaces.mlp.multiple_of=32)",
+        ),
+        (("none/where",), "none/where is neither a folder nor in the Hub cache, and HF_HUB_OFFLINE is set; "),
+        (("twice",), "twice is quantised by compressed-tensors (quantization_config in config.json); "),
+        (
+            ("dense", "-o", "there"),
+            "exists and is not what `quantize` wrote (it has no ckpt_prune_quantised.json), so it is never replaced; ",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if words == ("odd",):
+        tiny_llama(hidden_size=32, intermediate_size=22).save_pretrained("odd")
+    if words == ("twice",):
+        ok("quantize", "dense", "-o", "twice", "--format", "int8")
+    Path("there").mkdir()
+    place = () if "-o" in words else ("-o", "out")
+    given = ("--overwrite",) if "-o" in words else ()
+    said = refused("quantize", *words, *place, *given, "--format", "int4")
+    assert message in said
+
+
+def test_without_the_library_it_says_which_extra(here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    assert refused("quantize", "dense", "-o", "out", "--format", "int8") == (
+        "compressed-tensors is not installed; `pip install ckpt-prune[quantize]`"
+    )
+
+
+def test_overwriting_replaces_only_what_it_wrote(here: Path):
+    ok("quantize", "dense", "-o", "out", "--format", "int8")
+    assert "out exists" in refused("quantize", "dense", "-o", "out", "--format", "int4")
+    Path("out/mine.txt").write_text("mine")
+    ok("quantize", "dense", "-o", "out", "--format", "int4", "--overwrite")
+    assert Path("out/mine.txt").read_text() == "mine"
+    assert json.loads(Path("out/ckpt_prune_quantised.json").read_text())["format"] == "int4"
+
+
+def test_code_of_its_own_is_refused(place: Path):
+    ok(
+        "prune",
+        "dense",
+        "--recipe",
+        "rcpu",
+        "--ratio",
+        "0.5",
+        "--statistics",
+        "stats",
+        "--container",
+        "remote",
+        "-o",
+        "own",
+    )
+    assert refused("quantize", "own", "-o", "out", "--format", "int8") == (
+        "own needs code of its own, which runtimes of quantised weights do not run: prune with widths: uniform (recipe "
+        "best-uniform)"
+    )
+
+
+def test_by_statistics_it_rounds_so_that_outputs_stay(here: Path):
+    ok(
+        "calibrate",
+        "dense",
+        "--text",
+        "calib.txt",
+        "--window",
+        "16",
+        "--collect",
+        "moments,gram,linears",
+        "-o",
+        "stats",
+    )
+    ok("quantize", "dense", "-o", "plain", "--format", "int4")
+    ok("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats")
+    ids = calibration_ids("calib.txt")
+    with torch.no_grad():
+        dense, plain, gptq = (loaded(name)(ids).logits for name in ("dense", "plain", "out"))
+    assert (gptq - dense).square().mean() < 0.6 * (plain - dense).square().mean()
+    assert ok("verify", "out", "--against", "dense").splitlines()[-1] == (
+        "rounded weights: 14 weights are the source's, by their scales; how GPTQ rounded is not compared; 7 tensors "
+        "are its own, bit for bit"
+    )
+    record = json.loads(Path("out/ckpt_prune_quantised.json").read_text())
+    assert record["rounding"] == "gptq"
+    assert record["statistics"]
+    assert "rounded by GPTQ" in Path("out/README.md").read_text()
+
+
+def test_statistics_of_another_kind_or_model_are_refused(here: Path):
+    ok("calibrate", "dense", "--text", "calib.txt", "--window", "16", "--collect", "moments,gram", "-o", "stats")
+    assert refused("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats") == (
+        "stats has no Grams of the inputs of all linear weights: calibrate with --collect moments,gram,linears"
+    )
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "other")
+    said = refused("quantize", "other", "-o", "out", "--format", "int4", "--statistics", "stats")
+    assert "stats" in said
+    assert "model" in said

@@ -1,0 +1,271 @@
+"""A small server that speaks the Hub's protocol as its client asks it: repositories, LFS, commits, files, refusals."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_" + "abcdEFGH" * 4
+READER = "hf_" + "readONLY" * 4
+USER, TEAM = "ada", "team"
+
+
+@dataclass
+class Repo:
+    """A model repository: its commits, oldest first, each a name and all files that it has."""
+
+    private: bool = True
+    commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.commits:
+            self.commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
+
+    def commit(self, files: dict[str, bytes], message: str) -> str:
+        name = hashlib.sha1(f"{len(self.commits)}{message}{sorted(files)}".encode()).hexdigest()
+        self.commits.append((name, files))
+        self.messages.append(message)
+        return name
+
+    @property
+    def head(self) -> str:
+        return self.commits[-1][0]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.commits[-1][1]
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        return self.commits[-1] if revision == "main" else {c[0]: c for c in self.commits}.get(revision)
+
+
+@dataclass
+class Hub:
+    """What the server has, and what it was asked."""
+
+    url: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    breaks: set[str] = field(default_factory=set)
+    """Kinds of request that fail: blob, commit."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Sizes that are stated of files, in place of their own."""
+
+    def uploads(self) -> list[tuple[str, str]]:
+        """Requests that write something."""
+        return [each for each in self.asked if each[0] in ("POST", "PUT") and "validate-yaml" not in each[1]]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    # ---- replies
+
+    def _reply(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+        data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
+        self.send_response(status)
+        own = {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
+        for name, value in own.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _refuse(self, status: int, code: str = "", message: str = "") -> None:
+        headers = {"X-Error-Code": code} if code else {}
+        self._reply(status, {"error": message}, headers | ({"X-Error-Message": message} if message else {}))
+
+    def _token(self) -> str:
+        return (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+
+    def _writes(self) -> bool:
+        if self._token() == TOKEN:
+            return True
+        self._refuse(403 if self._token() == READER else 401, message="You have no rights to write here")
+        return False
+
+    def _repo(self, name: str) -> Repo | None:
+        repo = self.hub.repos.get(name)
+        if repo is None or (repo.private and self._token() not in (TOKEN, READER)):
+            self._refuse(404 if self._token() in (TOKEN, READER) else 401, "RepoNotFound", "Repository not found")
+            return None
+        return repo
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    # ---- requests
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append((self.command, path))
+        if path == "/api/whoami-v2":
+            self._whoami()
+        elif path.startswith("/api/models/"):
+            self._info(path.removeprefix("/api/models/"))
+        elif "/resolve/" in path:
+            self._resolve(*path.lstrip("/").split("/resolve/", 1))
+        else:
+            self._refuse(404)
+
+    def do_PUT(self) -> None:
+        path = urlsplit(self.path).path
+        self.hub.asked.append(("PUT", path))
+        data = self._body()
+        oid = path.rpartition("/")[2]
+        if "blob" in self.hub.breaks or hashlib.sha256(data).hexdigest() != oid:
+            self._refuse(400, message="the store is broken")
+            return
+        self.hub.blobs[oid] = data
+        self._reply(200)
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(("POST", path))
+        body = self._body()
+        if path == "/api/validate-yaml":
+            self._reply(200, {"errors": [], "warnings": []})
+        elif not self._writes():
+            return
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path.endswith("/info/lfs/objects/batch"):
+            self._batch(json.loads(body))
+        elif "/preupload/" in path:
+            self._preupload(json.loads(body))
+        elif "/commit/" in path:
+            self._commit(path.removeprefix("/api/models/").split("/commit/")[0], body)
+        else:
+            self._refuse(404)
+
+    def _whoami(self) -> None:
+        role = {TOKEN: "write", READER: "read"}.get(self._token())
+        if role is None:
+            self._refuse(401, message="Invalid user token.")
+            return
+        orgs = [{"name": TEAM, "roleInOrg": "write"}]
+        self._reply(200, {"name": USER, "type": "user", "orgs": orgs, "auth": {"accessToken": {"role": role}}})
+
+    def _info(self, rest: str) -> None:
+        if "/tree/" in rest:
+            self._tree(*rest.split("/tree/", 1))
+            return
+        name, _, revision = rest.partition("/revision/")
+        repo = self._repo(name)
+        if repo is None:
+            return
+        found = repo.at(revision or "main")
+        if found is None:
+            self._refuse(404, "RevisionNotFound", "Invalid rev id")
+            return
+        siblings = [{"rfilename": file} for file in found[1]]
+        self._reply(
+            200,
+            {"id": name, "modelId": name, "sha": found[0], "private": repo.private, "siblings": siblings, "tags": []},
+        )
+
+    def _tree(self, name: str, revision: str) -> None:
+        repo = self._repo(name)
+        found = None if repo is None else repo.at(revision)
+        if found is not None:
+            entries = [("file", path, hashlib.sha1(data).hexdigest(), len(data)) for path, data in found[1].items()]
+            self._reply(200, [dict(zip(("type", "path", "oid", "size"), each, strict=True)) for each in entries])
+
+    def _resolve(self, name: str, rest: str) -> None:
+        repo = self._repo(name)
+        if repo is None:
+            return
+        revision, _, file = rest.partition("/")
+        found = repo.at(revision)
+        if found is None:
+            self._refuse(404, "RevisionNotFound", "Invalid rev id")
+        elif file not in found[1]:
+            self._refuse(404, "EntryNotFound", "Entry not found")
+        else:
+            data = found[1][file]
+            headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": found[0]}
+            if file in self.hub.sizes:
+                headers["X-Linked-Size"] = str(self.hub.sizes[file])
+            self._reply(200, data, headers | {"Content-Type": "text/plain"})
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked.get('organization') or USER}/{asked['name']}"
+        if name.split("/")[0] not in (USER, TEAM):
+            self._refuse(403, message="You don't have the rights to create a model under this namespace")
+        elif name in self.hub.repos:
+            self._refuse(409, message="You already created this model repo")
+        else:
+            self.hub.repos[name] = Repo(private=asked.get("visibility") == "private" or asked.get("private") is True)
+            self._reply(200, {"url": f"{self.hub.url}/{name}"})
+
+    def _preupload(self, asked: dict[str, Any]) -> None:
+        found = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".onnx")) else "regular",
+                "shouldIgnore": False,
+            }
+            for file in asked["files"]
+        ]
+        self._reply(200, {"files": found})
+
+    def _batch(self, asked: dict[str, Any]) -> None:
+        objects = []
+        for each in asked["objects"]:
+            upload = {"actions": {"upload": {"href": f"{self.hub.url}/blobs/{each['oid']}"}}}
+            objects.append(each | ({} if each["oid"] in self.hub.blobs else upload))
+        self._reply(200, {"transfer": "basic", "objects": objects})
+
+    def _commit(self, name: str, body: bytes) -> None:
+        repo = self._repo(name)
+        if repo is None:
+            return
+        if "commit" in self.hub.breaks:
+            self._refuse(500, message=f"the Hub fell over {self._token()}")
+            return
+        lines = [json.loads(line) for line in body.splitlines()]
+        header = next(line["value"] for line in lines if line["key"] == "header")
+        if header.get("parentCommit") not in (None, repo.head):
+            self._refuse(412, message="A commit has happened since")
+            return
+        files = dict(repo.files)
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.blobs[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = repo.commit(files, header["summary"])
+        self._reply(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid, "hookOutput": ""})
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A Hub of its own on this machine."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
