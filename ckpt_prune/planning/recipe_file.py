@@ -223,5 +223,7 @@ def _explain(error: Any, path: Path, lines: Lines) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {key + ': ' if key else ''}{message}"
-    meant = percent_meant(error["input"]) if error["type"] == "less_than" and keys[-1] == "ratio" else ""
+    too_large = error["type"] == "less_than" and keys[-1] == "ratio"
+    # A ratio in quotes is read as a number, and is still text where it is too large.
+    meant = percent_meant(float(error["input"])) if too_large else ""
     return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {_shown(error['input'])}{meant}"

@@ -314,8 +314,10 @@ def words(name: str) -> Space:
 
 def shown(value: float) -> str:
     """A number with three significant digits; whole numbers and large ones without a point."""
+    if abs(value) >= 1e6:  # or infinite, between ends of an axis that are both near the largest float
+        return f"{value:.2e}"
     if value == round(value) or abs(value) >= 100:
-        return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.2e}"
+        return f"{value:,.0f}"
     return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"
 
 

@@ -430,10 +430,9 @@ def test_too_few_tokens_are_said(place):
 
 def test_statistics_of_a_plan_that_are_gone(place):
     ok("plan", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "plan.json")
-    gone = Path("stats").absolute()
     Path("stats").rename("moved")
     assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
-        f"the plan's statistics are no longer at {gone}: say where with --statistics"
+        "the plan's statistics are no longer at stats: say where with --statistics"
     )
     ok("prune", "dense", "--plan", "plan.json", "--statistics", "moved", "-o", "out")
 

@@ -4,6 +4,7 @@ import random
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.faults.shim import CHANGES, DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
 from tests.faults.trial import Machine
@@ -67,7 +68,8 @@ def cases(machine: Machine, jobs: Sequence[str], seed: int) -> Iterator[Case]:
 def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:
     seen = machine.reference(name).seen
     inside = f"{machine.inputs}/"
-    given = sorted({each.path for each in seen if each.what == "open" and each.path.startswith(inside)})
+    opened = {each.path for each in seen if each.what == "open" and each.path.startswith(inside)}
+    given = sorted(path for path in opened if Path(path).is_file())
     while True:
         at = {changes: _shuffled(name, seen, changes, rng) for changes in (True, False)}
         while at[True] or at[False]:

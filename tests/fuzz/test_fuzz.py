@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.recipe import Recipe
+from tests.cli.running import refused
 from tests.forked import posix
 from tests.fuzz.mutate import mutated
 from tests.fuzz.run import batch, case_bytes
@@ -41,6 +42,13 @@ def test_the_machine_sees_what_does_not_hold(place: Path, monkeypatch: pytest.Mo
     [found] = batch(place, "config", 7, 0, 1)
     assert found.what.startswith("raises ZeroDivisionError at ")
     assert (found.target, found.number, found.command) == ("config", 0, "inspect dense")
+
+
+@posix
+def test_a_large_ratio_in_quotes_is_a_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (place / "quoted.json").write_text(json.dumps(RECIPE | {"ratio": "20"}))
+    assert refused("recipe", "validate", "quoted.json").endswith("less than 1, got '20': did you mean 20% or 0.2?")
 
 
 def test_the_same_seed_makes_the_same_file(place: Path) -> None:
