@@ -136,6 +136,8 @@ def recover(
     out, trust = options.output, options.trust_remote_code
     # Before torch is imported, what can be told without it.
     if lora.method == "lora":
+        if here().size > 1:
+            raise UserError("--method lora trains in one process: start it without torchrun")
         _check_lora(options, settings)
     elif options.dense is None:
         raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")

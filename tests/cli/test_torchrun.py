@@ -9,6 +9,7 @@ import pytest
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli.main import main
+from ckpt_prune.parallel.group import Group
 from ckpt_prune.transform.steps import PruneStep
 from tests.cli.running import TEXT, listing, ok, refused
 from tests.forked import posix
@@ -99,3 +100,10 @@ def test_a_command_for_one_process_says_so(place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("ckpt_prune.cli.main.joined", lambda: pytest.MonkeyPatch.context())
     assert refused("verify", "pruned") == "verify runs in one process: start it without torchrun"
+
+
+def test_adapters_are_trained_in_one_process(place, monkeypatch):
+    monkeypatch.setattr(Group, "size", 2)
+    assert refused("recover", "pruned", "--method", "lora", *TEXT, "-o", "out") == (
+        "--method lora trains in one process: start it without torchrun"
+    )
