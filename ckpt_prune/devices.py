@@ -3,16 +3,19 @@
 import torch
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 
 
 def resolve_device(text: str) -> torch.device:
-    """The device a `--device` names; auto takes a GPU where there is one.
+    """The device a `--device` names; auto takes a GPU where there is one. Processes on one machine take one each.
 
     Raises:
         UserError: not a device, or CUDA that is not there.
     """
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    if text == "cuda" and here().size > 1:
+        text = f"cuda:{here().local}"
     kind, _, index = text.partition(":")
     if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise UserError(f"--device {text}: expected auto, cpu, cuda or cuda:0, cuda:1, ...")

@@ -212,6 +212,21 @@ class PlaceOptions(TrustOptions):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:0, cuda:1, ...")
 
 
+class SpreadOptions(Options):
+    """How a whole model is spread over devices."""
+
+    device_map: Literal["auto"] | None = Field(
+        None,
+        description="auto: accelerate puts the parts of a whole model where there is room, on GPUs, in memory, and "
+        "leaves the rest on disk (needs the devices extra). [default: one device]",
+    )
+    max_memory: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
+        (),
+        description="Most that a device takes of it, cpu=24GiB or 0=70GiB for the first GPU; may be repeated. "
+        "[default: what is free]",
+    )
+
+
 class SourceOptions(PlaceOptions, OpeningOptions):
     """Which model to read, and where to work."""
 
@@ -296,6 +311,7 @@ class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
     """What to measure statistics of."""
 
     output: Path = Field(description="Statistics folder to write.")
+    shard: str | None = Field(None, description="Which of how many shards of the samples to measure, I/N.")
     collect: Annotated[str | None, BeforeValidator(_with_commas)] = Field(None, description="Which statistics.")
     overwrite: bool = Field(False, description="Replace an existing output.")
 
@@ -336,6 +352,7 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     generate: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="Prompts to continue.")
     generate_tokens: int = Field(64, ge=1, description="Tokens to generate after each prompt, at most.")
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")
+    dry_run: bool = Field(False, description="Say where the parts of the models would go; load nothing.")
 
 
 class InspectOptions(OpeningOptions):

@@ -67,7 +67,7 @@ def begin(work: Callable[[], None], place: Path) -> Child:
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
-        _work(work, files)
+        work_and_exit(work, files)
     return Child(process, files)
 
 
@@ -76,7 +76,8 @@ def forked(work: Callable[[], None], place: Path) -> "subprocess.CompletedProces
     return begin(work, place).ended()
 
 
-def _work(work: Callable[[], None], files: list[Path]) -> None:
+def work_and_exit(work: Callable[[], None], files: list[Path]) -> None:
+    """What a copy of this process does: it works, prints to files, and never returns."""
     status = 1
     try:
         for descriptor, path in enumerate(files, 1):

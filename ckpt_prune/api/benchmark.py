@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from ckpt_prune.api.types import AnyModel, Provider
 from ckpt_prune.errors import UserError
 from ckpt_prune.graph_types import GraphType
-from ckpt_prune.options import BenchmarkOptions, checked
+from ckpt_prune.options import BenchmarkOptions, SpreadOptions, checked
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def benchmark(
     provider: Provider | None = None,
     optimize: Literal["none", "cpu", "cuda"] | None = None,
     dtype: GraphType | None = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: str | Sequence[str] = (),
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -46,6 +48,8 @@ def benchmark(
         provider: of onnxruntime; None for cuda where the device is, else cpu.
         optimize: fuse graphs made here for this provider.
         dtype: of graphs made here, and fp16 of PyTorch too.
+        device_map: "auto": accelerate puts the parts of models where there is room; None for one device.
+        max_memory: most that a device takes of them, "cpu=24GiB" or "0=70GiB".
         trust_remote_code: run code that a folder brings.
         device: of PyTorch: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -53,7 +57,8 @@ def benchmark(
     Raises:
         UserError: the two cannot be compared, cannot be loaded or exported, or a process dies.
     """
-    options = checked(BenchmarkOptions, locals())
+    given = locals()
+    options, spreading = checked(BenchmarkOptions, given), checked(SpreadOptions, given)
     sizes = _batches(options.batches)
 
     from ckpt_prune.benchmarking.run import Settings, compare
@@ -73,6 +78,7 @@ def benchmark(
             optimize=options.optimize,
             dtype=options.dtype,
             trust=options.trust_remote_code,
+            spread=spreading,
         )
         return compare(options.a, options.b, settings, Notices())
 

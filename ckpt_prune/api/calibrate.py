@@ -9,9 +9,11 @@ from ckpt_prune.architectures.family import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import CalibrateOptions, checked, has_data
+from ckpt_prune.parallel.group import here
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
+    from ckpt_prune.calibration.samples import Samples
     from ckpt_prune.calibration.statistics import Statistics
 
 EFFECTS = "effects"
@@ -38,6 +40,7 @@ def calibrate(
     compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
+    shard: str | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
     part: PartName | None = None,
@@ -65,6 +68,7 @@ def calibrate(
         collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
             `effects` only of up to `measured_effects.SHALLOW` blocks. `queries` and `values`, what recipes need that
             weigh these by effect, are collected on request only.
+        shard: "I/N": measure only the I-th of N equal shares of the samples, to be added to the others later.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
         part: which part of a model that is made of several: text or vision.
@@ -87,6 +91,7 @@ def calibrate(
 
     from ckpt_prune.calibration.choosing import chosen_samples
     from ckpt_prune.calibration.measure import collectable, everything, measure
+    from ckpt_prune.calibration.shards import sharded
     from ckpt_prune.calibration.statistics import with_effects
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
@@ -112,9 +117,20 @@ def calibrate(
         check_source(source)
         refuse_overlap(checkpoint.path, out)
         refuse_inside(out, [options.images, options.labels, *options.text])
-        chosen = chosen_samples(source, options, options, trust=trust, say=say)
-        checkpoint.check_finite()
+        chosen: Samples = chosen_samples(source, options, options, trust=trust, say=say)
+        if options.shard is not None:
+            if "taylor" in kinds:
+                raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
+            chosen = sharded(chosen, options.shard)
+        here().at_first(checkpoint.check_finite)
         dtype = computed_in(options.compute_dtype, target, source.dtype)
+        here().agree(
+            {
+                "model": checkpoint.fingerprint,
+                "text" if described.modality == "text" else "set of images": chosen.fingerprint,
+                "job": [kinds, options.folds, str(dtype)],
+            }
+        )
 
         told = forewarning_of_calibration(
             source, len(chosen), chosen.tokens, kinds, options.folds or 1, target, dtype, effects=EFFECTS in asked
@@ -128,9 +144,8 @@ def calibrate(
             if "fisher" in kinds:
                 found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
             if EFFECTS in asked:
-                with_effects(
-                    found, measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-                )
+                effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
+                here().at_first(lambda: with_effects(found, effects))
 
         return measure(
             source,

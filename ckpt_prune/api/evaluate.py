@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.errors import UserError
-from ckpt_prune.options import EvaluateOptions, checked
+from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ def evaluate(
     include_path: AnyPath | None = None,
     generate: str | Sequence[str] = (),
     generate_tokens: int = 64,
+    dry_run: bool = False,
+    device_map: Literal["auto"] | None = None,
+    max_memory: str | Sequence[str] = (),
     trust_remote_code: bool = False,
     device: str = "auto",
     progress: bool = True,
@@ -54,6 +57,9 @@ def evaluate(
         include_path: folder with lm-eval task files of one's own.
         generate: instead of text, prompts that are continued greedily.
         generate_tokens: after each prompt, at most.
+        dry_run: load nothing, and say where the parts of the models would go; with `device_map`.
+        device_map: "auto": accelerate puts the parts of models where there is room; None for one device.
+        max_memory: most that a device takes of them, "cpu=24GiB" or "0=70GiB".
         trust_remote_code: run code that a folder brings.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -66,19 +72,29 @@ def evaluate(
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
     """
-    options = checked(EvaluateOptions, locals())
-    _check(options)
+    given = locals()
+    options, spreading = checked(EvaluateOptions, given), checked(SpreadOptions, given)
+    if not options.dry_run:
+        _check(options)
     check_texts(options.text)
 
     from ckpt_prune.devices import resolve_device
+    from ckpt_prune.evaluation.loading import default_dtype
+    from ckpt_prune.evaluation.memory_plan import memory_plans
     from ckpt_prune.evaluation.pictures import measure_images
+    from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.evaluation.results import TaskResult
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
 
-    with progress_shown(progress):
+    with progress_shown(progress), spread(spreading) as places:
         target = resolve_device(options.device)
         graph, folder = _place(options.model)
+        if options.dry_run:
+            if places is None:
+                raise UserError("--dry-run tells where the parts of a model would go: it goes with --device-map auto")
+            both = [folder] if options.against is None else [folder, _place(options.against)[1]]
+            return memory_plans(both, places, default_dtype(target))
         names = _names(options.tasks)
         if names and not _are_files(names):
             if graph is not None:

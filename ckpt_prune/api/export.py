@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
 from ckpt_prune.graph_types import GraphType
-from ckpt_prune.options import ExportOptions, ProofOptions, checked
+from ckpt_prune.options import ExportOptions, ProofOptions, SpreadOptions, checked
 from ckpt_prune.planning.export_recipe import AskedTask, GraphSettings
 from ckpt_prune.progress import progress_shown
 
@@ -39,6 +39,8 @@ def export(
     seed: int = 0,
     max_corrupt: float = 0.05,
     provider: Provider | None = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: str | Sequence[str] = (),
     overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: bool = True,
@@ -71,6 +73,8 @@ def export(
         seed: of the random choice of images, and of noise.
         max_corrupt: share of the images that may fail to decode.
         provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
+        device_map: "auto": accelerate puts the parts of the reference where there is room; None for one device.
+        max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
         overwrite: replace an existing export.
         trust_remote_code: run code that a folder brings.
         progress: show bars and notices on stderr.
@@ -88,9 +92,11 @@ def export(
         checked(GraphSettings, given),
         checked(ProofOptions, given),
     )
+    spreading = checked(SpreadOptions, given)
 
     from ckpt_prune.checkpoint.staging import refuse_inside
     from ckpt_prune.containers.opening import Opening, open_checkpoint
+    from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting.folder import GraphWriter
     from ckpt_prune.exporting.proof_data import proof_samples
     from ckpt_prune.exporting.rounding import check_rounded
@@ -99,7 +105,7 @@ def export(
     from ckpt_prune.exporting.writing import write_graph
 
     trust = options.trust_remote_code
-    with progress_shown(progress):
+    with progress_shown(progress), spread(spreading):
         source = open_checkpoint(options.model, Opening(trust))
         refuse_inside(options.output, [proving.images, proving.labels, *proving.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)

@@ -16,6 +16,7 @@ from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER
 from ckpt_prune.options import PruneOptions, checked, has_data
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.recipe_places import check_recipe
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import Notices, progress_shown
@@ -216,7 +217,8 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
     if options.recipe is not None:
         check_recipe(options.recipe)
     if Path(options.model).is_dir():
-        check_output(Path(options.model), out, resume=options.resume, overwrite=options.overwrite)
+        model = Path(options.model)
+        here().at_first(lambda: check_output(model, out, resume=options.resume, overwrite=options.overwrite))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     if options.push is not None:
@@ -323,7 +325,7 @@ def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: P
     """What running would find after measuring: refused here, a NaN would otherwise pass for an overflow."""
     from ckpt_prune.checkpoint.writing import check_room
 
-    settled.model.checkpoint.check_finite()
+    here().at_first(settled.model.checkpoint.check_finite)
     if settled.known is not None:
         cost = settled.output.cost
         check_room(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))

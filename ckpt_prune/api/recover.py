@@ -13,6 +13,7 @@ from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked, has_data
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.recovery_recipe import LoraSettings, Part, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
 
@@ -141,7 +142,8 @@ def recover(
     if options.dense is not None and Path(options.dense).is_dir():
         refuse_overlap(Path(options.dense), out)
     if Path(options.pruned).is_dir():
-        check_output(Path(options.pruned), out, resume=options.resume, overwrite=options.overwrite)
+        pruned_folder = Path(options.pruned)
+        here().at_first(lambda: check_output(pruned_folder, out, resume=options.resume, overwrite=options.overwrite))
     if not has_data(options, options):
         raise UserError("recover needs --text FILE, or --images DIR for a vision model")
     for each in filter(None, (options.pruned, options.dense)):
@@ -167,13 +169,15 @@ def recover(
         dtype = training_dtype(options, target)
         ours, theirs = (open_model(str(each), Opening.of(options)) for each in (options.pruned, options.dense))
         refuse_overlap(theirs.checkpoint.path, out)
-        check_output(
-            ours.checkpoint.path,
-            out,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            inputs=[options.images, options.labels, *options.text],
-            wants=wanted_names(ours.checkpoint),
+        here().at_first(
+            lambda: check_output(
+                ours.checkpoint.path,
+                out,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                inputs=[options.images, options.labels, *options.text],
+                wants=wanted_names(ours.checkpoint),
+            )
         )
         beside, _ = at_same_depth(ours, theirs, report_of(ours.checkpoint.path))
         check_models(ours, beside, recovering.WHY)

@@ -1,11 +1,12 @@
 """`ckpt_prune.validate`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
 from ckpt_prune.checkpoint.hub import output_folder, resolve
-from ckpt_prune.options import ValidateOptions, checked, path_of
+from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def validate(
     dense: AnyModel | None = None,
     max_loss_dense: float | str | None = None,
     provider: Provider | None = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: str | Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> "Validations":
@@ -48,6 +51,8 @@ def validate(
         dense: another model to compare the task's metric with as well.
         max_loss_dense: what may be lost against that; None: it is only measured.
         provider: what onnxruntime runs on; None: what the graph is fused for, else cpu.
+        device_map: "auto": accelerate puts the parts of the model where there is room; None for one device.
+        max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
         trust_remote_code: run code that a folder brings.
         progress: show bars and notices on stderr.
 
@@ -57,16 +62,18 @@ def validate(
     Raises:
         UserError: there is no graph, or the data does not suit it.
     """
-    options = checked(ValidateOptions, locals())
+    given = locals()
+    options, spreading = checked(ValidateOptions, given), checked(SpreadOptions, given)
 
     place = output_folder(Path(path_of(folder)))
 
+    from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting import validation
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
 
-    with progress_shown(progress), sessions_apart():
+    with progress_shown(progress), sessions_apart(), spread(spreading):
         manifest = read_manifest(place)
         model = resolve(path_of(against))
         chosen = proof_samples(place, manifest.what, options, trust=trust_remote_code)

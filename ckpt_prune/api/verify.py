@@ -1,14 +1,15 @@
 """`ckpt_prune.verify`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.checkpoint.hub import output_folder, resolve
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD, QUANTISED
-from ckpt_prune.options import path_of
+from ckpt_prune.options import SpreadOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def verify(
     against: AnyModel | None = None,
     statistics: AnyPath | None = None,
     family: AnyPath | None = None,
+    device_map: Literal["auto"] | None = None,
+    max_memory: str | Sequence[str] = (),
     progress: bool = True,
 ) -> Verification:
     """Prove that an output or an exported graph is whole, as `ckpt-prune verify` does. The whole model is loaded.
@@ -50,22 +53,26 @@ def verify(
         against: the dense model, or the one that was exported: also check that what was kept is its own.
         statistics: folder that the output was made from, beside `against`: also compute some blocks again, and compare.
         family: file of a description of the dense model's family, where neither this version nor the output has one.
+        device_map: "auto": accelerate puts the parts of the model where there is room; None for one device.
+        max_memory: most that a device takes of it, "cpu=24GiB" or "0=70GiB".
         progress: show bars on stderr.
 
     Raises:
         UserError: there is no such folder.
     """
+    spreading = checked(SpreadOptions, {"device_map": device_map, "max_memory": max_memory})
     if statistics is not None and against is None:
         raise UserError("--statistics needs --against MODEL: blocks are computed again from both")
     place = output_folder(Path(path_of(folder)))
 
     from ckpt_prune.compressing.verify import verify_quantised
     from ckpt_prune.evaluation import verify as checking
+    from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.session import FILES
     from ckpt_prune.exporting.verify import verify_graph
 
-    with progress_shown(progress), sessions_apart():
+    with progress_shown(progress), sessions_apart(), spread(spreading):
         dense = None if against is None else resolve(path_of(against))
         if (place / QUANTISED).is_file():
             return Verification(tuple(verify_quantised(place, dense)))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_prune.graph_types import GraphType
+from ckpt_prune.options import SpreadOptions
 
 Phase = Literal["prefill", "decode", "forward"]
 Runtime = Literal["PyTorch", "onnxruntime"]
@@ -27,6 +28,8 @@ class Seat:
     dtype: GraphType
     """That PyTorch computes in, fp32 or fp16; of a graph its own, by which its file is called."""
     trust: bool = False
+    spread: SpreadOptions | None = None
+    """Over which devices PyTorch's model is spread."""
 
     def __str__(self) -> str:
         return f"{self.model} in {self.runtime}"

@@ -21,6 +21,7 @@ from ckpt_prune.exporting.folder import graph_bytes
 from ckpt_prune.exporting.manifest import runtime_versions
 from ckpt_prune.exporting.session import FILES
 from ckpt_prune.graph_types import GraphType
+from ckpt_prune.options import SpreadOptions
 from ckpt_prune.progress import meter
 
 
@@ -50,6 +51,8 @@ class Settings:
     """The type of graphs; None for fp32, and for graphs as they are found. PyTorch computes in fp16 where that is."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
+    spread: SpreadOptions | None = None
+    """Over which devices a model in PyTorch is spread."""
 
 
 class Timed(Protocol):
@@ -182,6 +185,7 @@ def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool
             threads,
             "fp16" if settings.dtype == "fp16" else "fp32",
             settings.trust,
+            settings.spread,
         )
         for each in pair
         if each.checkpoint is not None

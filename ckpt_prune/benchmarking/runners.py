@@ -11,6 +11,7 @@ from torch import Tensor
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
+from ckpt_prune.evaluation.placing import spread
 from ckpt_prune.exporting.session import FILES, OnnxModel, Provider, complete, next_cache
 from ckpt_prune.exporting.tasks import PRESENT
 
@@ -50,7 +51,9 @@ class TorchRunner:
         self._device = torch.device(seat.device)
         self.device = seat.device
         dtype = torch.float16 if seat.dtype == "fp16" else torch.float32
-        self._model: Any = load_model(Path(seat.folder), device=self._device, dtype=dtype, trust_remote_code=seat.trust)
+        with spread(seat.spread):
+            folder, trust = Path(seat.folder), seat.trust
+            self._model: Any = load_model(folder, device=self._device, dtype=dtype, trust_remote_code=trust)
 
     @torch.inference_mode()
     def time(self, workload: Workload) -> Timing:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import Drift, Moments
+from ckpt_prune.calibration.pooling import pooled
 from ckpt_prune.calibration.streams import HiddenStream
 
 
@@ -110,6 +111,7 @@ def observe_drift(
                 if isinstance(m, Moments)
             )
         found[key] = moments
+    found = pooled(pruned.group, found)
     if experts is not None:
         found = pruned.completed(ours.block, index, experts, found, gram)
         found = {key: _with_drift(ours, spaces[key], own) if key in spaces else own for key, own in found.items()}

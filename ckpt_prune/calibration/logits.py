@@ -16,6 +16,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from ckpt_prune.parallel.group import Group
+
 Form = Literal["per-sample", "fourth-order"]
 
 
@@ -264,6 +266,17 @@ class LogitMoments:
     def to(self, device: torch.device | str) -> "LogitMoments":
         """The same moments on another device."""
         return self._mapped(lambda tensor: tensor.to(device), self.heads, self.head_dim)
+
+    def pooled(self, group: Group) -> "LogitMoments":
+        """Moments of the samples of all processes, in their order, at the first one; the form stays."""
+        samples, tokens = group.add(torch.tensor([self.samples, self.tokens])).tolist()
+        shape = (samples, tokens, self.heads, self.head_dim)
+        centred = self.centred
+        if self.fourth is not None:
+            own = None if centred is None else group.add(centred)
+            return LogitMoments(*shape, fourth=group.add(self.fourth), centred=own)
+        queries, keys = (group.join(each, 1) for each in self.grams())
+        return LogitMoments(*shape, queries, keys, centred=None if centred is None else group.join(centred, 1))
 
     @property
     def finite(self) -> bool:

@@ -1,6 +1,9 @@
 """Measuring statistics: the dense model's blocks run over the calibration windows, moments written block by block."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from itertools import combinations
 from pathlib import Path
 from typing import get_args
 
@@ -10,10 +13,12 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import packed_width, smaller_form
+from ckpt_prune.calibration.moments import Taylor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import (
     INDEX,
+    BlockMoments,
     Statistics,
     StatisticsIndex,
     add_block,
@@ -33,10 +38,11 @@ from ckpt_prune.calibration.taylor import measure_taylor
 from ckpt_prune.checkpoint.digests import READERS
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import Staging, disk_failures, refuse_inside, write_whole
+from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside, write_whole
 from ckpt_prune.checkpoint.writing import check_room
 from ckpt_prune.checkpoint.written import Kind
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.progress import track
 
 STATISTICS = Kind(INDEX, "a statistics folder", left="dropped")
@@ -132,15 +138,17 @@ def measure(
         UserError: the folder exists, or the disk has no room.
     """
     check_folds(samples, folds)
+    group = here()
     needed = statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    with _staging(out, model.blocks, collect, overwrite=overwrite) as staging:
-        check_room(out.absolute().parent, needed)
+    staging = group.at_first(lambda: _staging(out, model.blocks, collect, overwrite=overwrite))
+    with nullcontext() if staging is None else staging:
+        group.at_first(lambda: check_room(out.absolute().parent, needed))
         if announce is not None:
             announce(needed)
         found = measure_into(
             model,
             samples,
-            staging.path,
+            partial_of(out, STATISTICS),
             seed=seed,
             folds=folds,
             collect=collect,
@@ -150,8 +158,9 @@ def measure(
         )
         if finish is not None:
             finish(found)
-        staging.publish()
-    return Statistics(out)
+        if staging is not None:
+            staging.publish()
+    return group.once(lambda: Statistics(out))
 
 
 def check_folds(samples: Samples, folds: int) -> None:
@@ -195,9 +204,11 @@ def measure_into(
     Raises:
         UserError: what is measured is not finite, or the disk has no room.
     """
-    family, checkpoint, blocks = model.family, model.checkpoint, model.blocks
+    family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, here()
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate)
+    stream = HiddenStream(
+        factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate, group=group
+    )
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     wanted |= dict.fromkeys(family.routers, False)
     if "logits" in collect:
@@ -206,27 +217,36 @@ def measure_into(
         wanted |= dict.fromkeys(family.turned, False)
     if "linears" in collect:
         wanted |= dict.fromkeys(family.producer_inputs, "gram" in collect)
-    known: dict[str, str] = {} if journal is None else journal.notes
+    known: dict[str, str] = group.once(lambda: {} if journal is None else journal.notes)
     files: dict[str, str] = {}
-    for block in track(range(blocks), "calibrating", total=blocks):
-        unit, file = f"{_UNIT} {block}", block_file(block)
-        if unit in known:
-            stream.advance(block, model.read_block(block))
-            files[file] = known[unit]
-            continue
-        found = stream.observe(block, model.read_block(block), wanted, advance=True)
-        named = {model.moments_name(block, key): moments for key, moments in found.items()}
+
+    def write(block: int, named: BlockMoments) -> None:
         for name, moments in named.items():
             if not all(each.finite for each in moments):
                 raise UserError(f"what reaches {name} is not finite: the model overflows in {compute_dtype}")
+        file = block_file(block)
         files[file] = write_block(folder, block, named)
         if journal is not None:
             with disk_failures(folder):
                 sync(folder / file)
-                journal.record(unit, note=files[file])
+                journal.record(_unit(block), note=files[file])
+
+    def write_units(block: int, units: Mapping[str, Taylor]) -> None:
+        files[taylor_file(block)] = write_taylor(folder, block, units)
+
+    for block in track(range(blocks), "calibrating", total=blocks):
+        if _unit(block) in known:
+            stream.advance(block, model.read_block(block))
+            files[block_file(block)] = known[_unit(block)]
+            continue
+        found = stream.observe(block, model.read_block(block), wanted, advance=True)
+        named = {model.moments_name(block, key): moments for key, moments in found.items()}
+        group.at_first(partial(write, block, named))
     if "taylor" in collect:
-        gradients = measure_taylor(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
-        files |= {taylor_file(block): write_taylor(folder, block, units) for block, units in gradients}
+        for block, units in measure_taylor(
+            model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, group=group
+        ):
+            group.at_first(partial(write_units, block, units))
     reader = model.reader_fingerprint
     # After that, so that it is one of the files that turned data into input.
     checkpoint.check_unchanged(name for name in READERS if name in checkpoint.stamps)
@@ -251,25 +271,37 @@ def measure_into(
         linears=model.linear_widths if "linears" in collect else {},
         files=files,
     )
-    write_whole(folder / INDEX, index.model_dump_json(indent=2) + "\n")
-    return Statistics(folder)
+
+    def enter() -> Statistics:
+        write_whole(folder / INDEX, index.model_dump_json(indent=2) + "\n")
+        return Statistics(folder)
+
+    return group.once(enter)
 
 
-def add(a: Statistics, b: Statistics, out: Path, *, overwrite: bool = False) -> Statistics:
-    """Write the sum of two statistics folders.
+def _unit(block: int) -> str:
+    return f"{_UNIT} {block}"
+
+
+def add(folders: Sequence[Statistics], out: Path, *, overwrite: bool = False) -> Statistics:
+    """Write the sum of several statistics folders.
 
     Raises:
-        UserError: they do not belong together, or the folder exists.
+        UserError: there are not two, they do not belong together, or the folder exists.
     """
-    check_addable(a, b)
-    refuse_inside(out, [a.folder, b.folder])
-    with _staging(out, a.index.blocks, a.index.collect, overwrite=overwrite) as staging:
+    if len(folders) < 2:
+        raise UserError("there is nothing to add: name two statistics folders, or more")
+    for a, b in combinations(folders, 2):
+        check_addable(a, b)
+    refuse_inside(out, [each.folder for each in folders])
+    first = folders[0].index
+    with _staging(out, first.blocks, first.collect, overwrite=overwrite) as staging:
         files = {}
-        for block in track(range(a.index.blocks), "adding", total=a.index.blocks):
-            files[block_file(block)] = write_block(staging.path, block, add_block(a, b, block))
-            if a.index.fisher:
-                files[fisher_file(block)] = write_fisher(staging.path, block, add_fisher(a, b, block))
-        index = add_index(a.index, b.index, files)
+        for block in track(range(first.blocks), "adding", total=first.blocks):
+            files[block_file(block)] = write_block(staging.path, block, add_block(folders, block))
+            if first.fisher:
+                files[fisher_file(block)] = write_fisher(staging.path, block, add_fisher(folders, block))
+        index = reduce(add_index, (each.index for each in folders)).model_copy(update={"files": files})
         write_whole(staging.path / INDEX, index.model_dump_json(indent=2) + "\n")
         staging.publish()
     return Statistics(out)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.calibration.products import add_gram
+from ckpt_prune.parallel.group import Group
 
 ACTIVE_THRESHOLD = 1e-6
 """An input counts as active where its absolute value exceeds this (CORP's active probability)."""
@@ -56,6 +57,11 @@ class Drift:
     def to(self, device: torch.device | str) -> "Drift":
         """The same sums on another device."""
         return Drift(self.cross.to(device), self.sum.to(device), self.energy)
+
+    def pooled(self, group: Group) -> "Drift":
+        """Sums over the tokens of all processes, at the first one."""
+        energy = group.add(torch.tensor(self.energy, dtype=torch.float64))
+        return Drift(group.add(self.cross), group.add(self.sum), float(energy))
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,24 @@ class Moments:
             None if self.drift is None else self.drift.to(device),
             None if self.taylor is None else self.taylor.to(device),
             self.routed,
+        )
+
+    def pooled(self, group: Group) -> "Moments":
+        """Moments of the tokens of all processes, at the first one."""
+        counts = group.add(torch.tensor([self.count, self.routed or 0]))
+        sums, squares, absolute, active = group.add(
+            torch.stack([self.sum, self.square, self.absolute, self.active])
+        ).unbind()
+        return Moments(
+            int(counts[0]),
+            sums,
+            squares,
+            absolute,
+            active,
+            None if self.gram is None else group.add(self.gram),
+            None if self.drift is None else self.drift.pooled(group),
+            self.taylor,
+            None if self.routed is None else int(counts[1]),
         )
 
     def at(self, inputs: Tensor) -> "Moments":

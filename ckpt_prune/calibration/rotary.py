@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ckpt_prune.parallel.group import Group
+
 
 class RotaryMoments:
     """Moments of the rotary pairs of N samples in one layer.
@@ -72,6 +74,11 @@ class RotaryMoments:
     def to(self, device: torch.device | str) -> "RotaryMoments":
         """The same moments on another device."""
         return RotaryMoments(self.samples, self.tokens, self.gram.to(device))
+
+    def pooled(self, group: Group) -> "RotaryMoments":
+        """Moments of the samples of all processes, at the first one."""
+        samples, tokens = group.add(torch.tensor([self.samples, self.tokens])).tolist()
+        return RotaryMoments(samples, tokens, group.add(self.gram))
 
     @property
     def finite(self) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.experts import SplitExperts
+from ckpt_prune.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class RoutingMoments:
         """Sums over the tokens of both."""
         sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
         return RoutingMoments(**sums)
+
+    def pooled(self, group: Group) -> "RoutingMoments":
+        """Sums over the tokens of all processes, at the first one."""
+        return RoutingMoments(**{each.name: group.add(getattr(self, each.name)) for each in fields(self)})
 
     @property
     def finite(self) -> bool:

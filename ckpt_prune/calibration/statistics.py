@@ -14,7 +14,9 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import reduce
 from math import isqrt
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -42,6 +44,7 @@ from ckpt_prune.calibration.logits import LogitMoments, packed_width
 from ckpt_prune.calibration.moments import Moments, Taylor
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.routing import RoutingMoments
+from ckpt_prune.calibration.shards import overlapping, united
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import disk_failures, write_whole
 from ckpt_prune.errors import UserError
@@ -324,9 +327,11 @@ class Statistics:
         many = self.index.blocks > len(self.index.files)
         if many or set(self.index.files) != set(files_of(self.index.blocks, self.index.collect)):
             raise UserError(f"{path} does not list the files of each of its {self.index.blocks} blocks: measure again")
+        self._bytes = 0
         for name in self.index.files:
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index lists: measure again")
+            self._bytes += (folder / name).stat().st_size
 
     def block(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
         """Moments of one block: on-disk weight → one for each fold.
@@ -489,10 +494,9 @@ class Statistics:
 
     def summary(self) -> dict[str, Any]:
         """What `statistics show` prints."""
-        sizes = [(self.folder / name).stat().st_size for name in self.index.files]
         return self.index.model_dump(mode="json", exclude={"files"}) | {
             "digest": self.index.digest,
-            "bytes": sum(sizes),
+            "bytes": self._bytes,
         }
 
 
@@ -583,7 +587,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
     for field, name in same.items():
         if getattr(a.index, field) != getattr(b.index, field):
             raise UserError(f"{a.folder} and {b.folder} are of different {name}: only equal ones can be added")
-    if set(a.index.data) & set(b.index.data):
+    if overlapping(a.index.data, b.index.data):
         raise UserError(f"{a.folder} and {b.folder} hold the same calibration samples: they would count twice")
     if "taylor" in a.index.collect:
         raise UserError(
@@ -592,8 +596,8 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         )
 
 
-def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> StatisticsIndex:
-    """The index of a sum; effects are the mean, weighted by samples, of what both know at the same points."""
+def add_index(a: StatisticsIndex, b: StatisticsIndex) -> StatisticsIndex:
+    """The index of a sum, but for its files; effects are the mean of what both know, weighted by samples."""
     shared = a.samples / (a.samples + b.samples)
     predicted = {
         name: _mean_effects(own, b.predicted[name], a.fisher / (a.fisher + b.fisher))
@@ -602,10 +606,9 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex, files: dict[str, str]) -> 
     }
     return a.model_copy(
         update={
-            "data": [*a.data, *b.data],
+            "data": united([*a.data, *b.data]),
             "samples": a.samples + b.samples,
             "tokens": a.tokens + b.tokens,
-            "files": files,
             "fisher": a.fisher + b.fisher,
             "predicted": predicted,
             "spaces": _mean_effects(a.spaces, b.spaces, shared),
@@ -644,14 +647,17 @@ def _mean_effects(
     return found
 
 
-def add_block(a: Statistics, b: Statistics, block: int) -> BlockMoments:
-    """One block's moments of both, fold by fold."""
-    left, right = a.block(block), b.block(block)
-    sums = {name: [x + y for x, y in zip(left[name], right[name], strict=True)] for name in left}  # type: ignore[operator]
-    return {name: tuple(folds) for name, folds in sums.items()}
+def add_block(folders: Sequence[Statistics], block: int) -> BlockMoments:
+    """One block's moments of all folders, fold by fold."""
+
+    def both(left: BlockMoments, right: BlockMoments) -> BlockMoments:
+        sums = {name: [x + y for x, y in zip(left[name], right[name], strict=True)] for name in left}  # type: ignore[operator]
+        return {name: tuple(folds) for name, folds in sums.items()}
+
+    return reduce(both, (each.block(block) for each in folders))
 
 
-def add_fisher(a: Statistics, b: Statistics, block: int) -> dict[str, Fisher]:
-    """The Fisher metric of one block's sites over the samples of both."""
-    left, right = a.fisher(block), b.fisher(block)
-    return {name: own + right[name] for name, own in left.items()}
+def add_fisher(folders: Sequence[Statistics], block: int) -> dict[str, Fisher]:
+    """The Fisher metric of one block's sites over the samples of all folders."""
+    found = [each.fisher(block) for each in folders]
+    return {name: reduce(add, (each[name] for each in found)) for name in found[0]}

@@ -14,10 +14,12 @@ from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Observer
 from ckpt_prune.calibration.outside import ReadTensors, load_module
+from ckpt_prune.calibration.pooling import pooled
 from ckpt_prune.calibration.readout import Readout
-from ckpt_prune.calibration.samples import Samples, as_input
+from ckpt_prune.calibration.samples import Part, Samples, as_input
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import ALONE, Group
 
 TOKENS_PER_BATCH = 4096
 """Tokens that go through a block together. Fixed, so that a resumed run repeats the same arithmetic."""
@@ -46,9 +48,12 @@ class HiddenStream:
         folds: samples are cut into this many contiguous folds.
         sizes: numbers of samples that `run` will be asked for at once.
         allocate: makes the tensor that holds the states.
+        group: processes that share the samples out among them. Moments are of all samples then, at the first process;
+            states, and what else is of single samples, are of this process's share.
 
     Attributes:
-        states: the input of the next block for every sample, (N, T, hidden), in the factory's dtype, on CPU.
+        samples: those of this process.
+        states: the input of the next block for every one of them, (N, T, hidden), in the factory's dtype, on CPU.
         batches: (fold, samples) of what goes through a block together, in order.
     """
 
@@ -64,15 +69,20 @@ class HiddenStream:
         folds: int = 1,
         sizes: Iterable[int] = (),
         allocate: Allocate = in_memory,
+        group: Group = ALONE,
     ) -> None:
-        self.factory, self.samples, self.folds = factory, samples, folds
+        group.check_enough(len(samples))
+        self.factory, self.folds, self.group = factory, folds, group
+        own = group.share(len(samples))
+        self.samples = samples if group.size == 1 else Part(samples, own.start, own.stop)
+        self._all = len(samples)
         self._tensors, self._read = list(tensors), read
         per_batch = max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
         self.batches: list[tuple[int, slice]] = [
-            (fold, slice(start, min(start + per_batch, run.stop)))
+            (fold, slice(start - own.start, min(start + per_batch, run.stop, own.stop) - own.start))
             for fold, run in enumerate(fold_slices(len(samples), folds))
-            for start in range(run.start, run.stop, per_batch)
+            for start in range(max(run.start, own.start), min(run.stop, own.stop), per_batch)
         ]
         self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self._enter(set(sizes), allocate)
@@ -106,7 +116,8 @@ class HiddenStream:
             layer.forward = recorder(index)
         own = [rows for _, rows in self.batches]
         lengths = {rows.stop - rows.start for rows in own}
-        for position, rows in enumerate([*own, *(slice(0, size) for size in sorted(sizes - lengths))]):
+        more = (slice(0, size) for size in sorted(sizes - lengths) if size <= len(self.samples))
+        for position, rows in enumerate([*own, *more]):
             captured.clear()
             states.clear()
             batch = as_input(self.samples.batch(rows), factory.device, factory.dtype)
@@ -185,7 +196,12 @@ class HiddenStream:
             output = self.run(block, index, self.states[rows])
             if advance:
                 self.states[rows] = output.cpu()
-        return {key: observer.moments() for key, observer in observers.items()}
+        return pooled(self.group, {key: observer.moments() for key, observer in observers.items()})
+
+    def _mass(self, experts: SplitExperts) -> list[float]:
+        """What the router has sent to every expert, in all processes."""
+        parts = self.group.gather(experts.mass)
+        return self.group.once(lambda: [sum(own) for own in zip(*(parts or []), strict=True)])
 
     @torch.no_grad()
     def completed(
@@ -216,9 +232,11 @@ class HiddenStream:
             complete[key] = folds if number is None else own
             if number is not None and too_few([each.count for each in own], inputs[number]):
                 few[key] = number
+        few = self.group.once(lambda: few)
         if few:
-            tokens = len(self.samples) * self.samples.tokens
-            experts.show({number: ((experts.mass[number] or 1.0) / tokens) ** 0.5 for number in few.values()})
+            tokens = self._all * self.samples.tokens
+            mass = self._mass(experts)
+            experts.show({number: ((mass[number] or 1.0) / tokens) ** 0.5 for number in few.values()})
             shown = self._observe(block, index, {key: gram[key] for key in few}, advance=False)
             experts.show({})
             for key, folds in shown.items():
@@ -237,7 +255,7 @@ class HiddenStream:
             gram: whether with the Gram.
         """
         space = next((space for name, space in self.factory.family.spaces.items() if name == what), None)
-        runs = fold_slices(len(self.samples), self.folds)
+        runs = fold_slices(self._all, self.folds)
         if space is None:
             return Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
         return OBSERVERS[space.ends](self.factory, block, index, space, gram, [run.stop - run.start for run in runs])
@@ -275,4 +293,5 @@ class HiddenStream:
             targets = batch["input_ids"][0, 1:].to(logits.device)
             loss += functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum").double().item()
             tokens += len(targets)
-        return loss / tokens
+        parts = self.group.gather((loss, tokens)) or []
+        return self.group.once(lambda: sum(own for own, _ in parts) / sum(own for _, own in parts))

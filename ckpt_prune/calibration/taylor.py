@@ -25,6 +25,7 @@ from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.progress import track
 
 
@@ -52,6 +53,10 @@ class _Gradient:
             self.total += own
             self.squares.addcmul_(own, own)
 
+    def pool(self, group: Group) -> None:
+        """Add what other processes have seen, at the first one."""
+        self.total, self.squares = group.add(self.total), group.add(self.squares)
+
 
 def measure_taylor(
     model: Model,
@@ -60,6 +65,7 @@ def measure_taylor(
     device: torch.device,
     compute_dtype: torch.dtype,
     allocate: Allocate = in_memory,
+    group: Group = ALONE,
 ) -> Iterator[tuple[int, dict[str, Taylor]]]:
     """Importances of the units of every site of the dense model, block by block from the last to the first.
 
@@ -74,6 +80,7 @@ def measure_taylor(
         device: where blocks run.
         compute_dtype: in which they run.
         allocate: makes the tensors that hold hidden states.
+        group: processes that share the samples out among them; the first one gets the importances.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name`.
@@ -83,13 +90,13 @@ def measure_taylor(
     """
     checkpoint = model.checkpoint
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate, group=group)
     states = states_at_ends(model, stream, allocate)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     leaving = states.pop()
     gradients = allocate(tuple(leaving.shape), torch.float32)
-    for rows in batches_of(samples, READOUT_TOKENS):
-        gradients[rows] = readout.loss_gradients(samples.batch(rows), leaving[rows]).cpu()
+    for rows in batches_of(stream.samples, READOUT_TOKENS):
+        gradients[rows] = readout.loss_gradients(stream.samples.batch(rows), leaving[rows]).cpu()
     del readout, leaving
     for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
         tensors = model.read_block(block)
@@ -128,6 +135,8 @@ def _backward(
             if disk not in found:
                 found[disk] = _Gradient(*(x.new_zeros(y.shape[-1], x.shape[-1], dtype=torch.float32) for _ in "12"))
             found[disk].add(x, y)
+    for own_gradient in found.values():
+        own_gradient.pool(stream.group)
     return found
 
 

@@ -5,8 +5,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ckpt_prune.api.benchmark import benchmark
-from ckpt_prune.cli.options import checked_model, device_option, echo_json, json_option, table, trust_option
+from ckpt_prune.cli.options import (
+    checked_model,
+    device_option,
+    echo_json,
+    json_option,
+    options_of,
+    table,
+    trust_option,
+)
 from ckpt_prune.graph_types import GraphType
+from ckpt_prune.options import SpreadOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.benchmarking.figures import Block, Result, Row, Run
@@ -43,6 +52,7 @@ NONE = "-"
     help="Of onnxruntime. [default: cuda where --device is, else cpu]",
 )
 @device_option
+@options_of(SpreadOptions)
 @click.option(
     "--optimize",
     type=click.Choice(["none", "cpu", "cuda"]),

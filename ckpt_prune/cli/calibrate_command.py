@@ -40,6 +40,12 @@ from ckpt_prune.options import CalibrationOptions, ImageOptions
     "llm-pruner recipes. [default: all but centred, rotary, queries, values and taylor that the model's family can "
     "use; effects up to 12 blocks]",
 )
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Measure only the I-th of N equal shares of the samples, on a machine of its own; `ckpt-prune statistics add` "
+    "makes one of all shards.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @overwrite_option
 @family_option

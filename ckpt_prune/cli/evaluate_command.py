@@ -16,7 +16,7 @@ from ckpt_prune.cli.options import (
     table,
     trust_option,
 )
-from ckpt_prune.options import EvaluationOptions
+from ckpt_prune.options import EvaluationOptions, SpreadOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
@@ -61,6 +61,12 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
     metavar="N",
     help="Tokens to generate after each prompt, at most.",
 )
+@options_of(SpreadOptions)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="With --device-map: say where the parts of the models would go, from their configs alone, and load nothing.",
+)
 @trust_option
 @device_option
 @json_option
@@ -92,7 +98,7 @@ def command(as_json: bool, **given: Any) -> None:
     --generate shows what a perplexity hides: a model that repeats itself has a plausible one. Repeated is the share of
     runs of four tokens that were there before.
 
-    This loads the whole model, and both with --against.
+    This loads the whole model, and both with --against. --device-map auto spreads it over GPUs, memory and disk.
 
     \b
       ckpt-prune evaluate OUT --against MODEL --text wiki.test.raw --window 2048
@@ -110,6 +116,7 @@ def command(as_json: bool, **given: Any) -> None:
 
 def _show(found: "Result") -> None:
     """Print a result as people read it."""
+    from ckpt_prune.evaluation.memory_plan import MemoryPlans
     from ckpt_prune.evaluation.results import (
         AccuracyResult,
         ChoiceResult,
@@ -132,8 +139,20 @@ def _show(found: "Result") -> None:
         TaskResult: _tasks,
         ChoiceResult: _choices,
         GenerationResult: _generated,
+        MemoryPlans: _planned,
     }
     shown[type(found)](found)
+
+
+def _planned(found: Any) -> None:
+    from ckpt_prune.evaluation.memory_plan import name_of
+
+    for plan in found.plans:
+        click.echo(f"{plan.folder}, {plan.dtype}:")
+        click.echo(table(["device", "parts", "bytes", "room"], plan.rows()))
+        left = [name_of(each.device) for each in plan.devices if each.device == "disk"]
+        if left:
+            click.echo("what is left on disk is read again for every batch")
 
 
 def _both(found: Any) -> list[tuple[Path, Any]]:

@@ -15,7 +15,7 @@ from ckpt_prune.cli.options import (
     provider_option,
     trust_option,
 )
-from ckpt_prune.options import DenseOptions, ProofOptions
+from ckpt_prune.options import DenseOptions, ProofOptions, SpreadOptions
 from ckpt_prune.planning.export_recipe import GraphSettings
 
 
@@ -33,6 +33,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 @options_of(ProofOptions)
 @options_of(DenseOptions)
 @provider_option
+@options_of(SpreadOptions)
 @overwrite_option
 @trust_option
 @json_option

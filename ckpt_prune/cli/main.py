@@ -14,6 +14,7 @@ import click
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, stoppable
 from ckpt_prune.errors import UserError, named
+from ckpt_prune.parallel.joining import joined, started_by_torchrun
 from ckpt_prune.plain import line, plain_output
 
 # Threads that spin while they wait cost minutes on a machine that is doing anything else (measured: the demo in 45 s
@@ -44,6 +45,8 @@ COMMANDS = {
     "statistics": "Show or add statistics folders.",
     "demo": "The whole path on the model the package carries.",
 }
+TOGETHER = ("calibrate", "prune", "recover")
+"""Commands that torchrun may start in several processes."""
 
 
 class Refusal(click.ClickException):
@@ -85,6 +88,8 @@ class LazyGroup(click.Group):
         near = " or ".join(repr(name) for name in difflib.get_close_matches(args[0], COMMANDS))
         if near and args[0] not in COMMANDS:
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near}?", ctx)
+        if args[0] in COMMANDS and args[0] not in TOGETHER and started_by_torchrun():
+            raise UserError(f"{args[0]} runs in one process: start it without torchrun")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -100,7 +105,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            with interruptible(), stoppable(), plain_output(sys.stdout):
+            with interruptible(), stoppable(), plain_output(sys.stdout), joined():
                 return super().invoke(ctx)
         except UserError as error:
             raise Refusal(line(str(error))) from error

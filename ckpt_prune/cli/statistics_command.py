@@ -59,15 +59,17 @@ def show(folder: Path, as_json: bool) -> None:
 
 
 @command.command("add")
-@click.argument("a", type=_FOLDER)
-@click.argument("b", type=_FOLDER)
+@click.argument("folders", metavar="A B...", type=_FOLDER, nargs=-1, required=True)
 @click.option("-o", "--output", "out", type=_FOLDER, required=True, help="Statistics folder to write.")
 @overwrite_option
-def add_command(a: Path, b: Path, out: Path, overwrite: bool) -> None:
-    """Write the sum of two statistics folders A and B: the same model measured on more text."""
+def add_command(folders: tuple[Path, ...], out: Path, overwrite: bool) -> None:
+    """Write the sum of statistics folders A, B and more: the same model on more text, or shards of one text.
+
+    Samples that two of them have seen are refused: they would count twice.
+    """
     from ckpt_prune.calibration.measure import add
     from ckpt_prune.calibration.statistics import Statistics
 
-    statistics = add(Statistics(a), Statistics(b), out, overwrite=overwrite)
+    statistics = add([Statistics(each) for each in folders], out, overwrite=overwrite)
     what = "images" if statistics.index.modality == "image" else "windows"
     click.echo(f"{out}: {statistics.index.samples} {what}, {statistics.index.tokens} tokens")

@@ -14,7 +14,7 @@ from ckpt_prune.cli.options import (
     provider_option,
     trust_option,
 )
-from ckpt_prune.options import ValidateOptions
+from ckpt_prune.options import SpreadOptions, ValidateOptions
 
 
 @click.command("validate")
@@ -28,6 +28,7 @@ from ckpt_prune.options import ValidateOptions
 )
 @options_of(ValidateOptions)
 @provider_option
+@options_of(SpreadOptions)
 @trust_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from ckpt_prune.api.verify import verify
-from ckpt_prune.cli.options import checked_model, echo_json, family_option, json_option, table
+from ckpt_prune.cli.options import checked_model, echo_json, family_option, json_option, options_of, table
+from ckpt_prune.options import SpreadOptions
 
 
 @click.command("verify")
@@ -25,6 +26,7 @@ from ckpt_prune.cli.options import checked_model, echo_json, family_option, json
     help="What OUT was made from: with --against also compute some blocks again, chosen at random, and compare them.",
 )
 @family_option
+@options_of(SpreadOptions)
 @json_option
 def command(as_json: bool, **given: Any) -> None:
     """Prove that OUT is whole: it loads, is finite, agrees with its config and with the digests in ckpt_prune.json.

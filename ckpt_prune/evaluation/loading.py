@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ckpt_prune.checkpoint.quantised import is_packed, plain_fp8, refuse_quantis
 from ckpt_prune.checkpoint.reading import Checkpoint, config_object
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.placing import DeviceMap, device_map
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
+    whole: bool = False,
 ) -> PreTrainedModel:
     """Load a WHOLE model into memory for evaluation, in evaluation mode.
 
@@ -60,17 +63,19 @@ def load_model(
 
     Args:
         folder: A checkpoint folder.
-        device: Where the model goes.
+        device: Where the model goes, unless it is to be spread over several (`placing.spread`).
         dtype: Of its parameters; "auto" is the checkpoint's own. None is float32 on CPU, where bf16 is slow, and the
             checkpoint's own elsewhere.
         trust_remote_code: Run code that the folder brings, where it is not this tool's.
+        whole: On one device in any case.
 
     Raises:
         UserError: The folder wants remote code that is not ours, does not load, or lacks tensors of its model.
     """
     if dtype is None:
-        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-    model, report = load_reported(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        dtype = default_dtype(device)
+    places = None if whole else device_map()
+    model, report = load_reported(folder, dtype=dtype, trust_remote_code=trust_remote_code, places=places)
     wanting = (*report.missing, *report.mismatched)
     if wanting:
         more = f" and {len(wanting) - 1} more" if len(wanting) > 1 else ""
@@ -78,7 +83,12 @@ def load_model(
             f"{folder}: tensors are missing or of the wrong shape: {wanting[0]}{more}; "
             f"run `ckpt-prune verify {folder}` for all of them"
         )
-    return model.to(device)
+    return model if places is not None else model.to(device)
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype | str:
+    """Float32 on CPU, where bf16 is slow, and the checkpoint's own elsewhere."""
+    return torch.float32 if torch.device(device).type == "cpu" else "auto"
 
 
 def load_reported(
@@ -87,6 +97,7 @@ def load_reported(
     dtype: torch.dtype | str = "auto",
     auto: str | None = None,
     trust_remote_code: bool = False,
+    places: DeviceMap | None = None,
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Load a folder as `from_pretrained` does for anyone, on CPU, and say what did not fit.
 
@@ -98,6 +109,7 @@ def load_reported(
         dtype: Of the parameters; "auto" is the checkpoint's own.
         auto: The Auto class of a stock model; that of the architecture in config.json by default.
         trust_remote_code: Run the folder's own code, where it is not this tool's.
+        places: Where its parts may go, if not all on CPU.
 
     Raises:
         UserError: The folder wants remote code that is not ours and not trusted, or transformers cannot load it at all.
@@ -122,6 +134,8 @@ def load_reported(
                 loader = remote_model_class(ours)
                 stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
                 options = {"config": with_block_facts(stored, ours)}
+            elif places is not None and (is_packed(raw) or (plain_fp8(raw) and not foreign)):
+                raise UserError(f"{folder}: quantised weights are converted in memory, and do not go with --device-map")
             elif plain_fp8(raw) and not foreign:
                 # transformers' own way needs a GPU, or another package.
                 checkpoint, source = Checkpoint.open(folder), None
@@ -131,7 +145,8 @@ def load_reported(
                 }
                 with shapes_alone():  # an Auto class cannot load what is in memory
                     loader = type(loader.from_config(options["config"]))
-            model, info = loader.from_pretrained(
+            load = loader.from_pretrained if places is None else partial(places.loaded, loader)
+            model, info = load(
                 source,
                 local_files_only=True,
                 use_safetensors=True,
@@ -142,6 +157,8 @@ def load_reported(
             )
             if is_packed(raw):  # which the first forward pass does else
                 model.hf_quantizer.compressor.decompress_model(model)
+        except UserError:
+            raise
         except Exception as error:  # transformers raises anything here, from OSError to safetensors' own type
             reason = " ".join(str(error).split()) or type(error).__name__
             by = "transformers" if foreign or ours else "stock transformers"

@@ -8,12 +8,14 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.evaluation.forward import batches, check_same_vocabulary, check_windows, logits
 from ckpt_prune.evaluation.loading import LoadReport, load_reported
+from ckpt_prune.evaluation.placing import device_map
 
 
 def stock_load_report(folder: Path, auto: str | None = None) -> LoadReport:
     """Load a checkpoint folder, single-file or sharded, with stock transformers and say what did not fit.
 
-    The whole model is in memory while this runs, in the checkpoint's own dtype, on CPU.
+    The whole model is in memory while this runs, in the checkpoint's own dtype, on CPU, or spread over devices
+    (`placing.spread`).
 
     Args:
         folder: the checkpoint.
@@ -22,7 +24,7 @@ def stock_load_report(folder: Path, auto: str | None = None) -> LoadReport:
     Raises:
         UserError: transformers cannot load the folder at all.
     """
-    return load_reported(folder, auto=auto)[1]
+    return load_reported(folder, auto=auto, places=device_map())[1]
 
 
 @torch.inference_mode()

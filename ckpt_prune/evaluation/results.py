@@ -12,6 +12,7 @@ from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.generation import Continuation
 from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.masked import MaskedScore
+from ckpt_prune.evaluation.memory_plan import MemoryPlans
 from ckpt_prune.evaluation.perplexity import Score
 from ckpt_prune.evaluation.sentences import SentenceComparison
 
@@ -301,4 +302,5 @@ Result = (
     | SentencesResult
     | HeadResult
     | TaskResult
+    | MemoryPlans
 )

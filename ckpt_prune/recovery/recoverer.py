@@ -1,9 +1,9 @@
 """Walking a dense and a pruned model side by side, one block of each at a time (LaCo, Algorithm 1)."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ckpt_prune.progress import Meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.similarity import Similarity
 from ckpt_prune.recovery.survivors import trained_tensors
-from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
+from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block, within
 
 _UNLIKE = 0.3
 """Relative difference of the hidden states entering the first block, above which two models have nothing in common."""
@@ -79,7 +79,7 @@ class Recoverer:
         image = self.pruned.factory.family.modality == "image"
         what = "images" if image else f"windows of {samples.tokens} tokens"
         return (
-            f"recovering {len(self.wanted)} of {self.blocks} blocks on {len(samples)} {what}, "
+            f"recovering {len(self.wanted)} of {self.blocks} blocks on {self.split.samples} {what}, "
             f"{held_out} of them held out, up to {self.settings.epochs} epochs at lr {self.rate:.3g}"
         )
 
@@ -108,7 +108,7 @@ class Recoverer:
         """
         self.dense.advance(index, dense)
         as_pruned = self.pruned.factory.block(index, pruned)
-        start, _ = self._likeness(self._through(as_pruned, index, self._measured()))
+        start, _ = self._likeness(partial(self._through, as_pruned, index))
         self._follow(index, as_pruned)
         # Training has a block of its own.
         del as_pruned
@@ -117,8 +117,8 @@ class Recoverer:
             trained = self._train(index, pruned, self._targets(index, dense), meter)
             meter.to(self.epochs_until(index))
         self._go_on(index, trained.tensors)
-        before, cka_before = self._likeness(cut(self._branches[0], self._part))
-        after, cka_after = self._likeness(self._measured())
+        before, cka_before = self._likeness(lambda rows: self._branches[0][rows])
+        after, cka_after = self._likeness(lambda rows: self.pruned.states[self._own_measured[rows]])
         return trained.tensors, RecoveredLayer(
             block=index,
             mse_before=before,
@@ -151,7 +151,7 @@ class Recoverer:
             return None
         found: list[dict[str, float | None]] = []
         for blocks in [*sorted(self._branches), self.blocks]:
-            rows = self.split.measured
+            rows = self._own_measured
             nll = self.pruned.nll(self._branches.get(blocks, (self.pruned.states[row] for row in rows)), rows)
             # JSON has no infinity.
             found.append({"blocks": blocks, "perplexity": math.exp(nll) if nll < 700 else None})
@@ -197,10 +197,9 @@ class Recoverer:
     def _follow(self, index: int, as_pruned: nn.Module) -> None:
         """Let the models with fewer blocks recovered go through a block as it was pruned."""
         for states in self._branches.values():
-            start = 0
-            for part in self._through(as_pruned, index, cut(states, self._part)):
-                states[start : start + len(part)] = part
-                start += len(part)
+            for start in range(0, len(states), self._part):
+                part = states[start : start + self._part]
+                part.copy_(self._run(as_pruned, index, part))
 
     def _go_on(self, index: int, written: Mapping[str, Tensor]) -> None:
         self.pruned.advance(index, written)
@@ -209,7 +208,7 @@ class Recoverer:
 
     def _branch(self, blocks: int) -> None:
         """From here on, follow what the model makes of measured samples with no more than `blocks` recovered."""
-        rows, states = self.split.measured, self.pruned.states
+        rows, states = self._own_measured, self.pruned.states
         self._branches[blocks] = self.allocate((len(rows), *states.shape[1:]), states.dtype)
         for number, row in enumerate(rows.tolist()):
             self._branches[blocks][number] = states[row]
@@ -218,25 +217,43 @@ class Recoverer:
     def _part(self) -> int:
         return part_size(self.settings)
 
-    def _measured(self) -> Iterator[Tensor]:
-        """The pruned model's states of measured samples, a few at a time."""
-        return (self.pruned.states[rows] for rows in cut(self.split.measured, self._part))
+    @cached_property
+    def _share(self) -> slice:
+        """The samples of this process."""
+        return self.pruned.group.share(self.split.samples)
+
+    @cached_property
+    def _own_measured(self) -> Tensor:
+        """Measured samples of this process, as it counts them."""
+        return within(self.split.measured, self._share)
+
+    def _through(self, block: nn.Module, index: int, rows: slice) -> Tensor:
+        """What a block makes of the states of some of this process's measured samples, on CPU."""
+        return self._run(block, index, self.pruned.states[self._own_measured[rows]])
 
     @torch.no_grad()
-    def _through(self, block: nn.Module, index: int, parts: Iterable[Tensor]) -> Iterator[Tensor]:
-        """What a block makes of the states of measured samples, on CPU."""
-        for part in parts:
-            yield self.pruned.run(block, index, part).cpu()
+    def _run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
+        return self.pruned.run(block, index, states).cpu() if len(states) else states
 
-    def _likeness(self, parts: Iterable[Tensor]) -> tuple[float, float]:
-        """Mean squared error and linear CKA of measured samples' states against the dense ones."""
-        device, similarity, tokens = self.pruned.factory.device, Similarity(), 0
-        for rows, ours in zip(cut(self.split.measured, self._part), parts, strict=False):
-            similarity.add(ours.to(device), self.dense.states[rows].to(device))
-            tokens += ours.shape[0] * ours.shape[1]
+    def _likeness(self, ours: Callable[[slice], Tensor]) -> tuple[float, float]:
+        """Mean squared error and linear CKA of measured samples' states against the dense ones.
+
+        Args:
+            ours: states of a run of this process's measured samples.
+        """
+        device, group, similarity, tokens = self.pruned.factory.device, self.pruned.group, Similarity(), 0
+        # How many of them are other processes', before this one's.
+        before = int((self.split.measured < self._share.start).sum())
+        for start in range(0, len(self.split.measured), self._part):
+            first, last = (min(max(at - before, 0), len(self._own_measured)) for at in (start, start + self._part))
+            rows = slice(first, last)
+            mine, theirs = (group.join(e, 0) for e in (ours(rows), self.dense.states[self._own_measured[rows]]))
+            if group.first:
+                similarity.add(mine.to(device), theirs.to(device))
+            tokens += len(self.split.measured[start : start + self._part]) * mine.shape[1]
             if tokens >= _COMPARED_TOKENS:
                 break
-        return similarity.mse, similarity.cka
+        return group.once(lambda: (similarity.mse, similarity.cka))
 
 
 def check_same_start(dense: Tensor, pruned: Tensor) -> None:

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.survivors import survivors
 
@@ -53,9 +53,17 @@ class Split:
         free[measured] = share == 0
         return cls(free.nonzero().flatten(), measured)
 
-    def sizes(self, settings: RecoverySettings) -> set[int]:
+    @property
+    def samples(self) -> int:
+        """How many there are in all."""
+        # Where none are held out, some are in both.
+        return len({*self.train.tolist(), *self.measured.tolist()})
+
+    def sizes(self, settings: RecoverySettings, group: Group = ALONE) -> set[int]:
         """Numbers of samples that go through a block at once."""
         size = part_size(settings)
+        if group.size > 1:  # of a batch, any number may be of one process
+            return set(range(1, size + 1))
         trained = {len(part) for batch in cut(self.train, settings.batch) for part in cut(batch, size)}
         return trained | {len(part) for part in cut(self.measured, size)}
 
@@ -63,6 +71,12 @@ class Split:
 def cut(rows: Tensor, size: int) -> list[Tensor]:
     """Runs of `size` rows, the last one perhaps shorter."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def within(rows: Tensor, share: slice) -> Tensor:
+    """Those of some rows that are in a run of them, counted from its start."""
+    own: Tensor = rows[(rows >= share.start) & (rows < share.stop)].sub(share.start)
+    return own
 
 
 def part_size(settings: RecoverySettings) -> int:
@@ -123,22 +137,30 @@ def train_block(
         seed: of the order of samples, together with the index.
         progress: told of each epoch.
     """
-    task = _Task(stream, index, dict(tensors), names, targets, split, settings, seed, progress)
+    energies = [_energy(stream, split, targets, rows) for rows in (split.train, split.measured)]
+    task = _Task(stream, index, dict(tensors), names, targets, split, settings, seed, progress, *energies)
     start = task.error(task.block())
     if not math.isfinite(start) or start <= _NOTHING or not names:
         return Trained(task.given)
     trained, epochs, diverged = Trained(task.given), 0, False
+    group = stream.group
     for attempt in range(_ATTEMPTS if settings.held_out else 1):
         trained = task.train(rate / _SLOWER**attempt, start)
         epochs, diverged = epochs + trained.epochs, diverged or trained.diverged
         if trained.best_epoch:
             break
-    return replace(trained, epochs=epochs, diverged=diverged)
+    # The same in all processes, but for what unlike machines round differently.
+    return group.once(lambda: replace(trained, epochs=epochs, diverged=diverged))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """One block to be trained (`train_block`)."""
+    """One block to be trained (`train_block`).
+
+    Attributes:
+        energy: mean ‖Y‖² of a sample that is trained on.
+        measured_energy: of one that is measured on.
+    """
 
     stream: HiddenStream
     index: int
@@ -149,16 +171,12 @@ class _Task:
     settings: RecoverySettings
     seed: int
     progress: Progress
+    energy: float
+    measured_energy: float
 
-    @cached_property
-    def measured_energy(self) -> float:
-        """Σ‖Y‖² over the measured samples."""
-        return _energy(self.targets, self.split.measured) * len(self.split.measured)
-
-    @cached_property
-    def energy(self) -> float:
-        """Mean ‖Y‖² of a sample that is trained on."""
-        return _energy(self.targets, self.split.train)
+    def _mine(self, rows: Tensor) -> Tensor:
+        """Those of some samples that this process has, as it counts them."""
+        return within(rows, self.stream.group.share(self.split.samples))
 
     def block(self) -> "_Block":
         """The block as it was given."""
@@ -166,8 +184,8 @@ class _Task:
 
     def error(self, block: "_Block") -> float:
         """Σ‖Y − φ(H')‖² / Σ‖Y‖² over the measured samples, with weights as they would be stored."""
-        parts = cut(self.split.measured, part_size(self.settings))
-        return block.error(self.targets, parts, self.measured_energy)
+        parts = cut(self._mine(self.split.measured), part_size(self.settings))
+        return block.error(self.targets, parts, self.measured_energy * len(self.split.measured))
 
     def train(self, rate: float, start: float) -> Trained:
         """Train the given block at one rate, from the error `start` on measured samples."""
@@ -182,7 +200,7 @@ class _Task:
             for rows in cut(self.split.train[torch.randperm(len(self.split.train), generator=order)], settings.batch):
                 if settings.schedule == "cosine":
                     optimiser.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
-                parts = cut(rows, part_size(settings))
+                parts = cut(self._mine(rows), part_size(settings))
                 losses.append(block.step(optimiser, self.targets, parts, self.energy * len(rows)))
                 step += 1
                 if not math.isfinite(losses[-1]):
@@ -246,9 +264,19 @@ class _Block:
             loss = self._squared_error(targets, rows) / scale
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
+        total = self._pooled(total)
         if math.isfinite(total):
             optimiser.step()
         return total
+
+    def _pooled(self, loss: float) -> float:
+        """The loss of all processes, whose gradients become those of all."""
+        group = self._stream.group
+        if group.size > 1:
+            for parameter in self.parameters:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = group.shared(own)
+        return group.total(loss)
 
     @torch.no_grad()
     def error(self, targets: Tensor, parts: list[Tensor], scale: float) -> float:
@@ -257,7 +285,8 @@ class _Block:
             # What overflowed in its stored dtype may hide behind a ReLU, where the error is finite.
             if not all(parameter.isfinite().all() for parameter in self.parameters):
                 return math.nan
-            return sum(float(self._squared_error(targets, rows)) for rows in parts) / scale
+            own = sum(float(self._squared_error(targets, rows)) for rows in parts)
+            return self._stream.group.total(own) / scale
 
     def stored(self) -> dict[str, Tensor]:
         """The block's tensors as they are now, in the dtypes they came in, on CPU."""
@@ -304,7 +333,9 @@ class _Masked:
         return gradient.masked_fill(~self._free, 0)
 
 
-def _energy(targets: Tensor, rows: Tensor) -> float:
+def _energy(stream: HiddenStream, split: Split, targets: Tensor, rows: Tensor) -> float:
     """Mean over the samples `rows` of ‖Y‖²."""
-    total = sum(float(targets[part].float().square().sum(dtype=torch.float64)) for part in cut(rows, 8))
+    parts = cut(within(rows, stream.group.share(split.samples)), 8)
+    own = sum(float(targets[part].float().square().sum(dtype=torch.float64)) for part in parts)
+    total = stream.group.total(own)
     return total / len(rows) if total > 0 else 1.0

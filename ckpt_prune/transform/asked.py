@@ -16,6 +16,7 @@ from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.devices import computed_in, resolve_device
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, PruneOptions, RecipeOptions, SampleOptions, has_data
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import Plan, read_plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
@@ -160,13 +161,15 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     """
     options, model, recipe, plan = asked.options, asked.model, asked.recipe, asked.plan
     files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
-    check_output(
-        model.checkpoint.path,
-        options.output,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        inputs=[options.statistics, *files, options.images, options.labels, *options.text],
-        wants=wanted_names(model.checkpoint, recipe),
+    here().at_first(
+        lambda: check_output(
+            model.checkpoint.path,
+            options.output,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            inputs=[options.statistics, *files, options.images, options.labels, *options.text],
+            wants=wanted_names(model.checkpoint, recipe),
+        )
     )
     statistics = _statistics(options.statistics, model, plan)
     # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.

@@ -12,6 +12,7 @@ from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, kind_of
@@ -81,8 +82,9 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
     model, recipe, statistics = request.model, request.recipe, request.statistics
     solvers = {space: solver_of(model, recipe, space, request.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
-    found: dict[Site, list[Ranked]] = {}
-    for block in track(range(model.blocks), "ranking", total=model.blocks):
+
+    def rank(block: int) -> dict[Site, list[Ranked]]:
+        found: dict[Site, list[Ranked]] = {}
         moments = source.moments(block, {}, list(solvers))
         metric = statistics.fisher(block) if recipe.weighed_by_effect else {}
         for space, solver in solvers.items():
@@ -95,6 +97,12 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
                     errors = scaled(errors, effects_on(statistics, model.site_name(block, space), score))
                 ranked.append(Ranked(score, scores.cpu(), errors))
+        return found
+
+    group = here()
+    blocks = range(group.rank, model.blocks, group.size)
+    ranked_blocks = group.dealt([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
+    found = {site: own for each in ranked_blocks for site, own in each.items()}
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found
 
 

@@ -10,6 +10,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -156,6 +157,35 @@ def _taylor(request: Request) -> None:
         raise UserError(f"{what}, which are not gathered for experts: choose another score")
     if request.statistics is not None and "taylor" not in request.statistics.index.collect:
         raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
+
+
+def check_together(request: Request, job: str) -> None:
+    """Refuse what several processes cannot do together, and processes that are not at the same job.
+
+    Args:
+        request: of this process.
+        job: digest of all that the output depends on.
+
+    Raises:
+        UserError: the recipe is for one process, or model, data or job differ.
+    """
+    group, recipe = here(), request.recipe
+    alone = {"rotates": recipe.rotation, "exports": recipe.export, "drops whole blocks": recipe.depth}
+    for what, asked in alone.items():
+        if group.size > 1 and asked is not None:
+            raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")
+    seen = [each.samples for each in (request.live, request.training) if each is not None]
+    for samples in seen:
+        group.check_enough(len(samples))
+    data = "text" if request.model.family.modality == "text" else "set of images"
+    group.agree(
+        {
+            "model": request.model.checkpoint.fingerprint,
+            data: [samples.fingerprint for samples in seen],
+            "recipe": recipe.digest,
+            "job": job,
+        }
+    )
 
 
 def check_trained(request: Request) -> None:

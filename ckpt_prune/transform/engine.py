@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.transform.decisions import Decisions
 from ckpt_prune.transform.solvers import solver_of
@@ -96,7 +98,8 @@ class Pruner:
                 found = source.moments(block, tensors, stages[space])
             model, moments = self._left(space, kept, found.get(space))
             solver = solver_of(model, recipe, space, self.device, diagnostics=self.diagnostics)
-            solved = solver.solve(block, tensors, moments, decided[space])
+            # The first of several processes alone has the moments of all samples, and its numbers are everyone's.
+            solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
             beside = None

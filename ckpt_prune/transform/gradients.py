@@ -8,6 +8,7 @@ by ridge on the samples that the gradients are not of, and ½ E[Σ_t (g_t·δ_t)
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.distances import EndDistances
-from ckpt_prune.calibration.fisher import LIMITS, measure_fisher
+from ckpt_prune.calibration.fisher import LIMITS, Fisher, measure_fisher
 from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Part, Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics, fisher_file, with_fisher, write_fisher
 from ckpt_prune.calibration.streams import fold_slices
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.transform.measured_effects import SHALLOW
 from ckpt_prune.transform.refits import BlockRefits, Refits, tried_out
@@ -42,7 +44,8 @@ def add_gradients(
     """Measure the Fisher metric, and predict what dropping units would do, into a folder that has the Grams.
 
     `LIMITS` samples of the last fold are run, and refits are on the other folds where there are any: what is predicted
-    is then of tokens that no refit has seen. Time: 4 runs of every block (`measure_fisher`), and for every site
+    is then of tokens that no refit has seen. Several processes all run these few samples, and share out the refits.
+    Time: 4 runs of every block (`measure_fisher`), and for every site
     one ranking by each score, one factorisation for it, and 2 d_in d_out flops a token and point.
 
     Args:
@@ -67,17 +70,23 @@ def add_gradients(
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
     how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
     rotary = "rotary" in statistics.index.collect
+    group = here()
+
+    def write(block: int, found: Mapping[str, Fisher]) -> None:
+        files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
+
     ends = EndDistances(len(some))
     measured = measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how)
     for block, found in measured:
-        files[fisher_file(block)] = write_fisher(statistics.folder, block, found)
+        group.at_first(partial(write, block, found))
     predicted: Predicted = {} if trials is None else trials.found
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     # In shallow models every site's own effect is measured. Blocks with experts have too many for either.
     if predicted and model.blocks > SHALLOW and model.family.experts is None:
         together, scores = measure_spaces(refits, some, predicted, **how)
-    return with_fisher(statistics, len(some), dict(sorted(files.items())), predicted, together, scores, ends.found)
+    told = (predicted, together, scores, ends.found)
+    return group.once(lambda: with_fisher(statistics, len(some), dict(sorted(files.items())), *told))
 
 
 @dataclass
@@ -92,16 +101,23 @@ class _Trials:
     found: Predicted = field(default_factory=dict)
     _block: int = 0
     _sites: dict[SpaceName, "_Site"] = field(default_factory=dict)
+    _mine: set[tuple[SpaceName, str]] = field(default_factory=set)
 
     def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Refit every site of a block at every point."""
         self._block, own = block, self.refits.of(block, tensors)
+        trials = [(space, score) for space in self.refits.spaces for score in kind_of(space).candidates]
+        self._mine = set(trials[here().rank :: here().size])
         self._sites = {space: self._site(own, space) for space in self.refits.spaces}
 
     def _site(self, own: BlockRefits, space: SpaceName) -> "_Site":
         counts = dropped_counts(self.refits.model.units(space), POINTS)
         scores = kind_of(space).candidates
-        lost = {score: [own.lost(space, score, count).float() for count in counts] for score in scores}
+        lost = {
+            score: [own.lost(space, score, count).float() for count in counts]
+            for score in scores
+            if (space, score) in self._mine
+        }
         mean = own.mean(space, scores[0])
         return _Site(counts, lost, None if mean is None else mean.float())
 
@@ -112,8 +128,17 @@ class _Trials:
 
     def end(self, samples: int) -> None:
         """Enter what was found."""
-        for space, site in self._sites.items():
-            self.found[self.refits.model.site_name(self._block, space)] = site.divergences(samples)
+        group, own = here(), {space: site.divergences(samples) for space, site in self._sites.items()}
+        told = group.gather((own, self.refits.known(self._block))) or []
+        for theirs, scores in group.once(lambda: told):
+            self.refits.learn(scores)
+            for space, by_score in theirs.items():
+                self.found.setdefault(self.refits.model.site_name(self._block, space), {}).update(by_score)
+        # In the order of one process, which is what ties are broken by.
+        for space in self._sites:
+            name = self.refits.model.site_name(self._block, space)
+            told_of = self.found[name]
+            self.found[name] = {score: told_of[score] for score in kind_of(space).candidates if score in told_of}
         self._sites.clear()
 
 

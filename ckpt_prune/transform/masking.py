@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.mask_recipe import MaskRecipe
 from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.sparsity import sparsegpt
@@ -69,11 +71,16 @@ class Masker:
                 whole = total(folds).to(self.device) if folds else None
                 for module in groups[first]:
                     name = self.family.tensor(block, module)
-                    new, record = self.linear(block, module, current[name], whole)
+                    # As in `engine`: the first of several processes has the moments.
+                    current[name], record = here().once(partial(self.stored, block, module, current[name], whole))
                     masked.append(record)
-                    current[name] = new.to(current[name].dtype).cpu()
         check_overflow(tensors, current)
         return current, masked
+
+    def stored(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
+        """One weight with its zeros as it is stored, and what was done to it."""
+        new, record = self.linear(block, module, tensor, moments)
+        return new.to(tensor.dtype).cpu(), record
 
     def linear(self, block: int, module: str, tensor: Tensor, moments: Moments | None) -> tuple[Tensor, MaskedLinear]:
         """One weight with its zeros, float64, and what was done to it."""

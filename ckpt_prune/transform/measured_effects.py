@@ -17,6 +17,7 @@ from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.parallel.group import here
 from ckpt_prune.progress import track
 from ckpt_prune.transform.site_variants import (
     POINTS,
@@ -60,7 +61,8 @@ def measure_effects(
     A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
     block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
     moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
-    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice.
+    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice. Several
+    processes share out spaces and points, each on all of these samples.
 
     Args:
         model: the dense model.
@@ -95,7 +97,9 @@ def measure_effects(
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     sites = Variants(model, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
-    pruned = [allocate(shape, dtype) for _ in variants]
+    group = here()
+    mine = range(group.rank, len(variants), group.size)
+    pruned = [allocate(shape, dtype) for _ in mine]
     dense = allocate(shape, dtype)
 
     def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
@@ -106,7 +110,7 @@ def measure_effects(
 
     found: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks
-    known: dict[str, Any] = {} if journal is None else journal.notes
+    known: dict[str, Any] = group.once(lambda: {} if journal is None else journal.notes)
     start = next((block for block in range(blocks) if _unit(block) not in known), blocks)
     for block in range(start):
         found |= {name: [(count, value) for count, value in own] for name, own in known[_unit(block)].items()}
@@ -121,7 +125,7 @@ def measure_effects(
     for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
         tensors = model.read_block(block)
         if block == site:
-            for out, new in zip(pruned, sites.of(block, tensors), strict=True):
+            for out, new in zip(pruned, sites.of(block, tensors, mine), strict=True):
                 run(block, new, [(stream.states, out)])
             run(block, tensors, [(stream.states, stream.states)])
             if site == 0:
@@ -130,7 +134,7 @@ def measure_effects(
             # The first time round the dense model's own states go all the way, as what the others are held against.
             run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
         if block == blocks - 1:
-            values = divergences(readout, dense, few, [(readout, states) for states in pruned])
+            values = group.dealt(divergences(readout, dense, few, [(readout, states) for states in pruned]))
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
                 check_finite(value, count, name, compute_dtype)

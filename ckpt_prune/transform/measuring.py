@@ -8,6 +8,7 @@ from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writing import check_room
+from ckpt_prune.parallel.group import here
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.transform.gradients import add_gradients
 from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
@@ -18,7 +19,7 @@ STATISTICS, EFFECTS = "statistics", "effects"
 """Units of the journal: moments, and effects, of the whole model."""
 
 
-def measured(settled: Settled, folder: Path, journal: Journal, stages: Stages | None = None) -> Settled:
+def measured(settled: Settled, folder: Path, journal: Journal | None, stages: Stages | None = None) -> Settled:
     """The job with all the moments it needs, its widths decided.
 
     A recipe that is sequential, needs no moments or has its statistics is passed on as it is. The unpruned model is
@@ -28,7 +29,7 @@ def measured(settled: Settled, folder: Path, journal: Journal, stages: Stages | 
     Args:
         settled: what to do.
         folder: where to measure; it is made. The job needs it as long as it is worked on.
-        journal: of the run.
+        journal: of the run; None in a process that does not write.
         stages: of the run, to which measuring is added.
 
     Raises:
@@ -42,17 +43,22 @@ def measured(settled: Settled, folder: Path, journal: Journal, stages: Stages | 
     return settle(replace(request, statistics=statistics))
 
 
-def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal) -> Statistics:
+def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:
     """Moments of the unpruned model, and what errors do to its output where widths are weighed by that."""
-    recipe = request.recipe
-    if STATISTICS in journal.units:
-        statistics = Statistics(folder)
-    else:
-        check_folds(live.samples, live.folds)
+    recipe, group = request.recipe, here()
+    known = group.once(lambda: set[str]() if journal is None else set(journal.units))
+
+    def make_folder() -> None:
         with disk_failures(folder):
             folder.mkdir(exist_ok=True)
         needed = statistics_bytes(request.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples))
         check_room(folder, needed, "statistics need")
+
+    if STATISTICS in known:
+        statistics = Statistics(folder)
+    else:
+        check_folds(live.samples, live.folds)
+        group.at_first(make_folder)
         statistics = measure_into(
             request.model,
             live.samples,
@@ -79,7 +85,7 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             spaces=list(recipe.spaces),
             allocate=live.allocate,
         )
-    if not measured_singly(request.model) or EFFECTS in journal.units:
+    if not measured_singly(request.model) or EFFECTS in known:
         return statistics
     effects = measure_effects(
         request.model,
@@ -91,11 +97,13 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
         allocate=live.allocate,
         journal=journal,
     )
-    statistics = with_effects(statistics, effects)
+    statistics = group.once(lambda: with_effects(statistics, effects))
     _done(journal, EFFECTS)
     return statistics
 
 
-def _done(journal: Journal, unit: str) -> None:
+def _done(journal: Journal | None, unit: str) -> None:
+    if journal is None:
+        return
     with disk_failures(journal.folder):
         journal.record(unit)

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,10 +15,12 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.containers.container import Container
 from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.recoverer import Recoverer
@@ -27,7 +31,7 @@ from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
-from ckpt_prune.transform.layout import layout_of, with_rest
+from ckpt_prune.transform.layout import Layout, layout_of, with_rest
 from ckpt_prune.transform.pairs import at_same_depth, check_models, container_of, rotated_as
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
@@ -113,13 +117,10 @@ class SettledRecovery:
         """What recovers blocks, at the first one."""
         request = self.request
         split = Split.of(len(request.samples), request.settings.held_out)
-        pruned = self.pruned.stream(
-            request.samples,
-            request.compute_dtype,
-            sizes=split.sizes(request.settings),
-            allocate=request.allocate,
-        )
-        dense = self.dense.stream(request.samples, request.compute_dtype, allocate=request.allocate)
+        how: dict[str, Any] = {"allocate": request.allocate, "group": here()}
+        sizes = split.sizes(request.settings, here())
+        pruned = self.pruned.stream(request.samples, request.compute_dtype, sizes=sizes, **how)
+        dense = self.dense.stream(request.samples, request.compute_dtype, **how)
         return Recoverer(dense, pruned, split, request.settings, request.seed, request.after, request.allocate)
 
     @property
@@ -185,31 +186,43 @@ def recover(
     """
     request = settled.request
     pruned, dense = request.pruned.checkpoint, request.dense.checkpoint
+    group, digest = here(), settled.digest
     for source in (pruned, dense):
         refuse_overlap(source.path, out)
-    found = finished(out, settled.digest, announce) if resume and not overwrite else None
+    group.check_enough(len(request.samples))
+    group.agree(
+        {
+            "model": pruned.fingerprint,
+            "dense model": dense.fingerprint,
+            "text" if request.dense.family.modality == "text" else "set of images": request.samples.fingerprint,
+            "job": digest,
+        }
+    )
+    found = group.once(lambda: finished(out, digest, announce) if resume and not overwrite else None)
     if found is not None:
         return found
     layout = layout_of(request.pruned)
-    staging = Staging(out, job=settled.digest, resume=resume, overwrite=overwrite, wants=wanted_names(pruned))
-    if resume:
-        announce_resumed(staging, out, request.pruned.blocks, "recovered", announce)
-    if not staging.resumed:
-        pruned.check_finite()
-        dense.check_finite()
+
+    def begin() -> Staging:
+        staging = Staging(out, job=digest, resume=resume, overwrite=overwrite, wants=wanted_names(pruned))
+        if resume:
+            announce_resumed(staging, out, request.pruned.blocks, "recovered", announce)
+        if not staging.resumed:
+            pruned.check_finite()
+            dense.check_finite()
+        return staging
+
+    staging = group.at_first(begin)
     stages = Stages(request.device)
-    with staging:
-        if staging.journal.complete:
-            return publish_complete(staging, announce)
-        whole, names = with_rest(pruned, layout)
-        writer = CheckpointWriter(
-            staging,
-            whole,
-            sharded=pruned.sharded,
-            transposed=pruned.transposed,
-            names=names,
-            stacks=pruned.stacks,
-        )
+    with nullcontext() if staging is None else staging:
+
+        def complete() -> Report | None:
+            return publish_complete(staging, announce) if staging is not None and staging.journal.complete else None
+
+        found = group.once(complete)
+        if found is not None:
+            return found
+        writer = None if staging is None else _writer(staging, pruned, layout)
         with stages.stage("hidden states"):
             recoverer, sink = settled.recoverer(), Sink(writer, layout)
         for line in filter(None, [settled.doubt, recoverer.summary]):
@@ -220,15 +233,28 @@ def recover(
         with stages.stage("rest"):
             sink.write_rest(settled.pruned)
             sink.write_outer(pruned)
-        report = report_of_recovery(
-            settled.report,
-            request.pruned,
-            request.dense,
-            settled.container,
-            recovery_of(recoverer, dense, on_the_fly=False),
-            step.layers,
-        )
-        asides = [ROTATIONS] if (pruned.path / ROTATIONS).is_file() else []
-        for name in asides:
-            writer.copy(pruned.path / name)
-        return publish(writer, report, settled.container, pruned, [*layout, *asides], stages, announce)
+        recovery = recovery_of(recoverer, dense, on_the_fly=False)
+
+        def end() -> Report:
+            assert writer is not None
+            report = report_of_recovery(
+                settled.report, request.pruned, request.dense, settled.container, recovery, step.layers
+            )
+            asides = [ROTATIONS] if (pruned.path / ROTATIONS).is_file() else []
+            for name in asides:
+                writer.copy(pruned.path / name)
+            return publish(writer, report, settled.container, pruned, [*layout, *asides], stages, announce)
+
+        return group.once(end)
+
+
+def _writer(staging: Staging, pruned: Checkpoint, layout: Layout) -> CheckpointWriter:
+    whole, names = with_rest(pruned, layout)
+    return CheckpointWriter(
+        staging,
+        whole,
+        sharded=pruned.sharded,
+        transposed=pruned.transposed,
+        names=names,
+        stacks=pruned.stacks,
+    )

@@ -51,6 +51,14 @@ class Refits:
         moments = {space: total(own[:-1] or own).to(self.device) for space, own in folds.items()}
         return BlockRefits(self, block, tensors, moments)
 
+    def known(self, block: int) -> dict[tuple[Site, str], Tensor]:
+        """What scores say of the sites of a block, as far as they were asked."""
+        return {key: scores for key, scores in self._scores.items() if key[0].block == block}
+
+    def learn(self, scores: Mapping[tuple[Site, str], Tensor]) -> None:
+        """Take over what another process was told."""
+        self._scores.update(scores)
+
     def scores(self, solver: ColumnSolver, refits: "BlockRefits", score: str) -> Tensor:
         """Of the units of a site, (units,)."""
         key = Site(refits.block, solver.space), score

@@ -152,11 +152,11 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
             {
                 "modality": recoverer.pruned.factory.family.modality,
                 "data": samples.fingerprint,
-                "samples": len(samples),
+                "samples": recoverer.split.samples,
                 "held_out": len(recoverer.split.measured) if settings.held_out else 0,
                 "measured": len(recoverer.split.measured),
                 "window": samples.tokens,
-                "tokens": len(samples) * samples.tokens,
+                "tokens": recoverer.split.samples * samples.tokens,
             }
         ),
         perplexity_after=None if perplexities is None else [Perplexity.model_validate(entry) for entry in perplexities],

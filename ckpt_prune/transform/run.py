@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
-from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
+from ckpt_prune.checkpoint.staging import SCRATCH, Staging, partial_of, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.progress import meter
@@ -18,7 +21,7 @@ from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Recovery, Report, StrengthSearch
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import Learner, WrittenRotations
-from ckpt_prune.transform.checks import check_trained
+from ckpt_prune.transform.checks import check_together, check_trained
 from ckpt_prune.transform.depth import at_chosen_depth
 from ckpt_prune.transform.layout import with_rest
 from ckpt_prune.transform.measuring import measured
@@ -92,6 +95,7 @@ def run(
     """Prune a checkpoint into a folder that stock transformers loads.
 
     What the recipe needs measured is measured first. The output is written to `OUT.partial` and renamed at the end.
+    Of several processes the first one writes.
 
     Args:
         settled: what to do. A strength that is to be chosen by perplexity is searched here.
@@ -104,37 +108,51 @@ def run(
         UserError: bad input; nothing is left behind.
     """
     check_trained(settled.request)
-    checkpoint = settled.model.checkpoint
+    checkpoint, group = settled.model.checkpoint, here()
     refuse_overlap(checkpoint.path, out)
-    report = finished(out, settled.digest, announce) if resume and not overwrite else None
+    check_together(settled.request, settled.digest)
+    report = group.once(lambda: finished(out, settled.digest, announce) if resume and not overwrite else None)
     if report is not None:
         return Done(settled, report, finished=True)
-    staging = Staging(
-        out,
-        job=settled.digest,
-        resume=resume,
-        overwrite=overwrite,
-        wants=wanted_names(checkpoint, settled.recipe),
-    )
-    if resume:
-        how = "pruned" if settled.recipe.mask is None else "masked"
-        announce_resumed(staging, out, settled.model.blocks, how, announce)
-    if not staging.resumed:
-        checkpoint.check_finite()
+
+    def begin() -> Staging:
+        staging = Staging(
+            out,
+            job=settled.digest,
+            resume=resume,
+            overwrite=overwrite,
+            wants=wanted_names(checkpoint, settled.recipe),
+        )
+        if resume:
+            how = "pruned" if settled.recipe.mask is None else "masked"
+            announce_resumed(staging, out, settled.model.blocks, how, announce)
+        if not staging.resumed:
+            checkpoint.check_finite()
+        return staging
+
+    staging = group.at_first(begin)
     stages = Stages(settled.request.device)
-    with staging:
-        if staging.journal.complete:
-            report = publish_complete(staging, announce)
+    with nullcontext() if staging is None else staging:
+        journal = None if staging is None else staging.journal
+
+        def complete() -> Report | None:
+            return publish_complete(staging, announce) if staging is not None and staging.journal.complete else None
+
+        report = group.once(complete)
+        if report is not None:
             return Done(settled, report, finished=True)
-        shorter = at_chosen_depth(settled, staging.scratch, staging.journal, stages)
-        ready = measured(shorter, staging.scratch, staging.journal, stages)
+        # `check_together`: one process alone chooses blocks.
+        shorter = settled if staging is None else at_chosen_depth(settled, staging.scratch, staging.journal, stages)
+        ready = measured(shorter, partial_of(out) / SCRATCH, journal, stages)
+        # Found by each process for itself, of what the first one has measured.
+        group.agree({"choice of widths": ready.widths})
         return Done(ready, _run(ready, staging, stages, announce))
 
 
-def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce) -> Report:
+def _writer_of(settled: Settled, staging: Staging) -> CheckpointWriter:
     output, checkpoint = settled.output, settled.model.checkpoint
     layout, names = with_rest(checkpoint, output.layout)
-    writer = CheckpointWriter(
+    return CheckpointWriter(
         staging,
         layout | output.aside,
         sharded=checkpoint.sharded,
@@ -143,10 +161,16 @@ def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce)
         names=names,
         stacks=checkpoint.stacks,
     )
+
+
+def _run(settled: Settled, staging: Staging | None, stages: Stages, announce: Announce) -> Report:
+    output, checkpoint = settled.output, settled.model.checkpoint
+    writer = None if staging is None else _writer_of(settled, staging)
     search = _searched(settled, writer, stages)
     ready = settled if search is None else settled.with_strength(search.chosen)
     learned = None
     if ready.recipe.rotation is not None:
+        assert writer is not None  # `check_together`: one process alone
         with stages.stage("rotations"):
             learner = learner_of(ready)
             learned = learner.run(writer)
@@ -159,27 +183,33 @@ def _run(settled: Settled, staging: Staging, stages: Stages, announce: Announce)
     with stages.stage("rest"):
         sink.write_rest(ready.dense)
         sink.write_outer(checkpoint)
-    report = report_of_prune(
-        ready,
-        written.records,
-        search=search,
-        learned=learned,
-        recovery=written.recovery,
-        layers=written.layers,
-    )
-    return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside], stages, announce)
+
+    def end() -> Report:
+        assert writer is not None
+        report = report_of_prune(
+            ready,
+            written.records,
+            search=search,
+            learned=learned,
+            recovery=written.recovery,
+            layers=written.layers,
+        )
+        return publish(writer, report, output.container, checkpoint, [*output.layout, *output.aside], stages, announce)
+
+    return here().once(end)
 
 
-def _searched(settled: Settled, writer: CheckpointWriter, stages: Stages) -> StrengthSearch | None:
+def _searched(settled: Settled, writer: CheckpointWriter | None, stages: Stages) -> StrengthSearch | None:
     """The strength of least calibration perplexity, where it is to be searched; found once, also when resumed."""
     if not settled.recipe.perplexity_grid or settled.request.plan is not None:
         return None
-    note = writer.notes.get("search")
+    note = here().once(lambda: None if writer is None else writer.notes.get("search"))
     if note is not None:
         return StrengthSearch.model_validate(note)
     with stages.stage("lambda search"):
         search = search_strength(settled)
-    writer.commit("search", note=search.model_dump())
+    if writer is not None:
+        writer.commit("search", note=search.model_dump())
     return search
 
 
@@ -200,10 +230,11 @@ class _Written:
 def _write_blocks(settled: Settled, sink: Sink) -> _Written:
     """Let the recipe's steps act on every block, and write it."""
     dense = settled.dense
-    pruned = PruneStep(settled.engine(), settled.moments())
+    source = settled.moments()
+    pruned = PruneStep(settled.engine(), source)
     if settled.recipe.recovery is None:
-        walk(dense, [pruned], sink)
-        return _Written(pruned.records)
+        walk(dense, [pruned], sink, apart=not isinstance(source, SequentialMoments))
+        return _Written(sorted(pruned.records, key=lambda record: record.block))
     recoverer = recoverer_of(settled)
     with meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
         recovered = RecoverStep(recoverer, epochs)
@@ -218,10 +249,9 @@ def recoverer_of(settled: Settled) -> Recoverer:
     assert training is not None
     assert recipe is not None
     split, model = Split.of(len(training.samples), recipe.held_out), settled.dense
-    dense = model.stream(training.samples, training.compute_dtype, allocate=training.allocate)
-    pruned = model.stream(
-        training.samples, training.compute_dtype, sizes=split.sizes(recipe), allocate=training.allocate
-    )
+    how: dict[str, Any] = {"allocate": training.allocate, "group": here()}
+    dense = model.stream(training.samples, training.compute_dtype, **how)
+    pruned = model.stream(training.samples, training.compute_dtype, sizes=split.sizes(recipe, here()), **how)
     return Recoverer(dense, pruned, split, recipe, recipe.seed, training.after, training.allocate)
 
 

@@ -15,6 +15,7 @@ from ckpt_prune.calibration.sources import (
     SequentialMoments,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Cost
@@ -177,7 +178,8 @@ class Settled:
         """Hidden states of the live samples at the first block of a model."""
         live = self.request.live
         assert live is not None
-        return dense.stream(live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate)
+        options = {"folds": live.folds, "allocate": live.allocate, "group": here()}
+        return dense.stream(live.samples, live.compute_dtype, **options)
 
     # ---- for the record --------------------------------------------------------------------------------------
 

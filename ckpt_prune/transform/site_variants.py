@@ -1,7 +1,8 @@
 """One site of the dense model pruned at a time, at several widths: what effects are measured or predicted of."""
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
+from ckpt_prune.parallel.group import ALONE, working_in
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.decisions import Decision, Decisions
 from ckpt_prune.transform.engine import Pruner
@@ -96,20 +98,27 @@ class Variants:
     device: torch.device
     counts: Mapping[SpaceName, list[int]]
 
-    def of(self, block: int, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The block's tensors, space by space and count by count."""
+    def of(self, block: int, tensors: Mapping[str, Tensor], which: Container[int]) -> Iterator[dict[str, Tensor]]:
+        """The block's tensors, space by space and count by count; of these, those that are `which` in that order."""
+        number = itertools.count()
         wanted = [space for space, counts in self.counts.items() if counts]
         read = CachedMoments(self.statistics, self.model).moments(block, tensors, wanted)
         moments: dict[SpaceName, Any] = {space: (total(folds).to(self.device),) for space, folds in read.items()}
         for space in wanted:
             recipe = trial_recipe(self.model, block, space, tensors)
+            own = [count for count in self.counts[space] if next(number) in which]
+            if not own:
+                continue
             # Ranked once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
-            for count in self.counts[space]:
+            for count in own:
                 decision = Decision(self.model.units(space) - count, scores=scores)
                 decisions = Decisions(recipe, {Site(block, space): decision})
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
-                yield pruner.block(block, tensors, _Known(moments))[0]
+                # Each of several processes has variants of its own.
+                with working_in(ALONE):
+                    found, _ = pruner.block(block, tensors, _Known(moments))
+                yield found
 
 
 def trial_recipe(

@@ -10,6 +10,7 @@ from ckpt_prune.calibration.readout import Readout, divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import CANDIDATES, kind_of
 from ckpt_prune.progress import track
 from ckpt_prune.transform.refits import Refits
@@ -42,7 +43,7 @@ def measure_spaces(
     each single score is tried at the first point, too.
 
     Time: one run of every block for each space and point, one for each single score, and one for the dense model.
-    Memory: the hidden states of the samples as often.
+    Memory: the hidden states of the samples as often. Several processes share out the variants, each on all samples.
 
     Args:
         refits: of the dense model's sites.
@@ -66,21 +67,23 @@ def measure_spaces(
         for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS))
         for single in (None, *(_singles(space, model.units(space)) if index == 0 else ()))
     ]
+    group = here()
+    own_variants = variants[group.rank :: group.size]
     factory = BlockFactory(model, device=refits.device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
-    states = [allocate(shape, dtype).copy_(stream.states) for _ in variants]
+    states = [allocate(shape, dtype).copy_(stream.states) for _ in own_variants]
     for block in track(range(model.blocks), "effects of spaces", total=model.blocks):
         tensors = model.read_block(block)
         fitted = refits.of(block, tensors)
-        for (space, count, single), own in zip(variants, states, strict=True):
+        for (space, count, single), own in zip(own_variants, states, strict=True):
             score = single or _best(predicted[model.site_name(block, space)], count)
             run_through(stream, factory.block(block, fitted.pruned(space, score, count)), block, own, own)
         run_through(stream, factory.block(block, tensors), block, stream.states, stream.states)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     found: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
-    values = divergences(readout, stream.states, samples, [(readout, own) for own in states])
+    values = group.dealt(divergences(readout, stream.states, samples, [(readout, own) for own in states]))
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, count, f"the {space} of every block", compute_dtype)
         if single is None:

@@ -1,4 +1,8 @@
-"""The one walk over blocks: read, let every step act, write, go on. What stands outside the blocks follows."""
+"""The one walk over blocks: read, let every step act, write, go on. What stands outside the blocks follows.
+
+Several processes walk together. Where blocks follow from one another, all of them take every block; where they do not,
+each takes some.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +13,7 @@ from torch import Tensor
 from ckpt_prune.architectures.model import BlockWidths, Model
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.parallel.group import ALONE, here, working_in
 from ckpt_prune.progress import track
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import OUTER, Layout
@@ -22,21 +27,25 @@ class Sink:
     """Where finished blocks go, and where those of an interrupted run are found.
 
     Args:
-        writer: of the output.
+        writer: of the output; None in a process that does not write.
         layout: of the output.
         widths: units that its blocks have of the spaces that were pruned; None where nothing is.
     """
 
-    writer: CheckpointWriter
+    writer: CheckpointWriter | None
     layout: Layout
     widths: Sequence[BlockWidths] | None = None
 
     def done(self, block: int) -> bool:
         """Whether an interrupted run has written a block."""
-        return _unit(block) in self.writer.done
+        return here().once(lambda: self.writer is not None and _unit(block) in self.writer.done)
 
     def read(self, model: Model, block: int, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A finished block's tensors, as they were when it was written, and the steps' notes."""
+        return here().once(lambda: self._read(model, block, prefix))
+
+    def _read(self, model: Model, block: int, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        assert self.writer is not None
         tensors = self.writer.read(self._names(prefix))
         if self.widths is not None:
             tensors = model.noting(block, tensors, self.widths[block])
@@ -44,6 +53,8 @@ class Sink:
 
     def write(self, block: int, prefix: str, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Write a block and note that it is done."""
+        if self.writer is None:
+            return
         for name in self._names(prefix):
             self.writer.write(name, tensors[name])
         self.writer.commit(_unit(block), note=notes)
@@ -54,7 +65,7 @@ class Sink:
         Args:
             dense: where it is read.
         """
-        if _REST in self.writer.done:
+        if self.writer is None or _REST in self.writer.done:
             return
         blocks = tuple(dense.model.family.block.format(block=block) for block in range(dense.model.blocks))
         for tensors in self.layout.values():
@@ -65,7 +76,7 @@ class Sink:
 
     def write_outer(self, source: Checkpoint) -> None:
         """Copy what stands outside the source, where that is a part of a composite: byte for byte."""
-        if source.within is None or _OUTER in self.writer.done:
+        if self.writer is None or source.within is None or _OUTER in self.writer.done:
             return
         for name in source.within.rest:
             self.writer.write(OUTER + name, source.within.whole.read([name])[name])
@@ -82,6 +93,7 @@ def walk(
     *,
     start: Callable[[int], Tensors] | None = None,
     say: str | None = "pruning",
+    apart: bool = False,
 ) -> None:
     """Take every block through the steps and write it, or pass it where an interrupted run has written it.
 
@@ -91,7 +103,11 @@ def walk(
         sink: where blocks go; nothing is written without one.
         start: reads the block that the first step sees; the dense model's by default.
         say: what the progress bar says; None where a step shows one.
+        apart: whether no block depends on another, so that each of several processes may take some; with a sink only.
     """
+    if apart and sink is not None and here().size > 1:
+        _walk_apart(dense, steps, sink, say or "")
+        return
     blocks = range(dense.model.blocks)
     for block in blocks if say is None else track(blocks, say, total=len(blocks)):
         prefix = dense.model.family.block.format(block=block)
@@ -109,6 +125,37 @@ def walk(
                 sink.write(block, prefix, tensors, notes)
         for step in steps:
             step.advance(block, tensors)
+
+
+def _walk_apart(dense: Dense, steps: Sequence[Step], sink: Sink, say: str) -> None:
+    """Let every process take some blocks; the first one writes all, in order."""
+    group, prefixes = here(), [dense.model.family.block.format(block=block) for block in range(dense.model.blocks)]
+    todo = [block for block in range(len(prefixes)) if not sink.done(block)]
+
+    def pass_done() -> None:
+        with working_in(ALONE):
+            for block in set(range(len(prefixes))) - set(todo):
+                written, notes = sink.read(dense.model, block, prefixes[block])
+                _pass(dense, steps, block, written, notes, None)
+
+    def act(block: int) -> tuple[Tensors, dict[str, Any]]:
+        notes: dict[str, Any] = {}
+        with working_in(ALONE):
+            whole = dense.block(block)
+            tensors: Tensors = whole
+            for step in steps:
+                tensors, notes[step.name] = step.act(block, whole, tensors)
+        return tensors, notes
+
+    group.at_first(pass_done)
+    rounds = [todo[start : start + group.size] for start in range(0, len(todo), group.size)]
+    for blocks in track(rounds, say, unit="round"):
+        for rank, made in enumerate(group.gather([act(block) for block in blocks[group.rank :][:1]]) or ()):
+            for tensors, notes in made:
+                if rank != group.rank:
+                    for step in steps:
+                        step.skip(blocks[rank], {}, {}, tensors, notes[step.name], again=False)
+                sink.write(blocks[rank], prefixes[blocks[rank]], tensors, notes)
 
 
 def _pass(

@@ -106,11 +106,11 @@ def test_two_halves_add_up(dense, tmp_path):
         families.calibrate(folder, tmp_path / name, rows, collect=LINEARS)
         for name, rows in (("first", ids[:2]), ("second", ids[2:]), ("both", ids))
     )
-    added = add(first, second, tmp_path / "added")
+    added = add([first, second], tmp_path / "added")
     assert added.index.linears == both.index.linears
     for block in range(BLOCKS):
         expected = both.block(block)
-        for found in (add_block(first, second, block), added.block(block)):
+        for found in (add_block([first, second], block), added.block(block)):
             assert found.keys() == expected.keys()
             assert sum(name.endswith("/input") for name in found) == 2
             for name, (moments,) in found.items():

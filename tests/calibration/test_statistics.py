@@ -105,12 +105,12 @@ def test_without_grams(model, tmp_path):
 def test_added_statistics_are_those_of_both_texts(model, tmp_path):
     first, second = windows(4, seed=1), windows(6, seed=2)
     a, b = calibrate(model, tmp_path / "a", first), calibrate(model, tmp_path / "b", second)
-    summed = add(a, b, tmp_path / "sum")
+    summed = add([a, b], tmp_path / "sum")
     assert_equal(summed, calibrate(model, tmp_path / "both", torch.cat([first, second])), rtol=1e-5, atol=1e-4)
     assert (summed.index.samples, summed.index.tokens) == (10, 240)
     assert summed.index.data == [text_fingerprint(first), text_fingerprint(second)]
     assert summed.index.digest not in (a.index.digest, b.index.digest)
-    assert "hold the same calibration samples: they would count twice" in refusal(add, summed, a, tmp_path / "twice")
+    assert "hold the same calibration samples: they would count twice" in refusal(add, [summed, a], tmp_path / "twice")
     assert not (tmp_path / "twice").exists()
 
 
@@ -123,7 +123,7 @@ def test_what_does_not_belong_together_is_not_added(model, measured, tmp_path):
         "windows": calibrate(model, tmp_path / "windows", windows(4, 12, seed=1), folds=2),
     }
     for name, statistics in cases.items():
-        assert refusal(add, measured, statistics, tmp_path / "sum") == (
+        assert refusal(add, [measured, statistics], tmp_path / "sum") == (
             f"{measured.folder} and {statistics.folder} are of different {name}: only equal ones can be added"
         )
 
@@ -203,10 +203,10 @@ def test_effects_of_a_sum():
     """The mean weighted by samples, of what both measured at the same points."""
     a = StatisticsIndex.model_validate(INDEX_OF_OLD | {"effects": {"x": [(1, 0.25), (3, 1.0)], "y": [(2, 1.0)]}})
     b = a.model_copy(update={"samples": 2, "effects": {"x": [(1, 0.75), (3, 0.0)], "y": [(1, 1.0)], "z": [(1, 1.0)]}})
-    assert add_index(a, b, {}).effects == {"x": [(1, 0.375), (3, 0.75)]}
-    assert add_index(b, a, {}).effects == {"x": [(1, 0.375), (3, 0.75)]}
-    assert add_index(a, b.model_copy(update={"effects": {}}), {}).effects == {}
-    assert add_index(a.model_copy(update={"effects": {}}), b, {}).effects == {}
+    assert add_index(a, b).effects == {"x": [(1, 0.375), (3, 0.75)]}
+    assert add_index(b, a).effects == {"x": [(1, 0.375), (3, 0.75)]}
+    assert add_index(a, b.model_copy(update={"effects": {}})).effects == {}
+    assert add_index(a.model_copy(update={"effects": {}}), b).effects == {}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_a_place_that_is_taken(model, measured, tmp_path):
     taken = copy_of(measured, tmp_path / "taken")
     assert refusal(calibrate, model, taken) == f"{taken} exists; --overwrite replaces it"
     (tmp_path / "file").write_text("mine")
-    assert refusal(add, measured, measured, tmp_path / "sum").endswith("they would count twice")
+    assert refusal(add, [measured, measured], tmp_path / "sum").endswith("they would count twice")
     assert "does not exist" in refusal(calibrate, model, tmp_path / "no" / "where")
 
 
@@ -335,14 +335,14 @@ def test_a_folder_that_is_not_statistics_is_never_overwritten(model, measured, t
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     other = calibrate(model, tmp_path / "other", windows(4, seed=1), folds=2)
-    message = refusal(add, measured, other, mine, overwrite=True)
+    message = refusal(add, [measured, other], mine, overwrite=True)
     assert message == (
         f"{mine} exists and is not a statistics folder (it has no statistics.json), so it is never replaced; choose "
         "another name"
     )
     assert (mine / "letter.txt").read_text() == "dear"
     taken = copy_of(measured, tmp_path / "taken")
-    assert add(measured, other, taken, overwrite=True).index.samples == 12
+    assert add([measured, other], taken, overwrite=True).index.samples == 12
 
 
 def test_more_folds_than_windows(model, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from ckpt_prune.calibration.states import StateMemory
 from tests.oracles import laco
 from tests.oracles.perplexity import perplexity
-from tests.recovery.twins import BLOCKS, SAMPLES, written_once
+from tests.recovery.twins import BLOCKS, SAMPLES, settings, written_once
 
 EXACT = {"rtol": 1e-6, "atol": 1e-7}
 VARIANTS = ["llama-biases", "mistral", "qwen3", "opt", "opt-350m-like", "bert-mlm", "vit", "deit", "dinov2-swiglu"]
@@ -83,7 +83,7 @@ def test_gradients_go_through_a_block(twins, variant):
     stream.advance(0, pair.block(0, tensors))
     assert not stream.states.is_inference()
     module = stream.factory.block(1, pair.block(1, tensors))
-    name = pair.names(1)[0]
+    name = pair.names(1, settings())[0]
     (parameter, *_) = (module.get_parameter(path) for path in stream.factory.parts(1, name))
     stream.run(module, 1, stream.states[[4, 2]])
     parameter.requires_grad_()
@@ -104,7 +104,7 @@ def test_parts_of_a_tensor_with_two_modules(twins):
     module = factory.block(1, block)
     fused = [name for name in block if "weights_in" in name]
     assert len(fused) == 2
-    for name in pair.names(1):
+    for name in pair.names(1, settings()):
         parts = [module.get_parameter(path) for path in factory.parts(1, name)]
         assert len(parts) == (2 if name in fused else 1)
         assert torch.equal(torch.cat(parts), block[name])

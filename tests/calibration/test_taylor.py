@@ -156,7 +156,7 @@ def test_they_do_not_add(dense, measured, tmp_path):
         folds=2,
     )
     with pytest.raises(UserError) as caught:
-        add(measured, other, tmp_path / "sum")
+        add([measured, other], tmp_path / "sum")
     assert str(caught.value) == (
         f"{measured.folder} and {other.folder} hold Taylor importances, absolute values of sums over samples, which do "
         "not add: calibrate once on all samples, or leave taylor out of --collect"

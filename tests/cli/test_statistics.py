@@ -387,3 +387,51 @@ def test_an_unfinished_prune_is_left_alone(place):
     Path("s.partial/kept").write_text("")
     ok("calibrate", "dense", *TEXT, "-o", "s")
     assert Path("s.partial/kept").exists()
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------
+
+
+def test_shards_add_up_to_what_one_machine_measures(place):
+    for shard in ("1/3", "2/3", "3/3"):
+        ok("calibrate", "dense", *TEXT, "--shard", shard, "-o", f"s{shard[0]}")
+    assert [Statistics(Path(f"s{i}")).index.samples for i in (1, 2, 3)] == [2, 3, 3]
+    assert ok("statistics", "add", "s2", "s3", "s1", "-o", "sum") == "sum: 8 windows, 128 tokens\n"
+    whole, added = Statistics(Path("stats")), Statistics(Path("sum"))
+    assert (added.index.data, added.index.samples) == (whole.index.data, 8)
+    for block in range(2):
+        for name, (moments,) in whole.block(block).items():
+            (other,) = added.block(block)[name]
+            assert other.count == moments.count
+            assert torch.allclose(other.gram, moments.gram, rtol=1e-4, atol=1e-4)
+
+
+def test_a_shard_is_not_added_twice_nor_what_overlaps_it(place):
+    for shard in ("1/2", "2/2", "2/3"):
+        ok("calibrate", "dense", *TEXT, "--shard", shard, "--collect", "moments,gram,linears,fisher", "-o", shard[::2])
+    half, other, third = "12", "22", "23"
+    for twice in ((half, half), (half, other, half), (half, third), (other, third), ("stats", half)):
+        assert refused("statistics", "add", *twice, "-o", "sum").endswith(
+            "hold the same calibration samples: they would count twice"
+        )
+    ok("statistics", "add", half, other, "-o", "sum")
+    assert refused("statistics", "add", "sum", third, "-o", "more").endswith("they would count twice")
+    assert refused("statistics", "add", half, "-o", "more") == (
+        "there is nothing to add: name two statistics folders, or more"
+    )
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/2/3", "-1/2", "1/0"])
+def test_what_is_no_shard_is_refused(place, shard):
+    assert refused("calibrate", "dense", *TEXT, f"--shard={shard}", "-o", "s") == (
+        f"--shard {shard}: expected I/N, the I-th of N shards, I from 1 to N"
+    )
+
+
+def test_shards_that_would_be_empty_or_do_not_add_are_refused(place):
+    assert refused("calibrate", "dense", *TEXT, "--shard", "1/9", "-o", "s") == (
+        "--shard 1/9: 8 samples make no 9 shards; say fewer, or more --samples"
+    )
+    assert refused("calibrate", "dense", *TEXT, "--shard", "1/2", "--collect", "moments,taylor", "-o", "s") == (
+        "--shard: taylor, absolute values of sums over all samples, does not add: leave it out"
+    )

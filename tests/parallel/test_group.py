@@ -1,0 +1,128 @@
+"""What processes ask of each other: shares, sums in a fixed order, and what one makes for all."""
+
+import pickle
+
+import pytest
+import torch
+
+from ckpt_prune.errors import UserError
+from ckpt_prune.parallel import several
+from ckpt_prune.parallel.group import ALONE, Group, here, working_in
+from ckpt_prune.parallel.sums import in_order
+from tests.parallel.threads import in_threads
+
+
+def numbers(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(count)
+    return [torch.randn(*shape, dtype=torch.float64).mul(10.0**k).to(dtype) for k in range(count)]
+
+
+@pytest.mark.parametrize(("samples", "size"), [(7, 3), (3, 3), (128, 8), (5, 1)])
+def test_shares_are_contiguous_nearly_equal_and_all_of_them(samples, size):
+    runs = []
+    for rank in range(size):
+        group = Group()
+        group.rank, group.size = rank, size
+        runs.append(range(samples)[group.share(samples)])
+    assert [row for run in runs for row in run] == list(range(samples))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+def test_a_sum_is_taken_in_float64_and_rounded_once():
+    parts = numbers(5, 100)
+    exact = sum(part.double() for part in parts)
+    assert torch.equal(in_order(parts), exact.float())
+    naive = parts[0].clone()
+    for part in parts[1:]:
+        naive += part
+    assert not torch.equal(naive, exact.float())
+    assert torch.equal(in_order([torch.tensor([2**53 + 1]), torch.tensor([2])]), torch.tensor([2**53 + 3]))
+
+
+def test_how_terms_are_cut_into_parts_changes_no_more_than_rounding_in_float64():
+    terms = numbers(6, 50, dtype=torch.float64)
+    two = in_order([in_order(terms[:3]), in_order(terms[3:])])
+    assert torch.allclose(two, in_order(terms), rtol=1e-14, atol=0)
+
+
+def test_a_sum_leaves_its_parts_as_they_were():
+    parts = numbers(2, 4, dtype=torch.float64)
+    before = [part.clone() for part in parts]
+    in_order(parts)
+    assert all(map(torch.equal, parts, before))
+
+
+def test_processes_add_up_in_their_order(monkeypatch):
+    monkeypatch.setattr(several, "CHUNK", 7)
+    parts = numbers(3, 5, 6)
+    found = in_threads(3, lambda group: group.add(parts[group.rank].clone()))
+    assert torch.equal(found[0], in_order(parts))
+    assert torch.equal(in_threads(3, lambda group: group.add(parts[group.rank].T.contiguous().T))[0], in_order(parts))
+    assert in_threads(2, lambda group: group.add(torch.zeros(0)))[0].shape == (0,)
+    assert in_threads(2, lambda group: group.add(torch.tensor(3)))[0] == 6
+
+
+def test_what_is_joined_is_in_the_order_of_processes():
+    found = in_threads(3, lambda group: group.join(torch.full((2, group.rank), group.rank), 1))
+    assert found[0].tolist() == [[1, 2, 2]] * 2
+
+
+def test_one_makes_what_all_get():
+    made = []
+
+    def make():
+        made.append(here().rank)
+        return {"a": torch.arange(3), "b": [None]}
+
+    found = in_threads(3, lambda group: group.once(make))
+    assert made == [0]
+    assert all(torch.equal(each["a"], torch.arange(3)) and each["b"] == [None] for each in found)
+    assert in_threads(2, lambda group: group.at_first(lambda: group.rank + 1)) == [1, None]
+
+
+def test_what_was_dealt_out_comes_back_in_order():
+    found = in_threads(3, lambda group: group.dealt([i * i for i in range(7)[group.rank :: group.size]]))
+    assert found == [[0, 1, 4, 9, 16, 25, 36]] * 3
+    assert in_threads(3, lambda group: group.dealt(["x"][group.rank :: group.size])) == [["x"]] * 3
+
+
+def test_values_of_unequal_length_are_gathered():
+    found = in_threads(3, lambda group: group.gather("ü" * group.rank))
+    assert found == [["", "ü", "üü"], None, None]
+
+
+def test_who_differs_is_named():
+    with pytest.raises(UserError, match=r"^rank 2 has another text than rank 0: all processes of a run need the same$"):
+        in_threads(3, lambda group: group.agree({"model": "m", "text": "b" if group.rank == 2 else "a"}))
+    assert in_threads(2, lambda group: group.agree({"model": "m"})) == [None, None]
+
+
+def test_more_processes_than_samples_are_refused():
+    with pytest.raises(UserError) as caught:
+        in_threads(3, lambda group: group.check_enough(2))
+    assert str(caught.value) == (
+        "3 processes cannot share 2 samples: every one needs at least one; start fewer, or take more samples"
+    )
+    assert in_threads(3, lambda group: group.check_enough(3)) == [None] * 3
+
+
+def test_alone_nothing_is_sent(monkeypatch):
+    monkeypatch.setattr(pickle, "dumps", lambda *_: 1 / 0)
+    tensor = torch.ones(3)
+    assert here() is ALONE
+    assert ALONE.add(tensor) is tensor
+    assert ALONE.join(tensor, 0) is tensor
+    assert ALONE.once(lambda: tensor) is tensor
+    assert ALONE.at_first(lambda: tensor) is tensor
+    assert ALONE.gather(tensor) == [tensor]
+    assert ALONE.dealt((1, 2)) == [1, 2]
+    assert ALONE.share(5) == slice(0, 5)
+
+
+def test_a_group_lasts_as_long_as_its_work():
+    group = Group()
+    with working_in(group):
+        assert here() is group
+        with working_in(ALONE):
+            assert here() is ALONE
+    assert here() is ALONE

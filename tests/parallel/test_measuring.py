@@ -1,0 +1,125 @@
+"""Moments that several processes measure together are those of one."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.measure import measure
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.errors import UserError
+from ckpt_prune.transform.gradients import add_gradients
+from ckpt_prune.transform.measured_effects import measure_effects
+from tests import families
+from tests.contract.models import CASES
+from tests.parallel.threads import in_threads
+
+
+def made(place: Path, kind: str) -> Path:
+    """A tiny model of a family."""
+    return next(case for case in CASES if case.model_type == kind).write(place / "dense")
+
+
+def measured(folder: Path, out: Path, size: int, *, folds: int = 2, samples: int = 7, collect=("moments", "gram")):
+    """A statistics folder that so many processes have made together."""
+    chosen = TokenWindows(families.windows(samples))
+
+    def work(_group) -> Statistics:
+        how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+        return measure(Model.open(folder), chosen, out, seed=0, folds=folds, collect=collect, **how)
+
+    return in_threads(size, work)[-1]
+
+
+def fields_of(moments) -> dict[str, object]:
+    if dataclasses.is_dataclass(moments):
+        return {field.name: getattr(moments, field.name) for field in dataclasses.fields(moments)}
+    names = ("samples", "tokens", "queries", "keys", "fourth", "centred", "gram")
+    return {name: getattr(moments, name) for name in names if hasattr(moments, name)}
+
+
+def assert_alike(a: Statistics, b: Statistics) -> None:
+    assert a.index.model_copy(update={"files": {}}) == b.index.model_copy(update={"files": {}})
+    for block in range(a.index.blocks):
+        ours, theirs = a.block(block), b.block(block)
+        assert ours.keys() == theirs.keys()
+        for name, folds in ours.items():
+            for x, y in zip(folds, theirs[name], strict=True):
+                for field, value in fields_of(x).items():
+                    other = fields_of(y)[field]
+                    if isinstance(value, torch.Tensor):
+                        assert torch.allclose(value, other, rtol=1e-5, atol=1e-4), (name, field)
+                    else:
+                        assert value == other, (name, field)
+
+
+def test_as_one_process_would_and_the_same_bytes_again(tmp_path):
+    folder = families.make(tmp_path / "dense")
+    one = measured(folder, tmp_path / "one", 1)
+    three = measured(folder, tmp_path / "three", 3)
+    assert_alike(one, three)
+    assert measured(folder, tmp_path / "again", 3).index.files == three.index.files
+
+
+def test_shares_that_are_folds_give_the_very_bytes_of_one_process(tmp_path):
+    folder = families.make(tmp_path / "dense")
+    one = measured(folder, tmp_path / "one", 1, folds=4, samples=8)
+    assert measured(folder, tmp_path / "two", 2, folds=4, samples=8).index.digest == one.index.digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "collect"),
+    [
+        ("opt", ("moments", "gram", "logits", "centred")),
+        ("llama", ("moments", "rotary", "linears", "taylor")),
+        ("mixtral", ("moments", "gram")),
+    ],
+)
+def test_every_kind_of_moments(tmp_path, kind, collect):
+    folder = made(tmp_path, kind)
+    one, two = (measured(folder, tmp_path / str(size), size, folds=1, collect=collect) for size in (1, 2))
+    assert_alike(one, two)
+    for block in range(one.index.blocks):
+        for name, own in one.taylor(block).items():
+            assert torch.allclose(own.first, two.taylor(block)[name].first, rtol=1e-4)
+            assert torch.allclose(own.second, two.taylor(block)[name].second, rtol=1e-4)
+
+
+def test_grams_of_single_samples_keep_their_order(tmp_path):
+    folder = made(tmp_path, "opt")
+    one, two = (measured(folder, tmp_path / str(n), n, samples=3, collect=("moments", "logits")) for n in (1, 2))
+    names = [name for name in one.block(0) if "q_proj" in name]
+    assert names
+    for name in names:
+        for x, y in zip(one.block(0)[name], two.block(0)[name], strict=True):
+            assert x.form == y.form == "per-sample"
+            assert torch.allclose(x.queries, y.queries, rtol=1e-5)
+            assert torch.allclose(x.keys, y.keys, rtol=1e-5)
+
+
+def test_effects_that_processes_share_out_are_those_of_one(tmp_path):
+    folder = families.make(tmp_path / "dense")
+    model, chosen = Model.open(folder), TokenWindows(families.windows(4))
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+
+    def work(group, statistics: Statistics):
+        spaces = list(model.family.consumers)
+        effects = measure_effects(model, statistics, chosen, spaces=spaces, **how)
+        return effects, add_gradients(model, statistics, chosen, **how).index
+
+    found = []
+    for size in (1, 2):
+        statistics = measured(folder, tmp_path / str(size), 1, folds=2, samples=4)
+        found.append(in_threads(size, lambda group, own=statistics: work(group, own))[-1])
+    assert found[0] == found[1]
+    assert found[0][1].predicted
+
+
+def test_too_few_samples_and_a_failure_of_one_leave_nothing(tmp_path):
+    folder = families.make(tmp_path / "dense")
+    with pytest.raises(UserError, match=r"^4 processes cannot share 3 samples"):
+        measured(folder, tmp_path / "out", 4, samples=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]

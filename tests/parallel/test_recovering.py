@@ -1,0 +1,93 @@
+"""Blocks that several processes train together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_prune.calibration.samples import TokenWindows
+from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.recovery.training import Split, within
+from ckpt_prune.transform.recover import recover
+from tests import families
+from tests.interrupting import interrupt_at
+from tests.parallel.threads import in_threads
+from tests.transform.recovering import QUICK, recovery_job
+
+TRAINING = {"epochs": 2, "lr": 0.001, "batch": 3, "held_out": 0.34, "accumulate": 2}
+
+
+def recovered(pruned: Path, dense: Path, out: Path, size: int, **options):
+    """The report of what so many processes have recovered."""
+
+    def work(_group):
+        job = recovery_job(pruned, dense, TokenWindows(families.windows(7)), after=frozenset({1}), **TRAINING)
+        return recover(job, out, **options).data()
+
+    reports = in_threads(size, work)
+    assert all(report == reports[0] for report in reports)
+    return reports[0]
+
+
+def assert_alike(a: Path, b: Path, before: Path) -> None:
+    ours, theirs, given = (load_file(each / "model.safetensors") for each in (a, b, before))
+    moved = [name for name, tensor in ours.items() if not torch.equal(tensor, given[name])]
+    assert moved
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_as_one_process_would(tmp_path):
+    dense = families.make(tmp_path / "dense", "mistral")
+    pruned = tmp_path / "pruned"
+    families.prune(families.job_on(dense, families.recipe("none", score="magnitude")), pruned)
+    one, three = (recovered(pruned, dense, tmp_path / str(size), size) for size in (1, 3))
+    assert_alike(tmp_path / "1", tmp_path / "3", pruned)
+    assert one["recovery"]["data"] == three["recovery"]["data"]
+    for ours, theirs in zip(one["layers"], three["layers"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    for ours, theirs in zip(*(each["recovery"]["perplexity_after"] for each in (one, three)), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_another_number_of_processes_goes_on(tmp_path, monkeypatch):
+    dense = families.make(tmp_path / "dense", "mistral")
+    pruned = tmp_path / "pruned"
+    families.prune(families.job_on(dense, families.recipe("none", score="magnitude")), pruned)
+    recovered(pruned, dense, tmp_path / "whole", 1)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        with pytest.raises(KeyboardInterrupt):
+            recovered(pruned, dense, tmp_path / "out", 2)
+    recovered(pruned, dense, tmp_path / "out", 3, resume=True)
+    assert_alike(tmp_path / "whole", tmp_path / "out", pruned)
+
+
+def test_a_recipe_that_recovers(tmp_path):
+    from ckpt_prune.transform.request import RecoverySamples
+    from ckpt_prune.transform.settle import settle
+
+    dense = families.make(tmp_path / "dense", "mistral")
+    recipe = families.recipe("bias", target="sequential", recovery={**QUICK, "batch": 3})
+
+    def work(_group, out):
+        samples = TokenWindows(families.windows(7))
+        request = families.request_on(
+            dense, recipe, None, samples.windows, training=RecoverySamples(samples, torch.float32)
+        )
+        return families.prune(settle(request), tmp_path / out)
+
+    in_threads(1, lambda group: work(group, "one"))
+    in_threads(2, lambda group: work(group, "two"))
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_shares_of_samples_cover_every_batch_once():
+    split = Split.of(10, 0.3)
+    assert split.samples == 10
+    shares = [slice(10 * rank // 3, 10 * (rank + 1) // 3) for rank in range(3)]
+    rows = torch.tensor([7, 0, 3, 9])
+    assert [within(rows, share).tolist() for share in shares] == [[0], [0], [1, 3]]
