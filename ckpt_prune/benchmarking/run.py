@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Literal, Protocol
@@ -51,7 +51,7 @@ class Settings:
     """The type of graphs; None for fp32, and for graphs as they are found. PyTorch computes in fp16 where that is."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
-    spread: SpreadOptions | None = None
+    spread: SpreadOptions = field(default_factory=lambda: SpreadOptions(device_map=None))
     """Over which devices a model in PyTorch is spread."""
 
 

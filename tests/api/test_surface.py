@@ -46,10 +46,17 @@ def function(verb: str) -> Callable[..., Any]:
 
 
 def defaults(verb: str) -> dict[str, Any]:
-    """Parameter → default of the command; () for what may be repeated."""
+    """Parameter → default of the command; of what may be repeated the one that it has, or ()."""
+
+    def default(parameter: click.Parameter, context: click.Context) -> Any:
+        found = parameter.get_default(context)
+        if not getattr(parameter, "multiple", False):
+            return found
+        return found[0] if isinstance(found, tuple) and found else ()
+
     with click.Context(command(verb)) as context:
         found = {
-            parameter.name: () if getattr(parameter, "multiple", False) else parameter.get_default(context)
+            parameter.name: default(parameter, context)
             for parameter in command(verb).params
             if parameter.name not in OF_THE_SHELL and not getattr(parameter, "hidden", False)
         }

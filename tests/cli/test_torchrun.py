@@ -82,6 +82,8 @@ def test_ctrl_c_ends_all(place, tmp_path, monkeypatch):
 
     def stopped(self, *args, **kwargs):
         commit(self, *args, **kwargs)
+        # Whoever starts tests in the background of a shell has it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:

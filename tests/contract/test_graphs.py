@@ -39,7 +39,7 @@ SHALLOW = [
     replace(case, blocks=1) for case in unlike_cases() if case.variant is None and case.model_type not in ELSEWHERE
 ]
 """Tracing is slow, and what holds for one block next to another is held in `tests/exporting`."""
-TRACED = {"bert", "dinov3_vit", "gemma3_text", "gpt2", "qwen3_moe", "seed_oss"}
+TRACED = {"bert", "gemma3_text", "qwen3_moe", "seed_oss"}
 """Families whose blocks have, between them, whatever a graph can be wrong in; the others with `--thorough`."""
 
 

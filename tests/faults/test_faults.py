@@ -9,6 +9,7 @@ from tests.faults.jobs import JOBS
 from tests.faults.shim import DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
 from tests.faults.trial import Machine
 from tests.forked import posix
+from tests.pairs import every
 
 pytestmark = posix
 
@@ -17,7 +18,7 @@ QUICK = ("sequential", "calibrate-again", "again", "plan")
 KINDS = [*SIGNALS, *ERRORS, *TORN, FULL]
 
 
-@pytest.mark.parametrize(("job", "what"), [(QUICK[i % len(QUICK)], what) for i, what in enumerate(KINDS)])
+@pytest.mark.parametrize(("job", "what"), every(3, [(QUICK[i % len(QUICK)], what) for i, what in enumerate(KINDS)]))
 def test_a_fault_where_files_change(machine: Machine, job: str, what: str) -> None:
     """In the middle of what such faults are possible at: another place for each kind."""
     seen = machine.reference(job).seen
@@ -50,7 +51,7 @@ def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
     return [at for at, each in enumerate(seen, 1) if each.what == what and each.path.endswith(ending)]
 
 
-@pytest.mark.parametrize("job", ["plan", "recipe", "report"])
+@pytest.mark.parametrize("job", every(3, ["plan", "recipe", "report"]))
 def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Machine, job: str) -> None:
     """It stayed for ever in a hidden folder whose name nobody told."""
     [write] = places_of(machine, job, "write", "ckpt_prune-partial")

@@ -19,6 +19,7 @@ from tests.forked import posix
 from tests.fuzz.mutate import mutated
 from tests.fuzz.run import batch, case_bytes
 from tests.fuzz.targets import GRAPHS, RECIPE, TARGETS
+from tests.pairs import every
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -29,7 +30,7 @@ few = settings(max_examples=30, deadline=None, derandomize=True, suppress_health
 
 
 @posix
-@pytest.mark.parametrize("target", sorted(TARGETS.keys() - GRAPHS))
+@pytest.mark.parametrize("target", every(2, sorted(TARGETS.keys() - GRAPHS)))
 def test_changed_files_are_a_line_or_nothing(place: Path, target: str) -> None:
     before = (place / TARGETS[target].file).read_bytes()
     assert batch(place, target, 7, 0, 5) == []

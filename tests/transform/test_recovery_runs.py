@@ -331,7 +331,7 @@ def test_a_recovery_killed_between_two_tensors_is_resumed(dense, masked_llama, t
 
 CHANGED: dict[str, Any] = {
     **{"epochs": 3, "lr": 0.002, "batch": 3, "accumulate": 2, "schedule": "constant", "only": "mlp", "layers": "0:2"},
-    **{"held_out": 0.5, "patience": 1, "seed": 1, "after": frozenset({1})},
+    **{"held_out": 0.5, "patience": 1, "seed": 1, "after": frozenset({1}), "norms": True, "teacher": "pruned"},
     **{"compute_dtype": torch.bfloat16, "samples": TokenWindows(windows(6, 24, seed=12))},
 }
 
