@@ -51,7 +51,7 @@ class Settings:
     """The type of graphs; None for fp32, and for graphs as they are found. PyTorch computes in fp16 where that is."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
-    spread: SpreadOptions = field(default_factory=lambda: SpreadOptions(device_map=None))
+    spread: SpreadOptions = field(default_factory=lambda: SpreadOptions.model_validate({}))
     """Over which devices a model in PyTorch is spread."""
 
 

@@ -38,6 +38,7 @@ from tests.cli.test_prune import CRASHES, KEEPS, crash
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
+from tests.pairs import every
 from tests.reports import without_stages
 from tests.transform.recovering import is_linear
 

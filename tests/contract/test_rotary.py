@@ -15,6 +15,7 @@ from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tests.families import contents
 from tests.interrupting import interrupt_at
+from tests.pairs import every
 
 from .dense import Dense, spaces_recipe
 from .models import Case, first_cases

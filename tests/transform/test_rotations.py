@@ -39,6 +39,7 @@ from tests.containers.test_remote import ELSEWHERE
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
+from tests.pairs import every
 from tests.stored import Sources, run_elsewhere
 
 from .whole import (
