@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ckpt_prune.architectures.family import Family, load_family
+from ckpt_prune.architectures.descriptions import load_family
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import Collect

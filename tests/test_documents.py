@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_prune.architectures.family import known_families
+from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.planning.recipe import json_schema
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.shipped import shipped_recipes

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import CalibrateOptions, checked, has_data

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.family import check_kind, check_supported, is_known
+from ckpt_prune.architectures.descriptions import is_known
+from ckpt_prune.architectures.supported import check_kind, check_supported
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import InspectOptions, checked
 from ckpt_prune.planning.recipe_places import check_recipe

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.planning.sizes import asked_size
 from ckpt_prune.progress import progress_shown

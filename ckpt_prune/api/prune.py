@@ -10,7 +10,7 @@ from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.errors import UserError

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath
-from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.compressing.scheme import Format
 from ckpt_prune.options import QuantizeOptions, checked
 from ckpt_prune.progress import progress_shown

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt_prune.api.resuming import resumable
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Choose, ComputeDtype, Texts
 from ckpt_prune.architectures.composite import PartName
-from ckpt_prune.architectures.family import check_supported
+from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.errors import UserError

@@ -5,7 +5,8 @@ from types import MappingProxyType
 
 from transformers import AutoConfig
 
-from ckpt_prune.architectures.family import Family, family_from, load_family
+from ckpt_prune.architectures.descriptions import family_from, load_family
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
 from ckpt_prune.architectures.spaces import ConsumerSpace, Dimension, product
 from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, RotaryFacts, ValuePaths, WidthPaths

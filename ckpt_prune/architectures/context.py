@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ckpt_prune.architectures.family import known_families, load_family
+from ckpt_prune.architectures.descriptions import known_families, load_family
 
 
 def reserved_positions(config: Any) -> int:

@@ -2,8 +2,10 @@
 
 import re
 
-from ckpt_prune.architectures.family import Family, described, family_of
+from ckpt_prune.architectures.descriptions import described
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config, stock_names
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 

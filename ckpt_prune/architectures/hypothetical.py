@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.skeleton import stock_names
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.quantised import without_quantisation
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint, config_object

@@ -13,14 +13,8 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from ckpt_prune.architectures.family import (
-    OF_THE_FUNCTION,
-    Family,
-    described,
-    keys_of,
-    known_families,
-    load_family,
-)
+from ckpt_prune.architectures.descriptions import OF_THE_FUNCTION, described, keys_of, known_families, load_family
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import (
     Names,
     build_skeleton,

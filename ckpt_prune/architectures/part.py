@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.composite import Composite, Part, load_composite
-from ckpt_prune.architectures.family import (
+from ckpt_prune.architectures.descriptions import (
     OF_THE_FUNCTION,
     OUTSIDE_KEY,
     keys_of,

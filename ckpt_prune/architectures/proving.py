@@ -6,7 +6,8 @@ from typing import Any
 import transformers
 
 from ckpt_prune.architectures.cuts import stays, touched
-from ckpt_prune.architectures.family import Family, known_families
+from ckpt_prune.architectures.descriptions import known_families
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import Names, as_said, build_skeleton, parse_config, quiet_transformers
 from ckpt_prune.architectures.spaces import SpaceName, known_space
 from ckpt_prune.errors import UserError

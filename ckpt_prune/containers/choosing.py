@@ -14,7 +14,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from ckpt_prune.architectures.blocks import block_facts, module_paths
-from ckpt_prune.architectures.family import REMOTE_PREFIX, Family, load_family
+from ckpt_prune.architectures.descriptions import load_family
+from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import as_said
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space

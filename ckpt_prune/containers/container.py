@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
 from ckpt_prune.architectures.spaces import SpaceName
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
 

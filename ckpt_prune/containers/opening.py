@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.architectures.family import described, described_by, with_description
+from ckpt_prune.architectures.descriptions import described, described_by
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.proving import prove
+from ckpt_prune.architectures.supported import with_description
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_stored

@@ -7,7 +7,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune import modeling_pruned
 from ckpt_prune.architectures.blocks import block_facts
-from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
+from ckpt_prune.architectures.descriptions import described, is_known
+from ckpt_prune.architectures.family import REMOTE_PREFIX
 from ckpt_prune.errors import UserError
 
 REMOTE_MODULE = "modeling_pruned"

@@ -6,8 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.architectures.family import is_timm
 from ckpt_prune.architectures.skeleton import stock_names
+from ckpt_prune.architectures.supported import is_timm
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.checkpoint.reading import CONFIG, SINGLE, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.likeness import likeness
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import first_of_experts, known_space
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_source

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from ckpt_prune.architectures.family import described, is_known
+from ckpt_prune.architectures.descriptions import described, is_known
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import auto_class

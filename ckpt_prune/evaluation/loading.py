@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ckpt_prune.architectures.composite import known_composites, load_composite
-from ckpt_prune.architectures.family import REMOTE_PREFIX, described, is_known
+from ckpt_prune.architectures.descriptions import described, is_known
+from ckpt_prune.architectures.family import REMOTE_PREFIX
 from ckpt_prune.architectures.parts import GROUPED
 from ckpt_prune.architectures.skeleton import (
     absent_pooler,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import BaseImageProcessor
 
-from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.model import image_tokens
 from ckpt_prune.architectures.skeleton import parse_config
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.calibration.image_files import choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples

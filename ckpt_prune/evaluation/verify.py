@@ -11,12 +11,14 @@ import torch
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.cuts import found_among, touched
-from ckpt_prune.architectures.family import KINDS, OUTSIDE_KEY, described_by, with_description
+from ckpt_prune.architectures.descriptions import OUTSIDE_KEY, described_by
+from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.fitting import fitted, fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName, space_of
+from ckpt_prune.architectures.supported import with_description
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object

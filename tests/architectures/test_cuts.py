@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_prune.architectures.cuts import found_among, stays, touched
-from ckpt_prune.architectures.family import load_family
+from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.architectures.spaces import ColumnSpace, Incidence, LogitSpace
 
 HEADS, HEAD_DIM, HIDDEN, MLP = 3, 2, 4, 5

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_prune.architectures.family import family_of
 from ckpt_prune.architectures.fitting import fitting_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, LlamaConfig
 
-from ckpt_prune.architectures import family
-from ckpt_prune.architectures.family import family_of, known_families, load_family, variants_of
+from ckpt_prune.architectures import descriptions
+from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
 from ckpt_prune.architectures.hypothetical import checkpoint_of_config, is_config_only
 from ckpt_prune.architectures.settings import unknown_settings
 from ckpt_prune.architectures.skeleton import (
@@ -19,6 +19,7 @@ from ckpt_prune.architectures.skeleton import (
     parse_config,
     tied_names,
 )
+from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from tests.families import SIZES, VARIANTS, make, model_of, stock
@@ -163,7 +164,7 @@ def test_experts(model_type, key):
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "gpt_oss", "llama4", "llama4_text"])
 def test_a_mixture_that_is_refused_by_name(model_type):
-    reasons = json.loads((Path(family.__file__).parent / "unsupported.json").read_text())
+    reasons = json.loads((Path(descriptions.__file__).parent / "unsupported.json").read_text())
     assert refusal({"model_type": model_type, "num_local_experts": 8}) == (
         f"{model_type} is not supported: {reasons[model_type]}"
     )
@@ -181,16 +182,16 @@ def test_no_experts_is_no_mixture():
 def families(tmp_path, monkeypatch):
     """A folder with a parent, and whatever is written to it."""
     for cached in (known_families, load_family, variants_of):
-        monkeypatch.setattr(family, cached.__name__, cached.__wrapped__)
-    monkeypatch.setattr(family, "_folder", lambda: tmp_path)
-    source = Path(family.__file__).parent / "families"
+        monkeypatch.setattr(descriptions, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(descriptions, "_folder", lambda: tmp_path)
+    source = Path(descriptions.__file__).parent / "families"
     for name in ("llama", "vit"):
         shutil.copy(source / f"{name}.json", tmp_path)
 
     def write(parent, **own):
         values = {"extends": parent, "model_type": "child"} | own
         (tmp_path / "child.json").write_text(json.dumps(values))
-        return family.load_family("child")
+        return descriptions.load_family("child")
 
     return write
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_prune.architectures.family import known_families, load_family, variants_of
+from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
 from ckpt_prune.architectures.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace, rotary_space
 
 SIZES = {"head_dim": 3, "group": 2, "heads": 4, "mlp": 5}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.architectures.family import known_families
+from ckpt_prune.architectures.descriptions import known_families
 from ckpt_prune.devices import resolve_device
 from tests.cli.running import TEXT, edit_weights, misused, ok, poison, read_json, refused, set_config
 

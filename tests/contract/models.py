@@ -12,7 +12,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ckpt_prune.architectures.family import Family, known_families, load_family, variants_of
+from ckpt_prune.architectures.descriptions import known_families, load_family, variants_of
+from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import Names, build_skeleton
 from ckpt_prune.architectures.spaces import known_space
 from ckpt_prune.calibration.samples import Samples, TokenWindows

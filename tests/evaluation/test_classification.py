@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from ckpt_prune.architectures.family import known_families, load_family
+from ckpt_prune.architectures.descriptions import known_families, load_family
 from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.architectures.family import load_family
+from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.calibration.moments import Moments
 from ckpt_prune.rotations.absorbing import (
     after_rotation,

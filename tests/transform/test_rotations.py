@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.architectures.family import load_family
+from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.moments import total
