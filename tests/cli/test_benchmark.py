@@ -266,6 +266,7 @@ def test_dense_against_pruned_in_both_runtimes(place, imported_once, scratch, mo
         assert block.rows[1].flops < block.rows[0].flops == block.rows[2].flops
 
 
+@pytest.mark.thorough  # it starts two processes
 def test_a_model_that_does_not_load(place, monkeypatch):
     monkeypatch.setattr(benchmark, "workers", partial(workers, target=targets.serving_one))
     edit_weights("pruned", lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"), "model.safetensors")

@@ -422,7 +422,7 @@ def remote(dense, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("variant", REMOTE)
+@pytest.mark.parametrize("variant", every(2, REMOTE))
 def test_queries_and_keys_are_stored_narrow(remote, variant):
     model = ckpt_prune.load(remote[variant])
     attention = model.get_submodule(VARIANTS[variant].module(1, "attention"))
@@ -496,7 +496,7 @@ def test_attentions_and_hidden_states_can_be_asked_for(remote, variant):
     torch.testing.assert_close(found.attentions[0].sum(-1), torch.ones(3, 3, data.tokens))
 
 
-@pytest.mark.parametrize("variant", REMOTE)
+@pytest.mark.parametrize("variant", every(2, REMOTE))
 def test_copies_and_saved_copies_are_the_same_model(remote, variant, tmp_path):
     model, data = ckpt_prune.load(remote[variant]), samples(variant, 3, seed=9)
     expected = outputs(model, data)

@@ -492,7 +492,7 @@ def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3", "seed_oss-biases-mha", *OPT[:3]])
+@pytest.mark.parametrize("variant", every(3, ["llama-biases", "qwen2", "qwen3", "seed_oss-biases-mha", *OPT[:3]]))
 def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, variant, kind):
     """Of every linear's input: from the dense model's statistics, and from hooks on the output."""
     job = job_after(dense, turned, variant, kind)
