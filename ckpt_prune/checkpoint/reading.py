@@ -368,6 +368,9 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     index = path / INDEX
     if not index.is_file():
         pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in PICKLES)
+        graph = next(iter(sorted(path.glob("*.onnx"))), None)
+        if graph is not None:
+            raise UserError(f"{path} holds a graph ({graph.name}) and no weights: give the model it was exported from")
         convert = _CONVERT.format(path=path, auto=class_name(_read_config(path)))
         if pickles:
             raise UserError(f"{path} has only pickled weights ({pickles[0]}), which are never unpickled; {convert}")

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.checkpoint.hub import local_folder
-from ckpt_prune.options import OpeningOptions
+from ckpt_prune.options import Folder, OpeningOptions
 from ckpt_prune.planning.recipe_places import check_recipe
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.ratios import Ratio, as_share, checked_ratio, share_of
@@ -68,6 +68,8 @@ def _click_arguments(field: Any) -> dict[str, Any]:
         opened = {"min_open": limits["gt"] is not None, "max_open": limits["lt"] is not None}
         kind = _Share if share else _Number
         return arguments | {"type": kind(min=minimum, max=maximum, **opened)}
+    if annotation == Folder:
+        return arguments | {"type": str, "metavar": "MODEL"}
     return arguments | {"type": _click_type(annotation)}
 
 
@@ -212,9 +214,9 @@ trust_option = click.option(
     "--trust-remote-code",
     is_flag=True,
     help="Accept a MODEL whose config.json or image processor asks for code of its own. The processor's is run where "
-    "transformers has no such class; the model's is not, except by evaluate, export, validate and benchmark: the stock "
-    "class of its model_type is used, if every tensor fits it. A tokenizer's never is, and code is not downloaded from "
-    "the Hub.",
+    "transformers has no such class; the model's is run by evaluate, export, validate and benchmark alone: all else "
+    "uses the stock class of its model_type, if every tensor fits it. A tokenizer's never is, and code is not "
+    "downloaded from the Hub.",
 )
 
 

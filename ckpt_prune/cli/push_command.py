@@ -27,7 +27,11 @@ from ckpt_prune.cli.options import echo_json, json_option, public_option, table
     help="Figures for the card and its model-index: the data's name, and what `evaluate OUT --json` printed; may be "
     "repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Check everything, verify OUT, list files and bytes; upload nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything, verify OUT, list files and bytes; upload nothing. It asks the Hub whether REPO can be written, so it needs a token.",
+)
 @json_option
 def command(as_json: bool, **given: Any) -> None:
     """Share OUT, an output of this tool, as the Hub's repository REPO (ORG/NAME): private, unless --public.

@@ -223,7 +223,7 @@ def quantise(job: Job, out: Path, *, overwrite: bool = False) -> Quantised:
         writer.write_json(CONFIG, config)
         for name, path in kept.items():
             writer.copy(path, name)
-        digests = sha256_files(writer.folder, [*checkpoint.files, CONFIG])
+        digests = sha256_files(writer.folder, dict.fromkeys([*checkpoint.files, CONFIG, *sorted(kept)]))
         record = _record(job, rounded, digests, sorted(writer.side_names - {CONFIG} | {QUANTISED, CARD}), layout)
         writer.write_json(QUANTISED, record.model_dump(mode="json"))
         writer.write_text(CARD, quantised_card(record))

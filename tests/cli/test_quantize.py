@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.evaluation.loading import quiet_transformers
-from tests.cli.running import edit_weights, ok, refused, run
+from tests.cli.running import edit_weights, ok, read_json, refused, run
 from tests.compressing.test_rounding import bits_of
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
@@ -138,9 +138,27 @@ def test_verify_proves_it(here: Path):
         "tensors: 14 weights are stored as int8, one scale per row",
         "finite: no NaN, no Inf",
         "load: by stock transformers: no key missing, unexpected or mismatched",
-        f"digests: {len(list(Path('out').glob('*.safetensors'))) + 1} file(s) as written",
+        f"digests: {len(read_json('out/ckpt_prune_quantised.json')['files'])} file(s) as written",
         "rounded weights: 14 weights are the source's, rounded to nearest; 7 tensors are its own, bit for bit",
     ]
+
+
+def test_verify_finds_a_tokenizer_that_was_changed(here: Path):
+    ok("quantize", "dense", "-o", "out", "--format", "int8")
+    file = Path("out/tokenizer.json")
+    file.write_text(file.read_text().replace('"version"', '"versiom"', 1))
+    result = run("verify", "out", "--against", "dense")
+    assert result.exit_code == 1
+    assert "digests: tokenizer.json changed since it was written" in result.stdout
+
+
+def test_a_graph_is_no_checkpoint(here: Path):
+    Path("graph").mkdir()
+    for name in ("model.onnx", "config.json"):
+        Path("graph", name).write_bytes(Path("dense/config.json").read_bytes())
+    assert refused("quantize", "graph", "-o", "out", "--format", "int8") == (
+        "graph holds a graph (model.onnx) and no weights: give the model it was exported from"
+    )
 
 
 def test_verify_finds_what_was_changed(here: Path):
