@@ -30,7 +30,8 @@ from ckpt_prune.cli.options import echo_json, json_option, public_option, table
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check everything, verify OUT, list files and bytes; upload nothing. It asks the Hub whether REPO can be written, so it needs a token.",
+    help="Check everything, verify OUT, list files and bytes; upload nothing. It asks the Hub whether REPO can be "
+    "written, so it needs a token.",
 )
 @json_option
 def command(as_json: bool, **given: Any) -> None:
