@@ -71,8 +71,8 @@ class Pruned:
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
-class GraphFailedError(UserError):
-    """The output is complete, and its graph cannot be made.
+class AfterwardsError(UserError):
+    """The output is complete, and what was to be done with it cannot be.
 
     Args:
         message: why.
@@ -84,17 +84,12 @@ class GraphFailedError(UserError):
         self.pruned = pruned
 
 
-class PushFailedError(UserError):
-    """The output is complete, and cannot be pushed.
+class GraphFailedError(AfterwardsError):
+    """Its graph cannot be made."""
 
-    Args:
-        message: why.
-        pruned: the output.
-    """
 
-    def __init__(self, message: str, pruned: Pruned) -> None:
-        super().__init__(message)
-        self.pruned = pruned
+class PushFailedError(AfterwardsError):
+    """It cannot be pushed."""
 
 
 def prune(
