@@ -128,6 +128,7 @@ def plan(
     target_params: str | None = None,
     target_bytes: str | None = None,
     target_flops: str | None = None,
+    target_latency: str | None = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
     output: AnyPath | None = None,
@@ -149,6 +150,8 @@ def plan(
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
         target_bytes: bytes of tensors, likewise, such as "9.5GiB".
         target_flops: FLOPs of one forward pass, likewise.
+        target_latency: time on this machine as a table of its blocks foresees it, likewise, such as "12ms" or "70%@512"
+            for reading 512 tokens, "70%@token" for a single one.
         overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
         container: what the output is to be stored as.
         output: the plan file to write, if any.
@@ -164,7 +167,7 @@ def plan(
     """
     options = checked(PlanOptions, locals())
     # Before torch is imported, what can be told without it.
-    asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    asked_size(options.sizes, options.ratio)
     check_supported(options.model, options.family, options.part)
 
     from ckpt_prune.calibration.statistics import Statistics

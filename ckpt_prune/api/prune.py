@@ -114,6 +114,7 @@ def prune(
     target_params: str | None = None,
     target_bytes: str | None = None,
     target_flops: str | None = None,
+    target_latency: str | None = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
     dry_run: bool = False,
@@ -154,6 +155,8 @@ def prune(
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
         target_bytes: bytes of tensors, likewise, such as "9.5GiB".
         target_flops: FLOPs of one forward pass, likewise.
+        target_latency: time on this machine as a table of its blocks foresees it, likewise, such as "12ms" or "70%@512"
+            for reading 512 tokens, "70%@token" for a single one.
         overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
         container: what the output is stored as.
         dry_run: check everything and write nothing.
@@ -259,7 +262,7 @@ def _check_together(options: PruneOptions) -> None:
         raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     if options.plan is not None and (options.ratio is not None or size or options.overrides or options.container):
         raise UserError(
             "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"

@@ -218,7 +218,8 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
 
 
 def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
-    own = [given.pop(name) for name in ("ratio", "target_params", "target_bytes", "target_flops", "output")]
+    alone = ("ratio", *(f"target_{kind}" for kind in ("params", "bytes", "flops", "latency")), "output")
+    own = [given.pop(name) for name in alone]
     if any(value is not None for value in own):
         raise UserError(
             "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"

@@ -31,6 +31,12 @@ def zeroed_parts(dense: Checkpoint, depth: Depth) -> list[str]:
     return [name for gap in depth.gaps if depth.part != "block" for name in outputs_of(model, gap.first, depth.part)]
 
 
+def mapped_tensors(depth: Depth | None) -> set[str]:
+    """Names, in the output, of what maps of gaps are absorbed in."""
+    mapped = {gap.into for gap in ([] if depth is None else depth.gaps) if gap.into is not None}
+    return mapped | {f"{name.removesuffix('weight')}bias" for name in mapped}
+
+
 def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tuple[bool, str]:
     """Every tensor is the dense model's, but for those that the report says a map is absorbed in.
 
@@ -39,8 +45,7 @@ def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tupl
         dense: as `dense_at_depth` gives it.
         depth: the output's record.
     """
-    mapped = {gap.into for gap in depth.gaps if gap.into is not None}
-    mapped |= {f"{name.removesuffix('weight')}bias" for name in mapped}
+    mapped = mapped_tensors(depth)
     if checkpoint.tensors.keys() != dense.tensors.keys():
         return False, "the tensors are not those of the dense model's blocks that stay"
     zeroed = zeroed_parts(dense, depth)

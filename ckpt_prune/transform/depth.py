@@ -17,6 +17,7 @@ from ckpt_prune.calibration.gaps import map_space, observe_gap
 from ckpt_prune.calibration.losses import TOKENS, losses_without
 from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
@@ -27,6 +28,8 @@ from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import least_blocks, least_runs
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.joint import Weighing, ranked_at
+from ckpt_prune.transform.measuring import measure_first
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 from ckpt_prune.transform.shortening import Wanted, at_depth, depth_of, depth_record, wanted_depth
@@ -35,6 +38,8 @@ DEPTH = "depth"
 """Unit of the journal: which blocks go, and the maps in their place."""
 _REMOVED = "removal"
 """Before the number of a block that the loss chose, of units of the journal."""
+_WHOLE = "statistics of all blocks"
+"""Unit of the journal: what numbers of blocks are held against each other by."""
 _MAPS = "depth.safetensors"
 
 
@@ -53,35 +58,68 @@ def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: St
     request = settled.request
     if request.recipe.depth is None:
         return settled
+    with disk_failures(folder):
+        folder.mkdir(exist_ok=True)
+    weighing = _weighing(request, folder, journal, stages) if depth_of(request).auto else None
     if DEPTH in journal.units:
         record = Depth.model_validate(journal.notes[DEPTH])
     else:
         with stages.stage("depth"):
-            record, found = _measured(request, journal)
+            record = chosen_depth(request, journal) if weighing is None else weighing.record()
+            record = _made_up_for(request, record, folder / _MAPS)
             with disk_failures(folder):
-                folder.mkdir(exist_ok=True)
-                if found:
-                    save_file(found, folder / _MAPS)
-                    sync(folder / _MAPS)
                 journal.record(DEPTH, note=record.model_dump(mode="json"))
-    model = shortened(request.model, record.kept) if record.part == "block" else request.model
-    if (folder / _MAPS).is_file():
-        file = folder / _MAPS
-        maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
-        model = replace(model, checkpoint=replace(model.checkpoint, replaced=maps))
-    return settle(at_depth(request, record, model))
+    short = at_depth(request, record, _left(request.model, record, folder / _MAPS))
+    if weighing is not None:
+        # The widths are those that were tried. Where all blocks stay, so do what they were measured on.
+        known = None if record.gaps else weighing.statistics
+        short = replace(short, ranked=ranked_at(weighing.ranking, record), statistics=known)
+    return settle(short)
 
 
-def _measured(request: Request, journal: Journal) -> tuple[Depth, dict[str, Tensor]]:
-    """Which blocks go, and the tensors of the output that maps are absorbed in."""
-    depth, record = depth_of(request), chosen_depth(request, journal)
-    gaps = record.gaps
-    maps: dict[str, Tensor] = {}
+def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) -> Weighing:
+    """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
+    whole, plain = folder / "whole", replace(request, recipe=request.recipe.after_depth)
+    statistics = request.statistics
+    if statistics is None and _WHOLE in journal.units:
+        statistics = Statistics(whole)
+    elif statistics is None:
+        with stages.stage("measuring"):
+            statistics = measure_first(plain, _live(request), whole, None)
+        with disk_failures(folder):
+            journal.record(_WHOLE)
+
+    def shorten(few: Request, record: Depth) -> tuple[Depth, Model]:
+        file = folder / f"without-{record.blocks - len(record.kept)}.safetensors"
+        told = _made_up_for(few, record, file)
+        return told, _left(few.model, told, file)
+
+    with stages.stage("ranking"):
+        return Weighing(request, statistics, chosen_depth, shorten, journal)
+
+
+def _made_up_for(request: Request, record: Depth, file: Path) -> Depth:
+    """The record of what makes up for blocks that go; the tensors of the output that this changes go into a file."""
+    depth, gaps = depth_of(request), record.gaps
+    found: dict[str, Tensor] = {}
     if depth.part != "block":
-        maps = _zeros(request.model, record)
+        found = _zeros(request.model, record)
     elif depth.compensation.linear and gaps:
-        gaps, maps = _mapped(request, gaps)
-    return record.model_copy(update={"gaps": gaps}), maps
+        gaps, found = _mapped(request, gaps)
+    with disk_failures(file.parent):
+        if found:
+            save_file(found, file)
+            sync(file)
+    return record.model_copy(update={"gaps": gaps})
+
+
+def _left(model: Model, record: Depth, file: Path) -> Model:
+    """What stays of a model, with the tensors of a file in place of its own where there is one."""
+    left = shortened(model, record.kept) if record.part == "block" else model
+    if not file.is_file():
+        return left
+    maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
+    return replace(left, checkpoint=replace(left.checkpoint, replaced=maps))
 
 
 def chosen_depth(request: Request, journal: Journal | None = None) -> Depth:

@@ -260,8 +260,14 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
+    if request.recipe.joint:
+        return replace(_foreseen(standing_in(request)), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
+    return _foreseen(request)
+
+
+def _foreseen(request: Request) -> Settled:
     if request.widths_known:
         return _decided(request)
     return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)

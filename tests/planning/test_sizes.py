@@ -176,7 +176,7 @@ def test_a_size_is_a_number_or_a_share(fields):
 )
 def test_a_target_in_a_recipe(written, kind, text, value):
     target = TargetSize.model_validate(yaml.load(written, Yaml12Loader))
-    assert (target.kind, target.text, target.of(COST)) == (kind, text, value)
+    assert (target.kind, target.text, target.of(cost_in(target.kind, COST))) == (kind, text, value)
     assert target.model_dump() == target.model_dump(mode="json") == {kind: text}
     assert json.loads(target.model_dump_json()) == {kind: text}
     assert TargetSize.model_validate(target.model_dump()) == target
