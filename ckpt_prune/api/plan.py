@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.planning.sizes import asked_size
-from ckpt_prune.progress import progress_shown
+from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
@@ -179,7 +180,7 @@ def plan(
     from ckpt_prune.transform.shifts import Shifting
 
     with progress_shown(progress):
-        request = plan_request(options)
+        request = with_latencies(plan_request(options), Notices(), trust=options.trust_remote_code)
         settled = planned_depth(settle(request))
         request.model.checkpoint.check_finite()
         shifting = None if options.test is None else Shifting(settled, Statistics(options.test))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.latency import Timing, timing_of, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
@@ -43,6 +44,7 @@ class Pruned:
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
         pushed: where it was pushed to, or None.
+        timing: of the output beside the dense model, where its size was a latency.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class Pruned:
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
     pushed: "Pushed | None" = None
+    timing: Timing | None = None
 
     @property
     def passed(self) -> bool:
@@ -68,6 +71,8 @@ class Pruned:
             data["messages"] = messages(self.settled)
         if self.graph is not None:
             data["onnx"] = self.graph.data()
+        if self.timing is not None:
+            data["latency"] = self.timing.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
@@ -235,7 +240,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
             finished = _missing_graph(asked, say, written)
             if finished is not None:
                 return finished
-        request = prune_request(asked, say)
+        request = with_latencies(prune_request(asked, say), say, trust=options.trust_remote_code)
         settled = foresee(request) if options.dry_run else settle(request)
         check_trained(settled.request)
         step = _graph_step(asked)
@@ -249,7 +254,10 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
                 say(told)
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
+        timing = None if done.finished else timing_of(done.settled, out, trust=options.trust_remote_code)
+        pruned = Pruned(
+            out, None if done.finished else done.settled, done.report, None, tuple(say.lines), timing=timing
+        )
         written(pruned)
         made = done.finished and (out / GRAPH_FOLDER).exists()
         return pruned if step is None or made else _with_graph(pruned, step, say)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_prune._version import __version__
@@ -205,6 +205,8 @@ class Settled:
             request.device.type,
             request.diagnostics,
         ]
+        if request.latencies is not None:
+            parts.append(asdict(request.latencies))
         if request.training is not None:
             training = request.training
             parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
