@@ -331,7 +331,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
-    mapped = mapped_tensors(report.depth)
+    mapped = mapped_tensors(report.depth, checkpoint.tensors)
     spaces = model.family.spaces
     compared, absorbing = 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):

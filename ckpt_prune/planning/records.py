@@ -160,7 +160,8 @@ class Gap(Fixed):
 
     Attributes:
         first, blocks: the first of them, as the dense model counts, and how many.
-        into: on-disk name, in the output, of the weight that the map was absorbed in; None where there is no map.
+        into: on-disk name, in the output, of the weight that the map was absorbed in, of experts with `*` for their
+            numbers; None where there is no map.
         method: none (the stream goes on as it is), bias, ridge or affine: the form of the map.
         strength: of ridge and affine, relative; None for others.
         distance: mean cosine distance of a token's hidden states before and after the run; None where it was not

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ckpt_prune.architectures.depth import check_shortened, outputs_of, shortened
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import Kind
 from ckpt_prune.calibration.distances import SAMPLES, Distances, measure_distances
 from ckpt_prune.calibration.fisher import LIMITS
-from ckpt_prune.calibration.gaps import map_space, observe_gap
+from ckpt_prune.calibration.gaps import map_spaces, observe_gap
 from ckpt_prune.calibration.losses import TOKENS, losses_without
 from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
@@ -312,7 +313,7 @@ def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str,
         stream.advance(block, tensors)
         if block + 1 in stops and waiting is not None:
             solved, new = _map_of(request, stream, waiting)
-            name = _consumer(model, numbers[waiting.block])
+            name = _all_of(_consumers(model, numbers[waiting.block]))
             found.append(_with_map(stops[block + 1], solved, name))
             if not solved.identity:
                 maps |= {_renamed(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()}
@@ -327,11 +328,9 @@ def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str,
 def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
     """The map of a gap that the stream is behind of, and what it is absorbed in."""
     model, own = request.model, depth_of(request).compensation
-    space = map_space(model.family)
-    assert space is not None
-    folds = observe_gap(stream, waiting.block, waiting.tensors, space, waiting.entering, stream.states)
-    consumer = model.family.columns[space].consumer
-    name, bias = (model.tensor(waiting.block, consumer, kind) for kind in ("weight", "bias"))
+    spaces = map_spaces(model.family)
+    folds = observe_gap(stream, waiting.block, waiting.tensors, spaces, waiting.entering, stream.states)
+    names, bias = _consumers(model, waiting.block), _consumers(model, waiting.block, "bias")[0]
     by_folds = own.lambda_by is not None
     solved = fit_map(
         [each.to(request.device) for each in folds],
@@ -341,8 +340,10 @@ def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, d
     )
     if solved.identity:
         return solved, {}
-    weight, added = absorbed(solved, waiting.tensors[name].to(request.device), waiting.tensors.get(bias))
-    new = {name: weight} if added is None else {name: weight, bias: added}
+    new: dict[str, Tensor] = {}
+    for name in names:
+        new[name], added = absorbed(solved, waiting.tensors[name].to(request.device), waiting.tensors.get(bias))
+        new |= {} if added is None else {bias: added}
     cast = {each: tensor.cpu().to(waiting.tensors[each].dtype).contiguous() for each, tensor in new.items()}
     for each, tensor in cast.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -364,10 +365,19 @@ def _with_map(gap: Gap, solved: GapMap, into: str) -> Gap:
     return gap.model_copy(update=figures)
 
 
-def _consumer(model: Model, block: int) -> str:
-    space = map_space(model.family)
-    assert space is not None
-    return model.tensor(block, model.family.columns[space].consumer)
+def _consumers(model: Model, block: int, kind: Kind = "weight") -> list[str]:
+    """On-disk names of what a map is absorbed in: of the mlp's last projection, or of every expert's."""
+    columns = model.family.columns
+    return [model.tensor(block, columns[space].consumer, kind) for space in map_spaces(model.family)]
+
+
+def _all_of(names: Sequence[str]) -> str:
+    """One name for what is the same in every expert: `*` in place of its number."""
+    if len(names) == 1:
+        return names[0]
+    first, second = names[:2]
+    place = next(at for at, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    return f"{first[:place]}*{first[place + 1 :]}"
 
 
 def _renamed(model: Model, name: str, old: int, new: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_prune.architectures.depth import check_shortened, movable, shortened
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.gaps import map_space
+from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.depth_recipe import DepthRecipe
@@ -160,12 +160,12 @@ def check_depth(request: Request) -> None:
     if depth.auto and family.experts is not None:
         raise UserError(
             f"recipe {recipe.name} compares numbers of blocks beside what spaces lose, and experts are not tried out "
-            "so: say a number, depth.drop"
+            "so: say a number, depth.drop, or --set depth=null"
         )
-    if depth.compensation.linear and map_space(family) is None:
+    if depth.compensation.linear and not map_spaces(family):
         raise UserError(
-            f"recipe {recipe.name} maps what one projection gives, and a block of {family.model_type} ends in several "
-            "(experts): say --set depth.compensation.method=none"
+            f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
+            "tokens share add to it with a factor of their own: say --set depth.compensation.method=none"
         )
     several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
     if several and depth.choice in ("influence", "divergence"):
