@@ -42,9 +42,9 @@ def observe_gap(
     """Moments of z = W x of a block's mlp without its bias, with the drift δ = y − z, a tuple over folds.
 
     Of experts z is what they add up to. y is what W x would have to be for the block to give `reached`. Where what the
-    mlp gives is added to the stream as it is, δ = `reached` − (what the block gives). A scale, a multiplier or a norm on
-    the way is divided out, token by token, as for the drift of a site (`calibration.drift`), and so is a norm that the
-    whole sum passes.
+    mlp gives is added to the stream as it is, δ = `reached` − (what the block gives). A scale, a multiplier or a norm
+    on the way is divided out, token by token, as for the drift of a site (`calibration.drift`), and so is a norm that
+    the whole sum passes.
 
     Args:
         stream: of the dense model, for its batches and what blocks are passed beside states; its own are not read.

@@ -340,6 +340,6 @@ def _print_blocks(found: Sweep) -> None:
     click.echo("whole blocks instead (--recipe depth), the run of the least predicted divergence, without a map:")
     click.echo(table(["ratio", "blocks gone", "parameters", "share", "bytes", "FLOPs", "predicted"], rows))
     click.echo(
-        "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order; of blocks and of "
-        "units it is on different footings: what decides is measured (drop: auto, in recipes)"
+        "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order; of blocks and "
+        "of units it is on different footings: what decides is measured (drop: auto, in recipes)"
     )
