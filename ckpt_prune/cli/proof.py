@@ -74,14 +74,13 @@ def graph_lines(validation: Validation) -> list[str]:
     lines += [f"{check.name}: {check.detail}" for check in skipped]
     lines.append(f"compared on: {validation.data.get('what', 'noise')}")
     verdict = "agrees" if validation.passed else "does NOT agree"
+    kind = "of another tool" if validation.dtype is None else validation.dtype
     held = (
         f"tolerance {validation.tolerance:g} of the largest output"
         if validation.max_loss is None
         else f"{validation.max_loss:.4g} of the metric may be lost"
     )
-    lines.append(
-        f"the graph {verdict} with {validation.against.name} ({validation.dtype}, {validation.provider}, {held})"
-    )
+    lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {held})")
     return lines
 
 

@@ -10,7 +10,9 @@ class Kept(BaseModel):
 
     name: str
     harm: float
-    """What the outputs lose where it alone is in few bits."""
+    """What the outputs lose where it alone is in few bits; of weights that were measured at once its share by bytes."""
+    at_once: int = 1
+    """How many weights were measured at once, itself included."""
 
 
 class Quantised(BaseModel):
