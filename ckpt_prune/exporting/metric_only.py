@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -64,49 +65,45 @@ def metric_only(
             or something does not load.
     """
     checkpoint = Checkpoint.open(model)
-    found: list[Validation] = []
-    whole, samples, others = None, None, []
-    for each in _graphs(place, checkpoint, options, provider):
-        if samples is None:
-            samples = proof_samples(checkpoint.path, each.task, options, trust=trust)
-            if samples.windows is None and samples.images is None:
-                wanted = "--text" if each.task.modality == "text" else "--images"
-                raise UserError(f"no metric is measured on noise: give {wanted}")
-            whole = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
-            if samples.windows is not None:
-                check_windows(whole, samples.windows)
-            others = others_of(dense, each.task, trust=trust)
-        assert whole is not None
-        reference = Reference(whole, each.task, set(each.graph.inputs))
-        chosen = samples
+    graphs = _graphs(place, checkpoint, options, provider)
+    first = next(graphs)
+    task = first.task
+    samples = proof_samples(checkpoint.path, task, options, trust=trust)
+    if samples.windows is None and samples.images is None:
+        raise UserError(f"no metric is measured on noise: give {'--text' if task.modality == 'text' else '--images'}")
+    whole = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    if samples.windows is not None:
+        check_windows(whole, samples.windows)
+    others = others_of(dense, task, trust=trust)
 
-        def measure(other: Reference, allowance: Allowance, each: _Measured = each) -> Metric | str:
-            return _metric(each, other, chosen, checkpoint.path, allowance)
+    def one(each: _Measured) -> Validation:
+        def measure(reference: Reference, allowance: Allowance) -> Metric | str:
+            return _metric(each, reference, samples, checkpoint.path, allowance)
 
-        metrics, passed, said = judged(measure, reference, each.allowance, others)
+        own = Reference(whole, each.task, set(each.graph.inputs))
+        metrics, passed, said = judged(measure, own, each.allowance, others)
         if passed is None:
             raise UserError(f"{each.folder / each.file}: {said}")
         session = each.graph.session
-        found.append(
-            Validation(
-                file=each.file,
-                passed=passed,
-                provider=session.provider,
-                note=session.note,
-                dtype=each.dtype,
-                tolerance=None if each.allowance.rounded else each.allowance.tolerance,
-                max_loss=each.allowance.max_loss,
-                against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
-                data=samples.description or {},
-                checks=[ProofCheck(name="metric", passed=passed, detail=said)],
-                cases=[],
-                metrics=metrics,
-                continuations=[],
-                versions=runtime_versions(),
-                files=sha256_files(each.folder, [each.file]),
-            )
+        return Validation(
+            file=each.file,
+            passed=passed,
+            provider=session.provider,
+            note=session.note,
+            dtype=each.dtype,
+            tolerance=None if each.allowance.rounded else each.allowance.tolerance,
+            max_loss=each.allowance.max_loss,
+            against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
+            data=samples.description or {},
+            checks=[ProofCheck(name="metric", passed=passed, detail=said)],
+            cases=[],
+            metrics=metrics,
+            continuations=[],
+            versions=runtime_versions(),
+            files=sha256_files(each.folder, [each.file]),
         )
-    return Validations.of(found)
+
+    return Validations.of([one(each) for each in chain([first], graphs)])
 
 
 def recorded(graph: Path) -> Manifest | None:

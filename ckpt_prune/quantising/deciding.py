@@ -76,6 +76,7 @@ class Decision:
     choice: Choice = field(default_factory=lambda: Choice((), ()))
     padded: int = 0
     what: str = ""
+    unit: Literal["KL", "energy"] = "KL"
 
     @property
     def record(self) -> Quantised:
@@ -98,6 +99,7 @@ class Decision:
             ],
             loss=loss if np.isfinite(loss) else None,
             allowed=scheme.allowed,
+            unit=self.unit,
             measured_on=self.what,
         )
 
@@ -115,10 +117,8 @@ def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) ->
     weights = {weight.name: weight for weight in weights_of(copy.graph)}
     made = _Forms(weights, scheme, _grams(model, scheme, measuring))
     candidates = [name for name in weights if scheme.kind == "blocks" or not weights[name].lookups]
-    if measuring is None:
-        choice = Choice(tuple(candidates), ())
-    else:
-        choice = _chosen(model, scheme, measuring, made, candidates)
+    plain = Choice(tuple(candidates), ())
+    choice = plain if measuring is None else _chosen(model, scheme, measuring, made, candidates)
     few = set(choice.few)
     blocks = {
         name: made.few_blocks(name) if scheme.kind == "blocks" and name in few else made.more(name)
@@ -132,6 +132,7 @@ def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) ->
         choice,
         sum(weights[name].shape[0] % scheme.block != 0 for name in blocks),
         "nothing: all weights are rounded alike" if measuring is None else measuring.what,
+        "KL" if measuring is None or measuring.classes else "energy",
     )
 
 

@@ -32,9 +32,11 @@ class Quantised(BaseModel):
     kept: list[Kept]
     """The most harmful by the byte first."""
     loss: float | None
-    """What the outputs lose where all is rounded as it is: nats per prediction, or a share of their energy. None where
-    it was not measured."""
+    """What the outputs lose where all is rounded as it is, on what weights were picked by. None where it was not
+    measured."""
     allowed: float
     """What they might."""
+    unit: Literal["KL", "energy"] = "KL"
+    """What both are in: nats of each prediction, or a share of the features' energy."""
     measured_on: str
     """What harm, Grams and ranges were measured on."""
