@@ -116,6 +116,17 @@ class Recipe(Strict):
             )
         return values | {"ratio": groups.ratio}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _widths_of_blocks(cls, values: Any) -> Any:
+        """Columns go in multiples of the graph's blocks, where their size is asked for: others it refuses."""
+        spaces, export = (values.get(key) if isinstance(values, dict) else None for key in ("spaces", "export"))
+        size = export.get("block_size") if isinstance(export, dict) else None
+        columns = spaces.get("mlp") if isinstance(spaces, dict) else None
+        if not isinstance(columns, dict) or not isinstance(size, int):
+            return values
+        return values | {"spaces": spaces | {"mlp": {"multiple_of": size} | columns}}
+
     @model_validator(mode="after")
     def _one_kind(self) -> "Recipe":
         if self.rotation is not None and self.mask is None:
