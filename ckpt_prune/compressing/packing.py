@@ -10,7 +10,7 @@ from ckpt_prune.compressing.rounding import codes_of, scales_of, weights_of
 from ckpt_prune.compressing.scheme import LIBRARY, Scheme
 from ckpt_prune.errors import UserError
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.inverse import inverse_factor
+from ckpt_prune.sparsity.inverse import factorise
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22
@@ -95,7 +95,7 @@ def packed(
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    factor = None if hessian is None else inverse_factor(hessian, DAMP, MOST_DAMP)
+    factor = None if hessian is None else factorise(hessian, hessian.diagonal() == 0, DAMP, MOST_DAMP)[0]
     words, scales, change, rows = [], [], 0.0, max(1, _MOST_AT_ONCE // weight.shape[1])
     for part in weight.tensor_split(list(range(rows, len(weight), rows))):
         scale = scales_of(part, scheme, weight.dtype)
