@@ -19,7 +19,7 @@ from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.architectures.supported import with_description
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -185,17 +185,15 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
         return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
     if found.clean:
         return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
-    parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
-    return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
+    return False, found.fault
 
 
 def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
     if report is None:
         return None, f"no {REPORT}: not written by this tool"
-    absent = [name for name in report.files if not (folder / name).is_file()]
-    if absent:
-        return False, f"{absent[0]} is gone"
-    changed = [n for n, digest in sha256_files(folder, report.files).items() if digest != report.files[n]]
+    gone, changed = changed_files(folder, report.files)
+    if gone is not None:
+        return False, f"{gone} is gone"
     if changed:
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
         return False, f"{changed[0]} changed since it was written{more}"
