@@ -121,8 +121,9 @@ class Recipe(Strict):
     def _widths_of_blocks(cls, values: Any) -> Any:
         """Columns go in multiples of the graph's blocks, where their size is asked for: others it refuses."""
         spaces, export = (values.get(key) if isinstance(values, dict) else None for key in ("spaces", "export"))
-        size = export.get("block_size") if isinstance(export, dict) else None
-        columns = spaces.get("mlp") if isinstance(spaces, dict) else None
+        if not isinstance(spaces, dict) or not isinstance(export, dict):
+            return values
+        size, columns = export.get("block_size"), spaces.get("mlp")
         if not isinstance(columns, dict) or not isinstance(size, int):
             return values
         return values | {"spaces": spaces | {"mlp": {"multiple_of": size} | columns}}
