@@ -96,6 +96,10 @@ class Experts(Description):
         """Linear module of an expert → what it does; one that holds gate and up is the gate."""
         return {self.up: UP, self.gate: GATE, self.down: DOWN}
 
+    def rewritten(self, method: str) -> set[str]:
+        """Linear modules of an expert that stays which a compensation of whole experts changes."""
+        return set() if method == "none" else {self.down}
+
     @property
     def stacks(self) -> dict[str, str]:
         """Module that files hold for all experts → the module of one; where they do."""
