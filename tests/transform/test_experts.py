@@ -310,17 +310,27 @@ def test_a_block_without_experts_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_experts_as_they_are_in_memory_are_refused(tmp_path: Path) -> None:
-    """transformers loads them, too."""
-    folder = Dense(tmp_path).folder(TWO)
-    tensors = {name: tensor.clone() for name, tensor in TWO.model().state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError) as caught:
-        ckpt_prune.inspect(str(folder))
-    assert str(caught.value) == (
-        f"{folder} lacks model.layers.0.mlp.experts.0.up_proj.weight: its experts are stored as transformers holds "
-        "them in memory; save it again by save_pretrained, which writes them as published"
-    )
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_experts_as_they_are_in_memory(case: Case, tmp_path: Path) -> None:
+    """transformers loads and saves them so, too. The output is stored as the input is."""
+    hub, memory = Dense(tmp_path / "hub"), Dense(tmp_path / "memory")
+    for dense in (hub, memory):
+        dense.root.mkdir()
+    case.model().save_pretrained(memory.folder(case), save_original_format=False)
+    stored = load_file(memory.folder(case) / "model.safetensors")
+    assert stored.keys() == case.model().state_dict().keys()
+    recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "reap"}}}
+    columns = spaces_recipe(case, {"mlp": "ridge"})
+    for each, wanted in {"experts": Recipe.model_validate(recipe), "columns": columns}.items():
+        for dense in (hub, memory):
+            dense.prune(case, wanted, dense.root / each)
+            for check in verify(dense.root / each, dense.folder(case)):
+                assert check.passed or check.name == "sparsity", check
+        ours, theirs = (ckpt_prune.load(dense.root / each).state_dict() for dense in (memory, hub))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert load_file(memory.root / each / "model.safetensors").keys() == stored.keys()
+        assert load_file(hub.root / each / "model.safetensors").keys() != stored.keys()
 
 
 def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
