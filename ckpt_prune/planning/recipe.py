@@ -197,6 +197,11 @@ class Recipe(Strict):
             by_errors = self.allocation == "least-error" and not kind_of(space).by_errors
             if reason is not None and (self.ranks_blocks or by_errors):
                 raise ValueError(reason)
+        if self.refits_experts and self.target == "dense":
+            raise ValueError(
+                "spaces.experts: those that stay are refitted on the tokens that reach them once others are gone: say "
+                "target: sequential or drift"
+            )
         if "experts" in self.spaces and "mlp" in map(known_space, self.spaces):
             raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
         if self.ranks_blocks and self.widths == "uniform":
@@ -276,6 +281,11 @@ class Recipe(Strict):
     def ranks_blocks(self) -> bool:
         """Whether units of all blocks are ranked in one list (FLAP)."""
         return self.allocation.startswith("across")
+
+    @property
+    def refits_experts(self) -> bool:
+        """Whether experts that stay make up for those that go."""
+        return "experts" in self.spaces and self.spaces["experts"].compensation.method != "none"
 
     @property
     def weighed_by_effect(self) -> bool:

@@ -51,6 +51,7 @@ def check_fit(request: Request) -> None:
         check_depth(request)
     _mask(request)
     _taylor(request)
+    _experts(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
         if request.recipe.mask is not None:
@@ -157,6 +158,16 @@ def _taylor(request: Request) -> None:
         raise UserError(f"{what}, which are not gathered for experts: choose another score")
     if request.statistics is not None and "taylor" not in request.statistics.index.collect:
         raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
+
+
+def _experts(request: Request) -> None:
+    """What refitting the experts that stay asks for."""
+    if request.recipe.refits_experts and not request.sequential and not request.lacks_moments:
+        raise UserError(
+            f"recipe {request.recipe.name} refits experts on the tokens that reach them once others are gone, which "
+            "statistics of the dense model do not tell: give --text instead of --statistics, or say --set "
+            "spaces.experts.compensation.method=none"
+        )
 
 
 def check_together(request: Request, job: str) -> None:
