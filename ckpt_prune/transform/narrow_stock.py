@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_prune.architectures.depth import facts_of
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import as_said, build_skeleton, parse_config
-from ckpt_prune.containers.choosing import choose_container
+from ckpt_prune.containers.choosing import NothingFitsError, choose_container
 from ckpt_prune.containers.container import Container
 from ckpt_prune.errors import UserError
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
@@ -30,7 +30,10 @@ def narrow_container(model: Model, view: SlicedCheckpoint, biases: Set[str]) -> 
     """
     narrow = _narrow(model, view.kept)
     widths = [{space: narrow.units(space) for space in model.family.spaces}] * model.blocks
-    container = choose_container(narrow, widths, biases)
+    try:
+        container = choose_container(narrow, widths, biases)
+    except NothingFitsError as error:
+        raise UserError(f"no stock container fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
     _check_heads(model, container)
     container = replace(container, config=view.config_values(container.config))
     if model.tied and not view.keeps_tie:

@@ -82,6 +82,11 @@ def _width_for_size(request: Request, least: int) -> int:
 
 
 def _cost(request: Request, kept: int) -> Cost:
+    """What the output of some width costs.
+
+    Raises:
+        UserError: no container can hold it.
+    """
     model = request.model
     widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
     return sliced_output(model, _view(request, kept, not_measured), widths).cost
@@ -110,7 +115,7 @@ def check_hidden(request: Request) -> None:
     if request.statistics is not None:
         data = "--images" if model.family.modality == "image" else "--text"
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
-    wanted_width(request)
+    _cost(request, wanted_width(request))
 
 
 def unmeasured(request: Request) -> Request:
