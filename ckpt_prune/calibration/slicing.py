@@ -1,7 +1,7 @@
 """Grams of the residual stream where sub-layers read it, in the dense model or in one whose stream is projected.
 
-States are kept in the dense model's coordinates: where the stream is h in the dense model it is h P Pᵀ here, which is what
-the sliced model holds in the coordinates of P. So the stock blocks run, with the dense weights.
+States are kept in the dense model's coordinates: where the stream is h in the dense model it is h P Pᵀ here, which is
+what the sliced model holds in the coordinates of P. So the stock blocks run, with the dense weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 
 Choose = Callable[[int, Tensor], Tensor | None]
-"""Of a sub-layer of a block and the Gram of what it reads, (d, d) float64: the basis (d, k) that the stream is projected
-on there, or None to leave it as it is."""
+"""Of a sub-layer of a block and the Gram of what it reads, (d, d) float64: the basis (d, k) that the stream is
+projected on there, or None to leave it as it is."""
 
 
 class SlicedStream:
@@ -30,9 +30,7 @@ class SlicedStream:
         centred: whether norms subtract the mean over coordinates.
     """
 
-    def __init__(
-        self, stream: HiddenStream, sublayers: Sequence[Sublayer], *, normed: bool, centred: bool
-    ) -> None:
+    def __init__(self, stream: HiddenStream, sublayers: Sequence[Sublayer], *, normed: bool, centred: bool) -> None:
         self.stream, self.sublayers, self.normed, self.centred = stream, sublayers, normed, centred
 
     @torch.no_grad()
@@ -135,6 +133,6 @@ class SlicedStream:
 
 
 def _projected(states: Tensor, basis: Tensor) -> Tensor:
-    """h P Pᵀ in float32, in the dtype of the states and where they are."""
+    """H P Pᵀ in float32, in the dtype of the states and where they are."""
     own = basis.to(states.device, torch.float32)
     return (states.float() @ own @ own.T).to(states.dtype)

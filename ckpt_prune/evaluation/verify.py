@@ -28,6 +28,7 @@ from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
+from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import MaskedLinear, SiteRecord
@@ -266,10 +267,14 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if (report.recovery is not None or report.lora is not None) and report.rotation is None:
+        if report.hidden is not None:
+            return None, "the stream has another basis: the weights are not compared with the dense model's"
         norms = report.recovery is not None and report.recovery.trained_norms
         return _kept_outside(checkpoint, dense, whole_blocks=norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
+    if report.hidden is not None:
+        return kept_ends(checkpoint, dense, report.hidden)
     if report.depth is not None:
         return kept_blocks(checkpoint, dense, report.depth)
     if report.linears and not report.sites:

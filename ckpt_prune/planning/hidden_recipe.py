@@ -13,7 +13,7 @@ class HiddenRecipe(Strict):
 
     kind: SlicingKind = Field(
         "per-block",
-        description="per-block: attention and mlp of every block read the stream in a basis of their own, with matrices "
+        description="per-block: attention and mlp of every block read the stream in bases of their own, with matrices "
         "on the skip connections (SliceGPT), which needs remote code; shared: one basis for the whole model, absorbed "
         "by its weights, which loads with stock classes.",
     )

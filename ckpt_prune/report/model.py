@@ -265,6 +265,7 @@ class Report(Fixed):
         before, after: cost of the source and of the output.
         depth: which whole blocks are gone; None, and left out of JSON, where none was to go. All else that is said of
             blocks is by their numbers in the output.
+        hidden: what is left of the residual stream; None, and left out of JSON, where it is whole.
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.

@@ -39,7 +39,8 @@ ENTRY, EXIT = "entry_rotation", "exit_rotation"
 """Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
 CONFIG_KEY = "ckpt_prune_rotations"
 _ROOM = (
-    "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model, or choose rotation kind values"
+    "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model, or choose rotation kind "
+    "values"
 )
 _ROWS = 8192
 """Rows of a table that absorb a rotation together, in float64."""

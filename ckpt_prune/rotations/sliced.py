@@ -106,7 +106,7 @@ class SlicedCheckpoint:
 
     @property
     def scale(self) -> float:
-        """c."""
+        """C."""
         return scale_of(self.kept, self.width)
 
     @property
@@ -211,8 +211,7 @@ class SlicedCheckpoint:
             width=self.kept,
             blocks=self.model.blocks,
             sublayers=[
-                {"norms": lie(own.norms), "reads": lie(own.reads), "writes": lie(own.writes)}
-                for own in self.sublayers
+                {"norms": lie(own.norms), "reads": lie(own.reads), "writes": lie(own.writes)} for own in self.sublayers
             ],
             multiplier=next(iter(multipliers), None),
         )

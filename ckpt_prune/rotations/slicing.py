@@ -1,8 +1,9 @@
 """Bases of the residual stream, and absorbing a part of one: pure functions (README.md, section 7).
 
-A basis is a matrix P (d, k) with orthonormal columns. The stream h becomes z = c h P, with c = √(k / d): its mean square
-over k coordinates is then that of the projection of h over d, so that a stock RMSNorm of width k divides by what the
-dense norm would, its epsilon included. A module that reads the normed stream gets W P / c, one that adds to it c Pᵀ W.
+A basis is a matrix P (d, k) with orthonormal columns. The stream h becomes z = c h P, with c = √(k / d): its mean
+square over k coordinates is then that of the projection of h over d, so that a stock RMSNorm of width k divides by what
+the dense norm would, its epsilon included. A module that reads the normed stream gets W P / c, one that adds to it
+c Pᵀ W.
 """
 
 from math import sqrt
@@ -81,5 +82,5 @@ def read_by(weight: Tensor, basis: Tensor, scale: float) -> Tensor:
 
 
 def written_by(tensor: Tensor, basis: Tensor, scale: float) -> Tensor:
-    """c Pᵀ W of a weight, or c Pᵀ b of a bias, that adds to the stream."""
+    """C Pᵀ W of a weight, or c Pᵀ b of a bias, that adds to the stream."""
     return scale * (basis.T @ tensor.double())

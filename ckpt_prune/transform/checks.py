@@ -173,8 +173,12 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "exports": recipe.export, "drops whole blocks": recipe.depth}
-    alone |= {"slices the residual stream": recipe.hidden}
+    alone = {
+        "rotates": recipe.rotation,
+        "exports": recipe.export,
+        "drops whole blocks": recipe.depth,
+        "slices the residual stream": recipe.hidden,
+    }
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")

@@ -176,6 +176,8 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         return None
     if request.shortened is not None:
         return _of_depth(settled)
+    if request.narrowed is not None:
+        return _of_hidden(settled)
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1
     if request.live is not None:
         samples, tokens, folds = len(request.live.samples), request.live.samples.tokens, request.live.folds
@@ -247,6 +249,37 @@ def _of_depth(settled: Settled) -> tuple[list[Stage], int] | None:
     disk = settled.output.cost.bytes
     written = settled.before.bytes + 2 * disk
     return [Stage("depth", work, held), Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0)], disk
+
+
+def _of_hidden(settled: Settled) -> tuple[list[Stage], int] | None:
+    """Stages of slicing the residual stream, and what is written."""
+    narrowed = settled.request.narrowed
+    assert narrowed is not None
+    view, live, model = narrowed.view, settled.request.live, settled.model
+    if live is None and model.family.modality == "image":
+        return None
+    shape, places = Shape.of(model), len(view.sublayers)
+    samples, tokens = (DEFAULT_WINDOWS, model.tokens) if live is None else (len(live.samples), live.samples.tokens)
+    count, d, k = samples * tokens, shape.hidden, view.kept
+    bases = places * shape.blocks
+    # A block runs once more for what its second sub-layer reads.
+    work = STARTING + (shape.read() + shape.run(samples, tokens) * places) * shape.blocks
+    work += Work(gemm=2 * count * d * d, moved=12 * count * d) * bases
+    if view.shared:
+        work += Work(eigen=d**3)
+    else:
+        work += Work(eigen=d**3) * bases
+        if narrowed.whole.recipe.target == "sequential":
+            work += Work(gemm=4 * count * d * k, moved=12 * count * d) * bases
+    # A Gram, its factors in float64, and the bases of a block.
+    held = shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens) + 8 * (4 + places) * d * d
+    scratch = 4 * d * k * (1 if view.shared else bases)
+    disk = settled.output.cost.bytes
+    written = settled.before.bytes + 2 * disk
+    # Every matrix is multiplied by its basis, in float64; a table a few rows at a time.
+    absorbing = Work(wide=2 * k * (shape.weights * shape.blocks + (2 * shape.outside if view.shared else 0)))
+    rest = Stage("rest", absorbing + Work(moved=4 * written, disk=disk, hashed=written), 16 * shape.weights)
+    return [Stage("hidden", work + Work(disk=scratch), held), rest], disk + scratch
 
 
 def of_job(settled: Settled) -> Estimate | None:

@@ -1,4 +1,4 @@
-"""Slicing the residual stream: measuring its bases, block by block, where an interrupted run goes on (rotations, section 7)."""
+"""Slicing the residual stream: its bases are measured block by block, and kept for a run that goes on (rotations)."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""How many dimensions of the residual stream stay, what stands in for its bases before they are measured, and what
-cannot be sliced."""
+"""How many dimensions of the residual stream stay, what stands in for its bases, and what cannot be sliced."""
 
 from dataclasses import replace
 

@@ -13,8 +13,8 @@ from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.learning import RotationSizes
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
-from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.layout import Layout, plan_layout
+from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.request import Request
 
 

@@ -1,7 +1,8 @@
 """Slicing of the residual stream, written out on a whole dense model in float64: no basis is absorbed anywhere.
 
-Where the sliced model has the coordinates of the stream in a basis P, this one has its projection P Pᵀ h: whatever adds
-to the stream is projected by hooks of the stock model, and where a sub-layer has a basis of its own the whole stream is.
+Where the sliced model has the coordinates of the stream in a basis P, this one has its projection P Pᵀ h: whatever
+adds to the stream is projected by hooks of the stock model, and where a sub-layer has a basis of its own the whole
+stream is.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,9 @@ class Projected:
 
     def shared(self, data: Samples) -> None:
         """One basis for all that reads the stream; a LayerNorm spends a dimension on the mean."""
-        norms = [layer.get_submodule(norm) for layer in self._layers for own in self.sublayers for norm in own.norms[:1]]
+        norms = [
+            layer.get_submodule(norm) for layer in self._layers for own in self.sublayers for norm in own.norms[:1]
+        ]
         final = self.model.get_submodule(self.case.family.residual.final)
         basis = self._basis([self._signals(norm, data) for norm in [*norms, final]], spent=int(self.layer))
         project = torch.from_numpy(basis @ basis.T)
