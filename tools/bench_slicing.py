@@ -42,7 +42,9 @@ def main() -> None:
             if any(key.items() <= each.items() for each in done):
                 continue
             target = cost_of(model).parameters - round(share * inside)
-            found = key | measured(given, recipe, target)
+            same = {name: value for name, value in key.items() if name not in ("recipe", "share")}
+            dense = next((each["dense"] for each in done if same.items() <= each.items()), None)
+            found = key | measured(given, recipe, target, dense)
             done.append(found)
             with given.out.open("a") as file:
                 file.write(f"{json.dumps(found)}\n")
@@ -54,8 +56,14 @@ def main() -> None:
         )
 
 
-def measured(given: argparse.Namespace, recipe: str, target: int) -> dict[str, Any]:
-    """One model pruned to so many parameters, and what it loses."""
+def perplexity(given: argparse.Namespace, model: str) -> float:
+    """On the held-out text."""
+    data: dict[str, Any] = {"text": str(given.held_out), "window": given.window, "samples": given.held_out_samples}
+    return float(cp.evaluate(model, progress=False, **data).data()["perplexity"])
+
+
+def measured(given: argparse.Namespace, recipe: str, target: int, dense: float | None) -> dict[str, Any]:
+    """One model pruned to so many parameters, and what it loses; the dense model's figure where it is not known."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         data: dict[str, Any] = {"text": str(given.text), "samples": given.samples, "window": given.window}
@@ -63,24 +71,15 @@ def measured(given: argparse.Namespace, recipe: str, target: int) -> dict[str, A
             str(given.model), recipe=recipe, target_params=str(target), output=f"{folder}/out", progress=False, **data
         )
         seconds = time.monotonic() - start
-        found = cp.evaluate(
-            made.path,
-            against=str(given.model),
-            text=str(given.held_out),
-            window=given.window,
-            samples=given.held_out_samples,
-            progress=False,
-        ).data()
         report = made.report
         assert report is not None
         return {
             "parameters": report.after.parameters,
             "flops": report.after.flops,
             "hidden": None if report.hidden is None else report.hidden.kept,
-            "perplexity": found["perplexity"],
-            "dense": found["against"]["perplexity"] if "against" in found else None,
+            "perplexity": perplexity(given, str(made.path)),
+            "dense": perplexity(given, str(given.model)) if dense is None else dense,
             "seconds": round(seconds, 1),
-            "evaluated": found,
         }
 
 
