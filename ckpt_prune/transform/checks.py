@@ -54,6 +54,7 @@ def check_fit(request: Request) -> None:
         check_hidden(request)
     _mask(request)
     _taylor(request)
+    _experts(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
         if request.recipe.mask is not None:
@@ -162,6 +163,16 @@ def _taylor(request: Request) -> None:
         raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
 
 
+def _experts(request: Request) -> None:
+    """What refitting the experts that stay asks for."""
+    if request.recipe.refits_experts and not request.sequential and not request.lacks_moments:
+        raise UserError(
+            f"recipe {request.recipe.name} refits experts on the tokens that reach them once others are gone, which "
+            "statistics of the dense model do not tell: give --text instead of --statistics, or say --set "
+            "spaces.experts.compensation.method=none"
+        )
+
+
 def check_together(request: Request, job: str) -> None:
     """Refuse what several processes cannot do together, and processes that are not at the same job.
 
@@ -175,7 +186,6 @@ def check_together(request: Request, job: str) -> None:
     group, recipe = here(), request.recipe
     alone = {
         "rotates": recipe.rotation,
-        "exports": recipe.export,
         "drops whole blocks": recipe.depth,
         "slices the residual stream": recipe.hidden,
     }
