@@ -192,11 +192,11 @@ class Checkpoint:
                 here[name] = replace(stack, parts=stack.parts[: self.tensors[name].shape[0] * stack.each])
         tensors: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            stack = here.get(name)
-            if stack is None:
+            own = here.get(name)
+            if own is None:
                 tensors[name] = info
             else:
-                tensors |= {part: info.part(i, part, stack.each) for i, part in enumerate(stack.parts)}
+                tensors |= {part: info.part(i, part, own.each) for i, part in enumerate(own.parts)}
         return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
 
     def renamed(self, names: Mapping[str, str], config: dict[str, Any]) -> "Checkpoint":
