@@ -116,6 +116,18 @@ class Recipe(Strict):
             )
         return values | {"ratio": groups.ratio}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _widths_of_blocks(cls, values: Any) -> Any:
+        """Columns go in multiples of the graph's blocks, where their size is asked for: others it refuses."""
+        spaces, export = (values.get(key) if isinstance(values, dict) else None for key in ("spaces", "export"))
+        if not isinstance(spaces, dict) or not isinstance(export, dict):
+            return values
+        size, columns = export.get("block_size"), spaces.get("mlp")
+        if not isinstance(columns, dict) or not isinstance(size, int):
+            return values
+        return values | {"spaces": spaces | {"mlp": {"multiple_of": size} | columns}}
+
     @model_validator(mode="after")
     def _one_kind(self) -> "Recipe":
         if self.rotation is not None and self.mask is None:

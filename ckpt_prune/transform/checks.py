@@ -181,7 +181,7 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "exports": recipe.export, "drops whole blocks": recipe.depth}
+    alone = {"rotates": recipe.rotation, "drops whole blocks": recipe.depth}
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")
