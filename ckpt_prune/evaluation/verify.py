@@ -23,6 +23,7 @@ from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
@@ -342,7 +343,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
-    compared, absorbing = 0, dict[str, int]()
+    compared, refits, absorbing = 0, 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
@@ -370,6 +371,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
         refitted = {m for space in sites if space in model.family.routers for m in _refitted(model, sites[space])}
+        refits += bool(refitted)
         moved = model.moved_experts(block, kept, refitted)
         for name, before in moved.items():
             if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
@@ -384,6 +386,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     more = "".join(
         f"; {names} of {blocks} blocks are rewritten and not compared" for names, blocks in absorbing.items()
     )
+    if refits:
+        more += f"; last projections of the experts of {counted(refits, 'block')} are refitted and not compared"
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"
