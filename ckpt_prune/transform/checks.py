@@ -8,14 +8,14 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
-from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.reading import report_of
-from ckpt_prune.rotations.rotated import check_rotatable
+from ckpt_prune.rotations.rotated import CONFIG_KEY, check_rotatable
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
@@ -45,6 +45,7 @@ def check_fit(request: Request) -> None:
     # Told of when all is done: damaged, it would be found after the output has got its name.
     report_of(request.model.checkpoint.path)
     check_source(request.model)
+    check_again(request.model, request.recipe)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
     if request.recipe.depth is not None:
@@ -89,6 +90,20 @@ def check_fit(request: Request) -> None:
     _recovery(request)
 
 
+def check_again(model: Model, recipe: Recipe) -> None:
+    """Refuse what does not go with an output that carries code of its own: all but masks.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if recipe.mask is None:
+        check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
+    elif recipe.rotation is not None:
+        check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
+    elif hasattr(model.config, CONFIG_KEY):
+        check_stock(model, "its residual stream turns between blocks, which only the run that masked it knew")
+
+
 def check_data(request: Request) -> None:
     """Refuse a request with too little to measure on for its recipe.
 
@@ -124,8 +139,7 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
-    shapes = {name: info.shape for name, info in request.model.checkpoint.tensors.items()}
-    check_widths(request.model.family, recipe.mask, shapes)
+    check_widths(request.model, recipe.mask)
     if recipe.rotation is not None:
         check_rotatable(request.model, recipe.rotation.kind)
         rotated = unlearned(request)

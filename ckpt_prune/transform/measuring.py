@@ -69,6 +69,7 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             device=request.device,
             compute_dtype=live.compute_dtype,
             allocate=live.allocate,
+            skeleton=None if request.stored is None else request.stored.skeleton(),
             journal=journal,
         )
         _done(journal, STATISTICS)

@@ -118,13 +118,13 @@ class Settled:
     def dense(self) -> Dense:
         """The model that is pruned: the source, rotated where the recipe rotates."""
         rotated = self.rotated
-        container = None if rotated is None else self.output.container
+        container = self.request.stored if rotated is None else self.output.container
         return Dense(self.model, self.request.device, rotated, container)
 
     @property
     def source(self) -> Dense:
         """The source as it is stored."""
-        return Dense(self.model, self.request.device)
+        return Dense(self.model, self.request.device, container=self.request.stored)
 
     def engine(self) -> Pruner | Masker:
         """What prunes a block."""

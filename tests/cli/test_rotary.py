@@ -123,8 +123,6 @@ def test_an_output_is_measured_and_recovered(here):
     ok("recover", "out", "--dense", "dense", *TEXT, "-o", "recovered")
     pairs = [ckpt_prune.load(name).model.layers[1].self_attn.rotary_pairs for name in ("out", "recovered")]
     assert torch.equal(*pairs)
-    # Zeros go into the dense model, or beside the pairs that go: what is stored with code of its own stays as it is.
-    assert "cannot be pruned or measured again" in refused("prune", "out", "--recipe", "wanda-50", *TEXT, "-o", "twice")
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
