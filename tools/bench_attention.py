@@ -119,10 +119,15 @@ def best(model: Model, ratios: list[float]) -> Iterator[Cell]:
         size = {"params": str(int((1 - ratio) * cost_of(model).parameters))}
         plain = load_recipe("best", size=size)
         yield f"{ratio:g} | best", plain
-        spaces = plain.model_dump(by_alias=True, exclude_none=True)["spaces"]
+        told = plain.model_dump(by_alias=True, exclude_none=True)
         known = {space: own for space, own in CHOSEN.items() if space in model.family.spaces}
-        told = plain.model_dump(by_alias=True, exclude_none=True) | {"name": "with attention", "spaces": known | spaces}
-        yield f"{ratio:g} | with attention", Recipe.model_validate(told)
+        for space, own in known.items():
+            yield f"{ratio:g} | with {space}", _with(told, f"with {space}", {space: own})
+        yield f"{ratio:g} | with all of attention", _with(told, "with all of attention", known)
+
+
+def _with(told: dict[str, Any], name: str, spaces: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(told | {"name": name, "spaces": spaces | told["spaces"]})
 
 
 def qk(model: Model, ratios: list[float]) -> Iterator[Cell]:
