@@ -141,4 +141,7 @@ class SpaceRecipe(Strict):
         "nearest for query heads, ceil for columns.",
     )
     multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
+    optional: bool | None = Field(
+        None, description="true: left out where a model has no such space, or none of its units can go."
+    )
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")

@@ -119,6 +119,7 @@ def plan_request(options: PlanOptions) -> Request:
     model = open_model(options.model, Opening.of(options))
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
+    check_spaces(model.family, recipe)
     statistics = None if options.statistics is None else Statistics(options.statistics)
     by_default = options.recipe is None
     return Request(

@@ -328,7 +328,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
             unit can go.
     """
-    recipe = recipe.at(family)
+    asked, recipe = recipe, recipe.at(family)
+    if asked.spaces and not recipe.spaces:
+        raise UserError(
+            f"recipe {recipe.name} prunes {' and '.join(asked.spaces)} where there is any, and this "
+            f"{family.model_type} has none: nothing is left to do"
+        )
     missing = [space for space in recipe.spaces if space not in family.spaces]
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
