@@ -166,8 +166,8 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
 
 
 def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
+    check_spaces(model.family, recipe)
     request = Request(model, recipe)
-    check_spaces(model.family, request.recipe)
     widths = Decisions(request.recipe).widths(model)
     output = output_of(request, widths)
     container = output.container
