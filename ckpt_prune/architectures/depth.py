@@ -48,7 +48,7 @@ def shortened(model: Model, kept: Sequence[int]) -> Model:
     numbered = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
     places = {old: new for new, old in enumerate(kept)}
     names: dict[str, str] = {}
-    for name in (*checkpoint.tensors, *checkpoint.stacks):
+    for name in (*checkpoint.tensors, *checkpoint.stacks, *checkpoint.aliases.values()):
         match = numbered.match(name)
         if match is None:
             names[name] = name

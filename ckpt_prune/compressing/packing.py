@@ -89,7 +89,7 @@ def packed(
         module: its name.
         weight: (rows, columns), in the model's type.
         scheme: how it is stored.
-        factor: of the inverse Gram of its inputs (`inverse_factor`), for GPTQ; None rounds to nearest.
+        factor: of the Gram of its inputs (`inverse.factorise`), for GPTQ; None rounds to nearest.
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 

@@ -39,7 +39,7 @@ from ckpt_prune.report.model import Source
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD, source_card
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.inverse import inverse_factor
+from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.zeros import weights_by_module
 from ckpt_prune.versions import versions
 
@@ -105,7 +105,7 @@ class Hessians:
         return self._statistics.index.digest
 
     def factor(self, weight: str) -> Tensor:
-        """The factor of the inverse of the damped Gram of a weight's inputs (`inverse_factor`).
+        """The factor of the damped Gram of a weight's inputs (`factorise`).
 
         Raises:
             UserError: the statistics have no Gram of them.
@@ -116,7 +116,7 @@ class Hessians:
             whole = total(folds) if folds else None
             if not isinstance(whole, Moments) or whole.gram is None:
                 raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
-            self._held[own] = inverse_factor(whole.gram, DAMP, MOST_DAMP)
+            self._held[own] = factorise(whole.gram, whole.gram.diagonal() == 0, DAMP, MOST_DAMP)[0]
         self._left[own] -= 1
         return self._held[own] if self._left[own] else self._held.pop(own)
 

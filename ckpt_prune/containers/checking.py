@@ -32,7 +32,6 @@ def check_source(model: Model) -> None:
     config, own = model.checkpoint.config, model.own_code
     known = stored_container(model.checkpoint).names() if own else stock_names(config, model.family.architecture)
     check_stored(model.checkpoint, known)
-    _check_experts(model)
     _CHECKED.add(model)
 
 
@@ -50,16 +49,6 @@ def check_stock(model: Model, what: str) -> None:
         raise UserError(
             f"{model.checkpoint.path} was pruned into a shape that no stock class has (remote code): {what}; start "
             "from the dense model"
-        )
-
-
-def _check_experts(model: Model) -> None:
-    """Refuse experts under names that transformers has in memory alone, gate and up of all of them in one tensor."""
-    lacking = [module for module in model.family.expert_modules if not model.has(module)]
-    if lacking:
-        raise UserError(
-            f"{model.checkpoint.path} lacks {model.tensor(0, lacking[0])}: its experts are stored as transformers "
-            "holds them in memory; save it again by save_pretrained, which writes them as published"
         )
 
 

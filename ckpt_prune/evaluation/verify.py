@@ -326,6 +326,11 @@ def _known(site: SiteRecord, model: Model) -> SpaceName:
     raise UserError(f"{REPORT} keeps units of {name}, which the dense model has not")
 
 
+def _refitted(model: Model, site: SiteRecord) -> set[str]:
+    """Linear modules of each expert that stays which make up for those that went."""
+    return set() if model.family.experts is None else model.family.experts.rewritten(site.method)
+
+
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
     model = Model.of(dense)
@@ -359,7 +364,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         pairs, name = model.pairs_kept(gone), model.pairs_name(block)
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
-        moved = model.moved_experts(block, kept)
+        refitted = {m for space in sites if space in model.family.routers for m in _refitted(model, sites[space])}
+        moved = model.moved_experts(block, kept, refitted)
         for name, before in moved.items():
             if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
                 return False, f"{name} is not the dense model's {before}"

@@ -140,7 +140,12 @@ class SpaceRecipe(Strict):
         description="Of units x ratio to units dropped. Default: floor for heads, dimensions and rotary pairs, "
         "nearest for query heads, ceil for columns.",
     )
-    multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
+    multiple_of: int = Field(
+        1,
+        ge=1,
+        description="Round the kept width up to a multiple of this many units; of mlp, export.block_size where that is "
+        "given.",
+    )
     optional: bool | None = Field(
         None, description="true: left out where a model has no such space, or none of its units can go."
     )
