@@ -51,13 +51,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "mlp": {"score": "auto", "compensation": RIDGE},
 }
 """How each space is pruned where the spaces are compared: as cheaply as it goes."""
-CHOSEN: dict[str, dict[str, Any]] = {
-    "queries": {"score": "auto", "compensation": {"method": "auto"}},
-    "values": {"score": "principal", "compensation": {"method": "auto"}},
-    "rotary": {"score": "obs", "compensation": {"method": "factors", "lambda": 0.0001}},
-    "qk": {"score": "logit-energy", "compensation": {"method": "low-rank", "lambda": 0.001}},
-}
-"""What is added to `best`."""
 QK = {
     "bare": {"score": "logit-energy"},
     "CORP": {"score": "logit-energy", "compensation": {"method": "logit", "lambda": 0.001}},
@@ -114,20 +107,16 @@ def shares(model: Model, ratios: list[float]) -> Iterator[Cell]:
 
 
 def best(model: Model, ratios: list[float]) -> Iterator[Cell]:
-    """`best` with the spaces of attention and without, at one size."""
+    """`best`, with each space that `best-attention` adds to it, and that, at one size."""
     for ratio in ratios:
         size = {"params": str(int((1 - ratio) * cost_of(model).parameters))}
-        plain = load_recipe("best", size=size)
+        plain, whole = (load_recipe(name, size=size).at(model.family) for name in ("best", "best-attention"))
         yield f"{ratio:g} | best", plain
-        told = plain.model_dump(by_alias=True, exclude_none=True)
-        known = {space: own for space, own in CHOSEN.items() if space in model.family.spaces}
-        for space, own in known.items():
-            yield f"{ratio:g} | with {space}", _with(told, f"with {space}", {space: own})
-        yield f"{ratio:g} | with all of attention", _with(told, "with all of attention", known)
-
-
-def _with(told: dict[str, Any], name: str, spaces: dict[str, Any]) -> Recipe:
-    return Recipe.model_validate(told | {"name": name, "spaces": spaces | told["spaces"]})
+        for space, own in whole.spaces.items():
+            if space not in plain.spaces:
+                added = whole.model_copy(update={"name": f"with {space}", "spaces": {space: own} | plain.spaces})
+                yield f"{ratio:g} | with {space}", added
+        yield f"{ratio:g} | best-attention", whole
 
 
 def qk(model: Model, ratios: list[float]) -> Iterator[Cell]:
@@ -252,13 +241,18 @@ def timed(dense: Path, out: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(what: str, lines: dict[str, dict[str, Any]]) -> None:
-    """Markdown: a row for each measurement."""
-    shown = [line for key, line in lines.items() if f"| {what} |" in key or key.endswith("| dense")]
-    for model in dict.fromkeys(line["model"] for line in shown if not line["key"].endswith("dense")):
-        print(f"\n## {model}\n")
-        for line in (each for each in shown if each["model"] == model):
-            told = {name: value for name, value in line.items() if name not in ("key", "model", "samples", "kept")}
-            print(f"| {line['key'].partition(' | ')[2]} | {told} |")
+    """Markdown: a row for each measurement, with what is left of each space in all blocks together."""
+    shown = [line for key, line in lines.items() if f"| {what} |" in key]
+    for model in dict.fromkeys(line["model"] for line in shown):
+        rows = [lines[f"{model} | dense"], *(line for line in shown if line["model"] == model)]
+        metrics = [name for name in rows[-1] if name not in ("key", "model", "samples", "kept", "parameters", "cache")]
+        print(f"\n## {model}\n\n| | kept | parameters | cache | {' | '.join(metrics)} |")
+        print("|---" * (4 + len(metrics)) + "|")
+        for line in rows:
+            kept = ", ".join(f"{space} {sum(own)}" for space, own in line.get("kept", {}).items())
+            values = [line.get("refused", kept), *(line.get(name, "") for name in ("parameters", "cache", *metrics))]
+            label = line["key"].partition(" | ")[2].replace(" | ", ", ")
+            print(f"| {label} | {' | '.join(map(str, values))} |")
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best", "best-attention"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 7, 2, 4, 3, 24, 3, 12]
+    assert [len(own) for own in named.values()] == [4, 2, 7, 2, 4, 3, 24, 3, 12]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -152,7 +152,7 @@ def test_schema():
         (
             GOOD.replace("score", "scor"),
             "r.yaml, line 4: spaces.mlp.score is missing; r.yaml, line 4: unknown key spaces.mlp.scor: "
-            "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, compensation",
+            "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, optional, compensation",
         ),
         (
             GOOD.replace("method", "methd"),
