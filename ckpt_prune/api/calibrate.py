@@ -99,6 +99,7 @@ def calibrate(
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
+    from ckpt_prune.transform.checks import check_one_basis
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
@@ -118,6 +119,7 @@ def calibrate(
         asked = _kinds(options.collect, (*known, *effects), inside, usual, what)
         kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
+        check_one_basis(source)
         refuse_overlap(checkpoint.path, out)
         refuse_inside(out, [options.images, options.labels, *options.text])
         chosen: Samples = chosen_samples(source, options, options, trust=trust, say=say)

@@ -16,9 +16,11 @@ from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.rotations.rotated import CONFIG_KEY, check_rotatable
+from ckpt_prune.rotations.sliced import SLICING_KEY
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
+from ckpt_prune.transform.narrowing import check_hidden
 from ckpt_prune.transform.output import unlearned
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import check_depth
@@ -50,6 +52,8 @@ def check_fit(request: Request) -> None:
     request.recipe.blocks(request.model.blocks)
     if request.recipe.depth is not None:
         check_depth(request)
+    if request.recipe.hidden is not None:
+        check_hidden(request)
     _mask(request)
     _taylor(request)
     _experts(request)
@@ -101,8 +105,18 @@ def check_again(model: Model, recipe: Recipe) -> None:
         check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
     elif recipe.rotation is not None:
         check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
-    elif hasattr(model.config, CONFIG_KEY):
-        check_stock(model, "its residual stream turns between blocks, which only the run that masked it knew")
+    else:
+        check_one_basis(model)
+
+
+def check_one_basis(model: Model) -> None:
+    """Refuse an output whose residual stream changes its basis from block to block.
+
+    Raises:
+        UserError: it is one.
+    """
+    if any(getattr(model.config, key, None) is not None for key in (CONFIG_KEY, SLICING_KEY)):
+        check_stock(model, "its residual stream turns between blocks, which only the run that made it knew")
 
 
 def check_data(request: Request) -> None:
@@ -195,7 +209,11 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "drops whole blocks": recipe.depth}
+    alone = {
+        "rotates": recipe.rotation,
+        "drops whole blocks": recipe.depth,
+        "slices the residual stream": recipe.hidden,
+    }
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")
@@ -320,11 +338,16 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, or blocks that the loss chooses.
+        UserError: a mask, a sliced stream, or blocks that the loss chooses.
     """
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(
             f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+        )
+    if recipe.hidden is not None:
+        raise UserError(
+            f"recipe {recipe.name} slices the residual stream, of which a plan says nothing: `ckpt-prune prune "
+            "--dry-run` tells its width and size"
         )
     if recipe.mask is not None:
         raise UserError(

@@ -567,7 +567,7 @@ def test_an_output_with_remote_code_is_described(here):
     lines = ok("inspect", "pruned").splitlines()
     assert lines[1] == "family      vit (PrunedViTForImageClassification, remote code of this tool)"
     assert lines[5] == "made from   vit by recipe corp"
-    assert lines[-1] == "it cannot be pruned or measured again: start from the dense model"
+    assert lines[-1] == "units go of the dense model: of what is done to that, this takes masks alone"
     report = json.loads(ok("inspect", "pruned", "--json"))
     assert (report["parameters"], report["bytes"]) == (made["after"]["parameters"], made["after"]["bytes"])
     assert report["note"] == made["container"]["note"]
