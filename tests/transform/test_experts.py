@@ -103,7 +103,7 @@ def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target
 @pytest.mark.parametrize("name", ["best-uniform", "best"])
 def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tmp_path: Path) -> None:
     """On folds, to the dense model's stream, from predicted errors."""
-    recipe = load_recipe(name, ratio=0.3)
+    recipe = load_recipe(name, ratio=0.3).at_its_size
     lonely.prune(ONE, recipe, tmp_path / "out", ONE.samples())
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
     assert set(report["recipe"]["spaces"]) == {"heads", "mlp"}
