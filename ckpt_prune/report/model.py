@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, Origin, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, MaskedLinear, MaskShares, Origin, SiteRecord
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -115,11 +115,26 @@ class StoredAs(Fixed):
 
 
 class Mask(Fixed):
-    """Which weights were zeroed: by whose score, in which pattern, and which share of them was asked for."""
+    """Which weights were zeroed.
+
+    Attributes:
+        method: by whose score.
+        pattern: in which pattern.
+        ratio: the share that was asked for.
+        allocation, shares: how blocks came by shares of their own; None, and left out of JSON, where all have one.
+    """
 
     method: str
     pattern: str
     ratio: Figure = None
+    allocation: str | None = None
+    shares: MaskShares | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        optional = ("allocation", "shares")
+        return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
 class Learned(Fixed):

@@ -14,6 +14,7 @@ from ckpt_prune.report.figures import (
     relative_change,
     relative_floor,
     rotation_figures,
+    shares_line,
     verdict,
 )
 from ckpt_prune.report.model import Learned, Perplexity, Stage
@@ -152,6 +153,9 @@ def _masked(document: Document) -> Iterable[str]:
         f"{found.share:.2%} of {human_count(found.size)} weights in {count} were zeroed{how}. Shapes stay as they "
         "were: parameters, bytes and FLOPs count zeros like any other weight."
     )
+    shared = shares_line(mask)
+    if shared is not None:
+        yield f"{shared.capitalize()}."
     if found.mean_error is not None and found.worst is not None:
         worst, most = found.worst
         yield (

@@ -26,7 +26,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.names import Backbone, RotationKind
-from ckpt_prune.progress import meter
+from ckpt_prune.progress import Meter, meter
 from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
 from ckpt_prune.rotations.importance import Side, Term, sensitivity
 from ckpt_prune.rotations.rotated import BlockRotations
@@ -125,6 +125,7 @@ class Learner:
         model: the dense model.
         recipe: how.
         backbone: whose importance is concentrated.
+        groups: M of the mask's N:M pattern, where it is concentrated inside its groups; else None.
         source: makes what hands out the dense model's moments, of every linear's input and with the Grams of `grams`.
         device: where.
     """
@@ -132,6 +133,7 @@ class Learner:
     model: Model
     recipe: RotationRecipe
     backbone: Backbone
+    groups: int | None
     source: Callable[[], MomentSource]
     device: torch.device
 
@@ -158,6 +160,12 @@ class Learner:
             jitter=recipe.jitter,
             seed=recipe.seed,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of importances and their gradients."""
+        found: torch.dtype = getattr(torch, self.recipe.compute_dtype)
+        return found
 
     @property
     def turns_stream(self) -> bool:
@@ -188,7 +196,7 @@ class Learner:
 
     def _blocks(self, writer: CheckpointWriter) -> list[dict[str, Any]]:
         sizes = self.sizes
-        units = [f"rotation {block}" for block in range(sizes.blocks)]
+        units = [unit_of(block) for block in range(sizes.blocks)]
         if writer.done.issuperset(units):
             return [writer.notes[unit] for unit in units]
         source = self.source()
@@ -196,27 +204,41 @@ class Learner:
             for block, unit in enumerate(units):
                 tensors = self.read(block)
                 if unit not in writer.done:
-                    learned = learn(
-                        self.terms(block, tensors, self.moments(source, block, tensors)),
-                        self.backbone,
-                        hidden=sizes.hidden if self.turns_stream else None,
-                        kv_heads=sizes.kv_heads,
-                        head_dim=sizes.head_dim,
-                        training=self.training,
-                        device=self.device,
-                        preserve=self.preserved,
-                        progress=advance.step,
-                    )
-                    residual = sizes.residual_name(block)
-                    if residual is not None:
-                        assert learned.residual is not None
-                        writer.write(residual, learned.residual.float())
-                    assert isinstance(learned.heads, Tensor)
-                    writer.write(sizes.heads_name(block), learned.heads.float())
-                    writer.commit(unit, note={"block": block, **_figures(learned)})
+                    self.learn(block, self.terms(block, tensors, self.moments(source, block, tensors)), writer, advance)
                 advance.to((block + 1) * self.recipe.steps)
                 source.advance(block, tensors)
         return [writer.notes[unit] for unit in units]
+
+    def learn(self, block: int, terms: list[Term], writer: CheckpointWriter, advance: Meter) -> None:
+        """Learn the rotations of one block, and write them.
+
+        Args:
+            block: its index.
+            terms: its linears as rotations see them.
+            writer: as `run` takes it.
+            advance: shows the steps.
+        """
+        sizes = self.sizes
+        learned = learn(
+            terms,
+            self.backbone,
+            hidden=sizes.hidden if self.turns_stream else None,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            training=self.training,
+            device=self.device,
+            dtype=self.dtype,
+            groups=self.groups,
+            preserve=self.preserved,
+            progress=advance.step,
+        )
+        residual = sizes.residual_name(block)
+        if residual is not None:
+            assert learned.residual is not None
+            writer.write(residual, learned.residual.float())
+        assert isinstance(learned.heads, Tensor)
+        writer.write(sizes.heads_name(block), learned.heads.float())
+        writer.commit(unit_of(block), note={"block": block, **_figures(learned)})
 
     # ---- one rotation for all blocks --------------------------------------------------------------------------
 
@@ -236,6 +258,8 @@ class Learner:
                     head_dim=sizes.head_dim,
                     training=self.training,
                     device=self.device,
+                    dtype=self.dtype,
+                    groups=self.groups,
                     preserve=self.preserved,
                     progress=advance.step,
                 )
@@ -376,6 +400,11 @@ class _Terms:
         if self._keep:
             self._kept[block] = terms
         return terms
+
+
+def unit_of(block: int) -> str:
+    """The unit of the journal that holds a block's rotations."""
+    return f"rotation {block}"
 
 
 def _figures(learned: Learned) -> dict[str, Any]:
