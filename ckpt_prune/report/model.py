@@ -138,12 +138,22 @@ class Mask(Fixed):
 
 
 class Learned(Fixed):
-    """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training."""
+    """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training.
+
+    `curve` has steps and the entropy there, as it was computed while training, at most so many that a plot needs. It is
+    empty, and left out of JSON, in files of before there was this key.
+    """
 
     block: Block | None
     entropy_before: Figure = None
     entropy_after: Figure = None
     steps: Amount = None
+    curve: list[tuple[Count, Figure]] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "curve" or value}
 
 
 class Rotation(Fixed):

@@ -19,6 +19,7 @@ from ckpt_prune.report.figures import (
 )
 from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.reporting.charts import draw, swatch
+from ckpt_prune.reporting.curves import curves
 from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
 from ckpt_prune.reporting.place import MARKER
@@ -39,6 +40,7 @@ def page(document: Document) -> str:
             *_header(document),
             *_depth(document),
             *(over_depth(plots) if plots else [_nothing(document)]),
+            *_tried(document),
             *_site_tables(document.sites),
             *_linear_table(document.linears),
             *_rotation_table(document.learned),
@@ -65,11 +67,17 @@ def shell(title: str, body: Iterable[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def over_depth(plots: Sequence[Figure]) -> Iterable[str]:
+def over_depth(plots: Sequence[Figure], heading: str = "Over depth") -> Iterable[str]:
     """The part of a page that holds its plots."""
-    yield '<h2>Over depth</h2>\n<div class="plots">'
+    yield f'<h2>{heading}</h2>\n<div class="plots">'
     yield from (_figure(plot) for plot in plots)
     yield "</div>"
+
+
+def _tried(document: Document) -> Iterable[str]:
+    """Plots over what was tried or trained."""
+    found = curves(document.learned, document.search, document.layers)
+    return over_depth(found, "While it was made") if found else ()
 
 
 def _header(document: Document) -> Iterable[str]:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
 _SHARED = "residual"
 _KEPT_BYTES = 2**30
 """Terms of all blocks together up to this size stay in memory while one R1 is learned for all."""
+_CURVE = 50
+"""Distances between the steps of a curve that is kept, at most."""
 
 
 @dataclass(frozen=True)
@@ -412,4 +415,12 @@ def _figures(learned: Learned) -> dict[str, Any]:
         "entropy_before": learned.entropy_before,
         "entropy_after": learned.entropy_after,
         "steps": learned.steps,
+        "curve": _thinned(learned.curve),
     }
+
+
+def _thinned(curve: list[float]) -> list[tuple[int, float | None]]:
+    """Steps of a curve and what it is there: the first, the last, and others at even distances; no more than fit."""
+    stride = max(1, -(-(len(curve) - 1) // _CURVE))
+    steps = sorted({*range(0, len(curve), stride), len(curve) - 1} - {-1})
+    return [(step, curve[step] if isfinite(curve[step]) else None) for step in steps]

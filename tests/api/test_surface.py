@@ -56,13 +56,12 @@ def defaults(verb: str) -> dict[str, Any]:
             return found
         return found[0] if isinstance(found, tuple) and found else ()
 
-    without = OF_THE_SHELL | (OF_A_SWEEP if verb == "plan" else set())
+    left_out = OF_THE_SHELL | (OF_A_SWEEP if verb == "plan" else set())
     with click.Context(command(verb)) as context:
         found = {
             parameter.name: default(parameter, context)
             for parameter in command(verb).params
-            if parameter.name not in OF_THE_SHELL | (OF_A_SWEEP if verb == "plan" else set())
-            and not getattr(parameter, "hidden", False)
+            if parameter.name not in left_out and not getattr(parameter, "hidden", False)
         }
     if "recipes" in found:  # `plan` compares several, each by a call of its own
         found["recipe"] = None if found.pop("recipes") == () else "something"

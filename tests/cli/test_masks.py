@@ -604,7 +604,7 @@ NOT_MEANT = (
         (
             WANDA + "  pattrn: 2:4\n",
             "mine.yaml, line 5: unknown key mask.pattrn: did you mean 'pattern'? "
-            "allowed here: method, pattern, compare, block, damp",
+            "allowed here: method, pattern, compare, block, damp, allocation, threshold, spread",
         ),
         (
             WANDA.replace("wanda", "wnda"),

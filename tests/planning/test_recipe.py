@@ -385,7 +385,8 @@ SIZE = "size={params: 5B}"
         (
             ("spaces.queries={score: taylor1}",),
             "spaces.queries: score taylor1 does not rank its units; allowed here: magnitude, activation-energy, "
-            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, corp, obs, auto",
+            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, flap-squared, corp, obs, "
+            "auto",
         ),
         (
             ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),
