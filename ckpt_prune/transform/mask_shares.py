@@ -193,9 +193,5 @@ def _divergence(
     module, found = stream.factory.block(block, masked), 0.0
     for _, rows in stream.batches:
         lacks = (stream.run(module, block, before[rows]) - end[rows].to(stream.factory.device)).float()
-        for own in drawn:
-            moved = (own.values[rows].to(lacks) * lacks).sum(-1).double()
-            # Over all tokens of a sample where it has one prediction, else token by token.
-            moved = moved.sum(-1) if own.whole else moved
-            found += own.weight * float(moved.square().sum())
+        found += sum(own.moved(own.values[rows].to(lacks), lacks) for own in drawn)
     return found / 2 / len(end)
