@@ -387,7 +387,8 @@ def test_the_curve_of_best(here):
         plan = json.loads(ok("plan", "llama", *BEST, "--ratio", str(point["ratio"]), "--json"))
         assert {key: point[key] for key in plan["after"]} == plan["after"]
         cells = row.split()
-        for column, space in ((-4, "heads"), (-3, "mlp")):
+        assert cells[-1] == f"{point['divergence']:.4f}"
+        for column, space in ((-5, "heads"), (-4, "mlp")):
             own = [site for site in plan["sites"] if site["space"] == space]
             counts = [len(site["kept"]) for site in own]
             low, high = min(counts), max(counts)
