@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.planning.records import Cost
     from ckpt_prune.transform.request import Request
-    from ckpt_prune.transform.sweep import Point
+    from ckpt_prune.transform.sweep import DepthPoint, Point
 
 RATIO = "ratio"
 """The key that is swept where none is named."""
@@ -37,6 +37,7 @@ class Sweep:
         before: size of the dense model.
         points: one for each value.
         measured: what `Point.perplexity` is of, in words; None where nothing was measured.
+        depth: where ratios vary, the same of whole blocks in place of units, where the statistics say what they do.
     """
 
     recipe: str
@@ -45,16 +46,25 @@ class Sweep:
     points: tuple["Point", ...]
     key: str = RATIO
     measured: str | None = None
+    depth: tuple["DepthPoint", ...] = ()
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
         rows = []
         for point in self.points:
-            row = {self.key: point.value, **point.after.model_dump(), "widths": point.widths, "errors": point.errors}
-            if point.divergence is not None:
-                row["divergence"] = point.divergence
+            row = {
+                self.key: point.value,
+                **point.after.model_dump(),
+                "widths": point.widths,
+                "errors": point.errors,
+                "divergence": point.divergence,
+            }
             rows.append(row if self.measured is None else row | {"perplexity": point.perplexity})
-        found = {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows}
+        blocks = [
+            {"ratio": own.ratio, "gone": own.gone, **own.after.model_dump(), "divergence": own.divergence}
+            for own in self.depth
+        ]
+        found = {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows, "depth": blocks}
         return found if self.measured is None else found | {"measured": self.measured}
 
 
@@ -117,7 +127,7 @@ def sweep(
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
     from ckpt_prune.transform.checks import check_request
-    from ckpt_prune.transform.sweep import point_of, points_at
+    from ckpt_prune.transform.sweep import depth_points_at, point_of, points_at
 
     def request_of(options: Mapping[str, Any]) -> "Request":
         found = plan_request(checked(PlanOptions, {**options, "diagnostics": False}))
@@ -135,11 +145,13 @@ def sweep(
             request = requests[0]
             request.model.checkpoint.check_finite()
             points = [point_of(value, own) for value, own in zip(wanted, requests, strict=True)]
-        told = None
+        told, blocks = None, []
+        if key == RATIO:
+            blocks = depth_points_at(request, [float(ratio) for ratio in wanted])
         if evaluate:
             points, told = _measured([*points], at, evaluate, window, samples)
         spaces = tuple(first_of_experts(request.recipe.spaces))
-        return Sweep(request.recipe.name, spaces, cost_of(request.model), tuple(points), key, told)
+        return Sweep(request.recipe.name, spaces, cost_of(request.model), tuple(points), key, told, tuple(blocks))
 
 
 def _measured(

@@ -28,7 +28,7 @@ from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
+from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
@@ -289,7 +289,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.hidden is not None:
         return kept_ends(checkpoint, dense, report.hidden)
-    if report.depth is not None:
+    if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
@@ -357,6 +357,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
+    mapped = mapped_tensors(report.depth, checkpoint.tensors)
     spaces = model.family.spaces
     compared, refits, absorbing = 0, 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
@@ -370,7 +371,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name in mapped or name not in model.checkpoint.tensors:
+                continue
+            if name in masked and _rewritten(report):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
