@@ -162,7 +162,7 @@ class Request:
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
         mask = self.recipe.mask
-        needed = mask is None or mask.method != "magnitude"
+        needed = mask is None or mask.method != "magnitude" or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property
