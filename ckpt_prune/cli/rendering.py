@@ -17,6 +17,7 @@ from ckpt_prune.report.figures import (
     recovery_figures,
     relative_floor,
     rotation_figures,
+    shares_line,
     space_errors,
     unsolved,
     worse_on_held_out,
@@ -44,8 +45,6 @@ def kept_line(settled: Settled) -> str:
     shortened = settled.request.shortened
     if shortened is not None and not recipe.spaces:
         return _depth_line(settled, shortened)
-    if settled.request.narrowed is not None:
-        return _hidden_line(settled, settled.request.narrowed)
     if shortened is not None and shortened.whole.recipe.joint:
         return _joint_line(settled, shortened)
     return _kept_units(settled)
@@ -68,6 +67,8 @@ def _kept_units(settled: Settled) -> str:
     """Units kept per block."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
+    if settled.request.narrowed is not None:
+        return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
         return _foreseen_line(settled)
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
@@ -236,6 +237,9 @@ def mask_lines(report: Report) -> Iterable[str]:
         return
     how = mask_words(report.mask.method, report.mask.pattern)
     yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
+    shared = shares_line(report.mask)
+    if shared is not None:
+        yield shared
     if mask.mean_error is not None:
         yield f"mean error of the outputs on the calibration samples {mask.mean_error:.4f}"
     if mask.damped:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -119,9 +121,9 @@ class Request:
         by_default: whether nobody named the recipe.
         origin: where the recipe, or that of the plan, was fetched from; None for one that was here.
         shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
-        latencies: of this machine, where the recipe's size is a latency.
         narrowed: where dimensions of the residual stream are gone: `model` is the dense one, and `recipe` what is left
             to do.
+        latencies: of this machine, where the recipe's size is a latency.
     """
 
     model: Model
@@ -138,14 +140,19 @@ class Request:
     by_default: bool = False
     origin: Origin | None = None
     shortened: Shortened | None = None
-    latencies: Latencies | None = None
     narrowed: Narrowed | None = None
+    latencies: Latencies | None = None
 
     @property
     def whole(self) -> "Request":
         """The request as it was given, of the model with all its blocks and dimensions."""
         earlier = self.shortened or self.narrowed
         return self if earlier is None else earlier.whole
+
+    @cached_property
+    def stored(self) -> Container | None:
+        """What the model is stored as, where that carries code of its own."""
+        return container_of(self.model) if self.model.own_code else None
 
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
@@ -155,7 +162,7 @@ class Request:
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
         mask = self.recipe.mask
-        needed = mask is None or mask.method != "magnitude"
+        needed = mask is None or mask.method != "magnitude" or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property
