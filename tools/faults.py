@@ -7,10 +7,12 @@ tests/faults says what is broken and what must hold. What does not is printed at
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,13 +43,16 @@ def main() -> int:
                 print("no disk can be mounted here: only the shim makes disks full", flush=True)
             machine = Machine(folder, hub, mounts=mounts)
             last = time.monotonic() + 3600 * given.hours
-            for case in cases(machine, given.jobs, given.seed):
-                if time.monotonic() > last:
-                    break
-                injected[case.fault.what] += 1
-                if found := case.run(machine):
-                    wrong += 1
-                    print(case, *found, sep="\n    ", flush=True)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            with suppress(KeyboardInterrupt):  # what was tried so far counts
+                for case in cases(machine, given.jobs, given.seed):
+                    if time.monotonic() > last:
+                        break
+                    found = case.run(machine)
+                    injected[case.fault.what] += 1
+                    if found:
+                        wrong += 1
+                        print(case, *found, sep="\n    ", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     kinds = ", ".join(f"{count} {what}" for what, count in injected.most_common())

@@ -68,8 +68,8 @@ class Machine:
     def reference(self, name: str) -> Reference:
         """A job without a fault; once."""
         if name not in self._references:
-            job, place = JOBS[name], self._place(name)
-            before = _files(place)
+            job, place = JOBS[name], self.place(name)
+            before = files_of(place)
             seen = place.with_suffix(".seen")
             began = time.monotonic()
             ran = self.run(name, place, job.arguments, None, seen)
@@ -77,7 +77,7 @@ class Machine:
             if ran.code != 0:
                 raise AssertionError(f"{name} fails without a fault: {ran.err or ran.out}")
             operations = tuple(Operation(*each) for each in json.loads(seen.read_text()))
-            found = Reference(before, _files(place), operations, seconds)
+            found = Reference(before, files_of(place), operations, seconds)
             self._references[name] = found
             if job.graph and name not in self._graphs:
                 self._graphs[name] = self.folder / f"graph-{name}"
@@ -150,7 +150,7 @@ class Machine:
             fault: which.
             then: "resume" or "overwrite".
         """
-        reference, job, place = self.reference(name), JOBS[name], self._place(name)
+        reference, job, place = self.reference(name), JOBS[name], self.place(name)
         try:
             ran = self.run(name, place, job.arguments, fault)
             return self._judged(job, name, place, reference, ran, _allowed(fault), then)
@@ -176,7 +176,7 @@ class Machine:
 
     def struck(self, name: str, number: int, seconds: float, then: str) -> list[str]:
         """The same for a signal that comes after some time."""
-        reference, job, place = self.reference(name), JOBS[name], self._place(name)
+        reference, job, place = self.reference(name), JOBS[name], self.place(name)
         try:
             ran = self.run(name, place, job.arguments, after=(seconds, number))
             # Before Python handles signals the system does, which is the same to a shell.
@@ -202,12 +202,14 @@ class Machine:
         try:
             ran = self.run(name, place, job.arguments, Fault(at, how, str(apart / "inputs" / which)))
             wrong = list(_code_faults(ran, {0, 2}))
-            if ran.code == 0 and _files(place) != reference.after:
+            if ran.code == 0 and files_of(place) != reference.after:
                 anew = self._apart(name)
                 disturb(anew / "inputs" / which, how)
                 again = self.run(name, anew / "at", job.arguments)
-                if again.code != 0 or _files(place) != _files(anew / "at"):
-                    wrong.append(f"a mixture: {_difference(_files(place), reference.after)} {again.err.strip()[-200:]}")
+                if again.code != 0 or files_of(place) != files_of(anew / "at"):
+                    wrong.append(
+                        f"a mixture: {_difference(files_of(place), reference.after)} {again.err.strip()[-200:]}"
+                    )
                 shutil.rmtree(anew)
             elif ran.code != 0:
                 wrong += _place_faults(job, place, reference, ran)
@@ -226,7 +228,7 @@ class Machine:
         lay(JOBS[name], self.inputs, apart / "at")
         return apart
 
-    def _place(self, name: str) -> Path:
+    def place(self, name: str) -> Path:
         self._count += 1
         self._empty_hub()
         place = self.folder / f"at-{self._count}"
@@ -254,14 +256,14 @@ class Machine:
         for option in _attempts(job, then):
             ran = self.run(name, place, (*(a for a in job.arguments if a != "--overwrite"), *option))
             told.append(f"{' '.join(option) or 'again'}: {ran.code} {ran.err.strip()[-300:]}")
-            if ran.code == 0 or (job.fixed and _files(place) == reference.after):
+            if ran.code == 0 or (job.fixed and files_of(place) == reference.after):
                 break
             if ran.code != 2 or "Traceback" in ran.err or "--overwrite" not in ran.err:
                 yield f"the next run: {'; '.join(told)}"
         else:
             yield f"no run ends well: {'; '.join(told)}"
             return
-        found = _files(place)
+        found = files_of(place)
         if found != reference.after:
             yield f"after {'; '.join(told)}: {_difference(found, reference.after)}"
 
@@ -308,7 +310,7 @@ def _code_faults(ran: Ran, allowed: set[int]) -> Iterator[str]:
 
 def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iterator[str]:
     """What does not hold before anybody does anything about it."""
-    found = _files(place)
+    found = files_of(place)
     if ran.code == 0:
         if found != reference.after:
             yield f"exit code 0, and {_difference(found, reference.after)}"
@@ -339,7 +341,7 @@ def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iter
             yield f"{name} is left: {sorted(_below(found, name))[:4]}"
 
 
-def _files(folder: Path) -> Files:
+def files_of(folder: Path) -> Files:
     """Every file's bytes but for what a run took; a folder without files stands for itself."""
     found: Files = {}
     for path in sorted(folder.rglob("*")):
