@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.latency import Timing, timing_of, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
@@ -43,6 +45,7 @@ class Pruned:
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
         pushed: where it was pushed to, or None.
+        timing: of the output beside the dense model, where its size was a latency.
     """
 
     path: Path
@@ -51,6 +54,7 @@ class Pruned:
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
     pushed: "Pushed | None" = None
+    timing: Timing | None = None
 
     @property
     def passed(self) -> bool:
@@ -68,11 +72,13 @@ class Pruned:
             data["messages"] = messages(self.settled)
         if self.graph is not None:
             data["onnx"] = self.graph.data()
+        if self.timing is not None:
+            data["latency"] = self.timing.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
-class GraphFailedError(UserError):
-    """The output is complete, and its graph cannot be made.
+class AfterwardsError(UserError):
+    """The output is complete, and what was to be done with it cannot be.
 
     Args:
         message: why.
@@ -84,17 +90,12 @@ class GraphFailedError(UserError):
         self.pruned = pruned
 
 
-class PushFailedError(UserError):
-    """The output is complete, and cannot be pushed.
+class GraphFailedError(AfterwardsError):
+    """Its graph cannot be made."""
 
-    Args:
-        message: why.
-        pruned: the output.
-    """
 
-    def __init__(self, message: str, pruned: Pruned) -> None:
-        super().__init__(message)
-        self.pruned = pruned
+class PushFailedError(AfterwardsError):
+    """It cannot be pushed."""
 
 
 def prune(
@@ -119,6 +120,7 @@ def prune(
     target_params: str | None = None,
     target_bytes: str | None = None,
     target_flops: str | None = None,
+    target_latency: str | None = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
     dry_run: bool = False,
@@ -159,6 +161,8 @@ def prune(
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
         target_bytes: bytes of tensors, likewise, such as "9.5GiB".
         target_flops: FLOPs of one forward pass, likewise.
+        target_latency: time on this machine as a table of its blocks foresees it, likewise, such as "12ms" or "70%@512"
+            for reading 512 tokens, "70%@token" for a single one.
         overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
         container: what the output is stored as.
         dry_run: check everything and write nothing.
@@ -204,7 +208,8 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
     try:
-        return replace(pruned, pushed=push_output(pruned, options.push, public=options.public, progress=progress))
+        pushed = here().alone(partial(push_output, pruned, options.push, public=options.public, progress=progress))
+        return replace(pruned, pushed=pushed)
     except UserError as error:
         again = f"`ckpt-prune push {pruned.path} {options.push}`"
         raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
@@ -222,7 +227,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     if options.push is not None:
-        _check_pushed(options.push, options)
+        here().at_first(partial(_check_pushed, options.push, options))
 
     from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.asked import prune_request, read_asked
@@ -235,10 +240,10 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         say = Notices()
         asked = read_asked(options)
         if options.resume and not options.overwrite and not options.dry_run:
-            finished = _missing_graph(asked, say, written)
+            finished = here().alone(lambda: _missing_graph(asked, say, written))
             if finished is not None:
                 return finished
-        request = prune_request(asked, say)
+        request = with_latencies(prune_request(asked, say), say, trust=options.trust_remote_code)
         settled = foresee(request) if options.dry_run else settle(request)
         check_trained(settled.request)
         step = _graph_step(asked)
@@ -254,10 +259,15 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
                 say(told)
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
+        timing = None if done.finished else timing_of(done.settled, out, trust=options.trust_remote_code)
+        pruned = Pruned(
+            out, None if done.finished else done.settled, done.report, None, tuple(say.lines), timing=timing
+        )
         written(pruned)
-        made = done.finished and (out / GRAPH_FOLDER).exists()
-        return pruned if step is None or made else _with_graph(pruned, step, say)
+        if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
+            return pruned
+        graph = here().alone(lambda: _graph(pruned, step, say))
+        return replace(pruned, graph=graph, notices=tuple(say.lines))
 
 
 def _check_together(options: PruneOptions) -> None:
@@ -267,7 +277,7 @@ def _check_together(options: PruneOptions) -> None:
         raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     if options.plan is not None and (options.ratio is not None or size or options.overrides or options.container):
         raise UserError(
             "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"
@@ -295,12 +305,11 @@ def _graph_step(asked: "Asked") -> "GraphStep | None":
     return GraphStep.of(recipe.export, asked.model.checkpoint, options, options, trust=options.trust_remote_code)
 
 
-def _with_graph(pruned: Pruned, step: "GraphStep", say: Notices) -> Pruned:
+def _graph(pruned: Pruned, step: "GraphStep", say: Notices) -> "Exported":
     try:
-        graph = step.run(pruned.path, say)
+        return step.run(pruned.path, say)
     except UserError as error:
         raise GraphFailedError(str(error), replace(pruned, notices=tuple(say.lines))) from error
-    return replace(pruned, graph=graph, notices=tuple(say.lines))
 
 
 def _missing_graph(asked: "Asked", say: Notices, written: Callable[[Pruned], None]) -> Pruned | None:
@@ -321,7 +330,7 @@ def _missing_graph(asked: "Asked", say: Notices, written: Callable[[Pruned], Non
     assert step is not None
     pruned = Pruned(out, None, report)
     written(pruned)
-    return _with_graph(pruned, step, say)
+    return replace(pruned, graph=_graph(pruned, step, say), notices=tuple(say.lines))
 
 
 def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: Path) -> None:

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.parts import GROUPED
-from ckpt_prune.architectures.spaces import first_of_experts, space_of
+from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
@@ -21,10 +21,11 @@ from ckpt_prune.report.figures import (
     unsolved,
     worse_on_held_out,
 )
+from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.model import Lora, Report
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
-from ckpt_prune.transform.request import Shortened
+from ckpt_prune.transform.request import Narrowed, Shortened
 from ckpt_prune.transform.settle import Settled
 
 COST_HEADERS = ["", "before", "after", "share"]
@@ -39,10 +40,34 @@ DRIFT = ", of what the dense model's residual stream asks for (target drift), al
 
 def kept_line(settled: Settled) -> str:
     """Units kept per block, with the share that goes or the size that this is for."""
+    recipe = settled.recipe
+    shortened = settled.request.shortened
+    if shortened is not None and not recipe.spaces:
+        return _depth_line(settled, shortened)
+    if shortened is not None and shortened.whole.recipe.joint:
+        return _joint_line(settled, shortened)
+    return _kept_units(settled)
+
+
+def _joint_line(settled: Settled, shortened: Shortened) -> str:
+    """Which whole blocks go, and what stays of the others."""
+    depth, record = shortened.whole.recipe.depth, shortened.record
+    blocks = f"{len(record.kept)} of {record.blocks} blocks stay"
+    if settled.foreseen and depth is not None and depth.auto:
+        blocks = "how many whole blocks go is measured first; were it none"
+    elif not record.gaps:
+        blocks = "no whole block goes"
+    elif not settled.foreseen:
+        blocks = f"gone: {named_all(record)}"
+    return f"{blocks}; {_kept_units(settled)}"
+
+
+def _kept_units(settled: Settled) -> str:
+    """Units kept per block."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
-    if settled.request.shortened is not None:
-        return _depth_line(settled, settled.request.shortened)
+    if settled.request.narrowed is not None:
+        return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
         return _foreseen_line(settled)
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
@@ -74,6 +99,14 @@ def _depth_line(settled: Settled, shortened: Shortened) -> str:
     return f"gone: {named_all(record)}{why}"
 
 
+def _hidden_line(settled: Settled, narrowed: Narrowed) -> str:
+    """How many dimensions of the residual stream stay."""
+    size, record = narrowed.whole.recipe.size, narrowed.record
+    if size is not None and record.kept == record.dimensions:
+        return f"nothing is dropped: the model is within {size.words} as it is"
+    return dimensions_line(record) + ("" if size is None else f", for {size.words}")
+
+
 def _foreseen_line(settled: Settled) -> str:
     """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
     asked, recipe = settled.recipe.size, settled.recipe
@@ -98,6 +131,8 @@ def report_lines(report: Report) -> Iterable[str]:
     """All that is said of an output below its costs and widths, as far as one line each can say it."""
     if report.depth is not None:
         yield from depth_lines(report.depth)
+    if report.hidden is not None:
+        yield from hidden_lines(report.hidden)
     yield from error_lines(report.sites)
     yield from mask_lines(report)
     yield from warning_lines(report.sites)
@@ -144,7 +179,7 @@ def error_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
     """Mean errors of every space on the calibration samples, and what they are not."""
     found = space_errors(sites)
     for errors in found:
-        what = "logits" if all(site.consumer is None for site in sites if site.space == errors.space) else "outputs"
+        what = "logits" if ENDS[known_space(errors.space)] in ("logits", "rotary") else "outputs"
         yield (
             f"{errors.space}: mean error of the {what} on the calibration samples {errors.uncompensated:.4f} bare, "
             f"{errors.compensated:.4f} compensated{DRIFT if errors.drift else ''}"

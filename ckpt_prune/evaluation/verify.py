@@ -19,15 +19,17 @@ from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.architectures.supported import with_description
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
+from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
+from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import MaskedLinear, SiteRecord
@@ -185,17 +187,15 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
         return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
     if found.clean:
         return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
-    parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
-    return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
+    return False, found.fault
 
 
 def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
     if report is None:
         return None, f"no {REPORT}: not written by this tool"
-    absent = [name for name in report.files if not (folder / name).is_file()]
-    if absent:
-        return False, f"{absent[0]} is gone"
-    changed = [n for n, digest in sha256_files(folder, report.files).items() if digest != report.files[n]]
+    gone, changed = changed_files(folder, report.files)
+    if gone is not None:
+        return False, f"{gone} is gone"
     if changed:
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
         return False, f"{changed[0]} changed since it was written{more}"
@@ -266,11 +266,15 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if (report.recovery is not None or report.lora is not None) and report.rotation is None:
+        if report.hidden is not None:
+            return None, "the stream has another basis: the weights are not compared with the dense model's"
         norms = report.recovery is not None and report.recovery.trained_norms
         return _kept_outside(checkpoint, dense, whole_blocks=norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
-    if report.depth is not None:
+    if report.hidden is not None:
+        return kept_ends(checkpoint, dense, report.hidden)
+    if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
@@ -328,13 +332,19 @@ def _known(site: SiteRecord, model: Model) -> SpaceName:
     raise UserError(f"{REPORT} keeps units of {name}, which the dense model has not")
 
 
+def _refitted(model: Model, site: SiteRecord) -> set[str]:
+    """Linear modules of each expert that stays which make up for those that went."""
+    return set() if model.family.experts is None else model.family.experts.rewritten(site.method)
+
+
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
+    mapped = mapped_tensors(report.depth, checkpoint.tensors)
     spaces = model.family.spaces
-    compared, absorbing = 0, dict[str, int]()
+    compared, refits, absorbing = 0, 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
@@ -346,7 +356,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name in mapped or name not in model.checkpoint.tensors:
+                continue
+            if name in masked and _rewritten(report):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
@@ -361,7 +373,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         pairs, name = model.pairs_kept(gone), model.pairs_name(block)
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
-        moved = model.moved_experts(block, kept)
+        refitted = {m for space in sites if space in model.family.routers for m in _refitted(model, sites[space])}
+        refits += bool(refitted)
+        moved = model.moved_experts(block, kept, refitted)
         for name, before in moved.items():
             if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
                 return False, f"{name} is not the dense model's {before}"
@@ -375,6 +389,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     more = "".join(
         f"; {names} of {blocks} blocks are rewritten and not compared" for names, blocks in absorbing.items()
     )
+    if refits:
+        more += f"; last projections of the experts of {counted(refits, 'block')} are refitted and not compared"
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

@@ -13,6 +13,7 @@ from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict
+from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone, Goal
@@ -54,7 +55,7 @@ class Recipe(Strict):
         "1); false: once per block, as the released code of Wanda and RCPU does.",
     )
     size: TargetSize | None = Field(
-        None, description="Size to reach, in place of a ratio: params, bytes or flops, such as {params: 5.0B}."
+        None, description="Size to reach, in place of a ratio: params, bytes, flops or latency, as in {params: 5.0B}."
     )
     allocation: Literal["uniform", "across-layers", "across-layers-and-spaces", "least-error"] = Field(
         "uniform",
@@ -86,6 +87,9 @@ class Recipe(Strict):
     depth: DepthRecipe | None = Field(
         None, description="Whole blocks that go, before anything else is done to those that stay."
     )
+    hidden: HiddenRecipe | None = Field(
+        None, description="Dimensions of the residual stream that go, in a basis that is measured."
+    )
     mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
     rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
     recovery: RecoveryRecipe | None = Field(
@@ -116,6 +120,18 @@ class Recipe(Strict):
             )
         return values | {"ratio": groups.ratio}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _widths_of_blocks(cls, values: Any) -> Any:
+        """Columns go in multiples of the graph's blocks, where their size is asked for: others it refuses."""
+        spaces, export = (values.get(key) if isinstance(values, dict) else None for key in ("spaces", "export"))
+        if not isinstance(spaces, dict) or not isinstance(export, dict):
+            return values
+        size, columns = export.get("block_size"), spaces.get("mlp")
+        if not isinstance(columns, dict) or not isinstance(size, int):
+            return values
+        return values | {"spaces": spaces | {"mlp": {"multiple_of": size} | columns}}
+
     @model_validator(mode="after")
     def _one_kind(self) -> "Recipe":
         if self.rotation is not None and self.mask is None:
@@ -125,9 +141,10 @@ class Recipe(Strict):
                 "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice, "
                 "the mask last"
             )
-        if not self.spaces and self.mask is None and self.depth is None:
-            raise ValueError("nothing to do: spaces, depth or a mask is missing")
+        if not self.spaces and self.mask is None and self.depth is None and self.hidden is None:
+            raise ValueError("nothing to do: spaces, depth, hidden or a mask is missing")
         self._consistent_depth()
+        self._consistent_hidden()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
         if self.mask is not None and self.layers is not None:
@@ -145,23 +162,75 @@ class Recipe(Strict):
     def _consistent_depth(self) -> None:
         if self.depth is None:
             return
-        if self.spaces or self.mask is not None:
+        if self.mask is not None:
             raise ValueError(
-                "depth drops whole blocks: for spaces or a mask as well, prune twice, the blocks first, since the "
-                "others see another stream then"
+                "depth drops whole blocks: for a mask as well, prune twice, the blocks first, since the others see "
+                "another stream then"
             )
         if self.recovery is not None:
             raise ValueError("depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`")
-        others = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
-        odd = next((key for key, value in others.items() if getattr(self, key) != value), None)
-        if odd is not None:
-            raise ValueError(f"{odd} speaks of units of spaces: it does not go with depth")
+        if self.spaces:
+            self._consistent_joint(self.depth)
+            return
+        if self.depth.auto or self.depth.under is not None:
+            key = "drop: auto" if self.depth.auto else "under"
+            raise ValueError(f"depth.{key} is for recipes with spaces, which lose what the blocks do not")
+        self._without_units("depth alone")
         if self.depth.blocks is not None and self.size is not None:
             raise ValueError("size and depth.blocks both say how much goes: leave one out")
         if self.depth.drop is not None and self.size is not None:
             raise ValueError("size and depth.drop both say how much goes: leave one out")
         if self.depth.blocks is not None and self.layers is not None:
             raise ValueError("layers says among which blocks to choose, and depth.blocks chooses: leave one out")
+
+    def _without_units(self, part: str) -> None:
+        """Refuse what speaks of units of spaces beside a part that has none."""
+        others = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
+        odd = next((key for key, value in others.items() if getattr(self, key) != value), None)
+        if odd is not None:
+            raise ValueError(f"{odd} speaks of units of spaces: it does not go with {part}")
+
+    def _consistent_hidden(self) -> None:
+        if self.hidden is None:
+            return
+        if self.spaces or self.mask is not None or self.depth is not None:
+            raise ValueError(
+                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune "
+                "twice, these first where the output needs code of its own (kind: per-block)"
+            )
+        if self.recovery is not None:
+            raise ValueError("hidden turns the residual stream into another basis, and recovery does not follow it")
+        self._without_units("hidden")
+        if self.layers is not None:
+            raise ValueError("hidden goes through all blocks: leave out layers")
+        if self.target == "drift":
+            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with hidden")
+        if self.target == "sequential" and self.hidden.kind == "shared":
+            raise ValueError("one basis for all blocks is known before any is sliced: say target: dense")
+        if self.hidden.drop is not None and self.size is not None:
+            raise ValueError("size and hidden.drop both say how much goes: leave one out")
+        if self.size is not None and self.size.kind == "latency":
+            raise ValueError(
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
+                "or flops with hidden"
+            )
+
+    def _consistent_joint(self, depth: DepthRecipe) -> None:
+        """Whole blocks, and units of those that stay."""
+        if depth.part != "block":
+            raise ValueError(f"depth.part: {depth.part} leaves zeros: beside spaces whole blocks go")
+        if depth.drop is None and depth.blocks is None:
+            raise ValueError(
+                "ratio and size speak of spaces here: say how many blocks go besides, depth.drop (a number, or auto) "
+                "or depth.blocks"
+            )
+        if self.layers is not None:
+            raise ValueError("layers could mean the blocks that may go or those that are pruned: leave it out")
+        if depth.auto and not self.weighed_by_effect:
+            raise ValueError(
+                "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
+                "allocation: least-error, without weigh_by"
+            )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -185,6 +254,11 @@ class Recipe(Strict):
             by_errors = self.allocation == "least-error" and not kind_of(space).by_errors
             if reason is not None and (self.ranks_blocks or by_errors):
                 raise ValueError(reason)
+        if self.refits_experts and self.target == "dense":
+            raise ValueError(
+                "spaces.experts: those that stay are refitted on the tokens that reach them once others are gone: say "
+                "target: sequential or drift"
+            )
         if "experts" in self.spaces and "mlp" in map(known_space, self.spaces):
             raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
         if self.ranks_blocks and self.widths == "uniform":
@@ -266,6 +340,11 @@ class Recipe(Strict):
         return self.allocation.startswith("across")
 
     @property
+    def refits_experts(self) -> bool:
+        """Whether experts that stay make up for those that go."""
+        return "experts" in self.spaces and self.spaces["experts"].compensation.method != "none"
+
+    @property
     def weighed_by_effect(self) -> bool:
         """Whether widths are found from effects on the model's output."""
         return self.allocation == "least-error" and self.weigh_by != "energy"
@@ -297,13 +376,31 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
-        optional = ("depth", "mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
+        optional = ("depth", "hidden", "mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
         return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
     def after_depth(self) -> "Recipe":
-        """What is left to do once the blocks are gone."""
-        return self.model_copy(update={"depth": None, "size": None})
+        """What is left to do once the blocks are gone. A size stays where spaces have to meet it."""
+        return self.model_copy(update={"depth": None, "size": self.size if self.spaces else None})
+
+    @property
+    def joint(self) -> bool:
+        """Whether whole blocks go, and units of the others."""
+        return self.depth is not None and bool(self.spaces)
+
+    @property
+    def at_its_size(self) -> "Recipe":
+        """The recipe without `depth`, where that is for other sizes than the one it has."""
+        under = None if self.depth is None else self.depth.under
+        if under is None or (self.size is not None and self.size.kind in under):
+            return self
+        return self.model_copy(update={"depth": None})
+
+    @property
+    def after_hidden(self) -> "Recipe":
+        """What is left to do once the stream has lost its dimensions."""
+        return self.model_copy(update={"hidden": None, "size": None, "target": "dense"})
 
     @property
     def without_amount(self) -> str:
@@ -320,6 +417,7 @@ class Recipe(Strict):
         return (
             masked
             or (self.depth is not None and self.depth.measures)
+            or self.hidden is not None
             or self.allocation == "least-error"
             or self.rotation_needs_moments
             or any(kind_of(space).needs_moments(self.wish(space)) for space in self.spaces)
@@ -402,6 +500,13 @@ class Recipe(Strict):
     def with_ratio(self, ratio: float) -> "Recipe":
         """A copy with this ratio in every space, and without a size."""
         values = self.model_dump(by_alias=True) | {"ratio": ratio, "size": None}
+        for space in values["spaces"].values():
+            space["ratio"] = None
+        return Recipe.model_validate(values)
+
+    def with_size(self, size: TargetSize) -> "Recipe":
+        """A copy with this size in place of every ratio."""
+        values = self.model_dump(by_alias=True) | {"ratio": Recipe.model_fields["ratio"].default, "size": size}
         for space in values["spaces"].values():
             space["ratio"] = None
         return Recipe.model_validate(values)

@@ -19,6 +19,7 @@ from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
+from ckpt_prune.transform.narrowing import check_hidden
 from ckpt_prune.transform.output import unlearned
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import check_depth
@@ -49,8 +50,11 @@ def check_fit(request: Request) -> None:
     request.recipe.blocks(request.model.blocks)
     if request.recipe.depth is not None:
         check_depth(request)
+    if request.recipe.hidden is not None:
+        check_hidden(request)
     _mask(request)
     _taylor(request)
+    _experts(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
         if request.recipe.mask is not None:
@@ -159,6 +163,16 @@ def _taylor(request: Request) -> None:
         raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
 
 
+def _experts(request: Request) -> None:
+    """What refitting the experts that stay asks for."""
+    if request.recipe.refits_experts and not request.sequential and not request.lacks_moments:
+        raise UserError(
+            f"recipe {request.recipe.name} refits experts on the tokens that reach them once others are gone, which "
+            "statistics of the dense model do not tell: give --text instead of --statistics, or say --set "
+            "spaces.experts.compensation.method=none"
+        )
+
+
 def check_together(request: Request, job: str) -> None:
     """Refuse what several processes cannot do together, and processes that are not at the same job.
 
@@ -170,7 +184,11 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "exports": recipe.export, "drops whole blocks": recipe.depth}
+    alone = {
+        "rotates": recipe.rotation,
+        "drops whole blocks": recipe.depth,
+        "slices the residual stream": recipe.hidden,
+    }
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")
@@ -196,9 +214,10 @@ def check_trained(request: Request) -> None:
     """
     depth = request.recipe.depth
     settled = request.statistics is not None or request.plan is not None
-    if depth is not None and depth.compensation.linear and settled and request.live is None:
+    if depth is not None and depth.runs_model and settled and request.live is None:
         data = "--images" if request.model.family.modality == "image" else "--text"
-        raise UserError(f"recipe {request.recipe.name} fits maps on the model itself: give {data} as well")
+        what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
+        raise UserError(f"recipe {request.recipe.name} {what} the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(
@@ -295,11 +314,21 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, or blocks that the loss chooses.
+        UserError: a mask, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
     """
+    if recipe.joint:
+        raise UserError(
+            f"recipe {recipe.name} drops blocks and then prunes spaces of those that stay, which are measured without "
+            "the others: use `ckpt-prune prune --text` (or --images)"
+        )
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(
             f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+        )
+    if recipe.hidden is not None:
+        raise UserError(
+            f"recipe {recipe.name} slices the residual stream, of which a plan says nothing: `ckpt-prune prune "
+            "--dry-run` tells its width and size"
         )
     if recipe.mask is not None:
         raise UserError(

@@ -21,7 +21,7 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
         model: the source.
         widths: units kept per block and space.
         container: what the output is stored as.
-        added: tensors that the output has and the source has not, beside biases.
+        added: tensors that the output has and the source has not, beside biases, or that have another shape there.
 
     Raises:
         UserError: the result would not load under the container (a fault of this tool, caught before any byte).
@@ -29,6 +29,9 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
     narrow = [{space: count for space, count in own.items() if space not in container.padded} for own in widths]
     shapes = model.shapes_at(narrow)
     files = {name: info.file for name, info in model.checkpoint.tensors.items()}
+    for name, (beside, shape) in (added or {}).items():
+        shapes[name] = (shapes[beside][0], shape)
+        files[name] = files[beside]
     for block in range(len(widths)):
         for module in sorted(container.biases):
             weight, bias = model.tensor(block, module), model.tensor(block, module, "bias")
@@ -38,9 +41,6 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
     for block in range(len(widths)):
         if model.pairs_name(block) in shapes:
             files[model.pairs_name(block)] = files[model.tensor(block, model.family.attention.query)]
-    for name, (beside, shape) in (added or {}).items():
-        shapes[name] = (shapes[beside][0], shape)
-        files[name] = files[beside]
     turned = model.checkpoint.transposed
     plain = stacked(shapes, model.checkpoint.stacks)
     stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
@@ -75,7 +75,7 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
     """
     within = checkpoint.within
     if within is None:
-        return layout, {}
+        return layout, dict(checkpoint.aliases)
     found: Layout = {file: dict(tensors) for file, tensors in layout.items()}
     for name, info in within.rest.items():
         found[info.file][OUTER + name] = (info.dtype, info.shape)

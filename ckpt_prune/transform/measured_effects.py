@@ -24,7 +24,7 @@ from ckpt_prune.transform.site_variants import (
     Variants,
     check_finite,
     counts_of,
-    run_through,
+    without_units,
 )
 
 SHALLOW = 12
@@ -106,7 +106,7 @@ def measure_effects(
         """Run a block from the first states of each pair into the second, which may be the same."""
         module = factory.block(block, tensors)
         for given, out in moved:
-            run_through(stream, module, block, given, out)
+            stream.pass_through(module, block, given, out)
 
     found: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks
@@ -137,7 +137,7 @@ def measure_effects(
             values = group.dealt(divergences(readout, dense, few, [(readout, states) for states in pruned]))
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
-                check_finite(value, count, name, compute_dtype)
+                check_finite(value, without_units(count, name), compute_dtype)
                 found.setdefault(name, []).append((count, value))
             if journal is not None:
                 own = {model.site_name(site, space) for space in counts}

@@ -1,7 +1,8 @@
 """What a user should know of a job beside its sizes, in lines."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
@@ -15,11 +16,12 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import units_kept
 from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
-from ckpt_prune.planning.sizes import TargetSize, cost_in
+from ckpt_prune.planning.sizes import TargetSize, size_words
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.decisions import rounding_of
 from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.sizing import dense_size, output_size
 
 _NEAR = 0.005
 """A size that is missed by no more than this share of the dense model is met."""
@@ -73,7 +75,15 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         for space in recipe.spaces
         if recipe.needs_gram(space)
     ]
-    depth = request.whole.recipe.depth
+    depth, hidden = request.whole.recipe.depth, request.whole.recipe.hidden
+    if hidden is not None:
+        width = model.dimension("hidden")
+        if tokens >= 2 * width:
+            return None
+        return (
+            f"{tokens} calibration tokens for {width} dimensions of the residual stream: principal directions of so "
+            "few are those of these tokens; use more samples"
+        )
     if depth is not None and depth.compensation.linear and request.whole.live is not None:
         widths = [model.dimension("hidden")]
     if recipe.mask is not None and recipe.mask.method == "sparsegpt":
@@ -101,10 +111,11 @@ def size_lines(settled: Settled) -> Iterable[str]:
         return
     size = request.asked.size
     assert size is not None
-    dense, reached = (cost_in(size.kind, cost) for cost in (settled.before, settled.after))
-    if request.larger is None or (size.of(settled.before) - reached) / dense <= _NEAR:
+    dense, reached = dense_size(request.whole, size.kind), output_size(request, size.kind, settled.widths)
+    if request.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
         return
-    show = human_bytes if size.kind == "bytes" else human_count
+    shown: dict[str, Callable[[int], str]] = {"bytes": human_bytes, "latency": partial(size_words, "latency")}
+    show = shown.get(size.kind, human_count)
     below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, request.larger))
     yield (
         f"{size.words} lies between two sizes that recipe {settled.recipe.name} gives: {below}, taken here, and {above}"
@@ -149,19 +160,22 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
 def unmeasured_lines(settled: Settled) -> Iterable[str]:
     """What a dry run cannot tell, because it is to be measured: what, on what, and which command tells it before."""
     request, model, recipe = settled.request, settled.model, settled.recipe
-    depth = request.whole.recipe.depth
+    depth, hidden = request.whole.recipe.depth, request.whole.recipe.hidden
     if not settled.foreseen and not request.whole.lacks_moments:
         return
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
     if depth is not None:
-        what = "how far blocks move the residual stream"
+        also = f", and then {what}" if settled.recipe.spaces else ""
+        what = f"how far blocks move the residual stream{also}"
+    if hidden is not None:
+        what = "the residual stream, wherever a block reads it"
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if request.live is None:
         most = f"up to {MOST_IMAGES} images" if images else f"{DEFAULT_WINDOWS} windows of {model.tokens} tokens"
         option = "--images DIR" if images else "--text FILE"
-        others = ", or --statistics STATS" if depth is None else ""
+        others = ", or --statistics STATS" if depth is None and hidden is None else ""
         yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples){others}"
     else:
         samples = request.live.samples

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_prune._version import __version__
@@ -27,6 +27,7 @@ from ckpt_prune.transform.decisions import Decisions, planned
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.masking import Masker
+from ckpt_prune.transform.narrowing import unmeasured
 from ckpt_prune.transform.output import Output, output_of
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import standing_in
@@ -116,8 +117,9 @@ class Settled:
 
     @property
     def dense(self) -> Dense:
-        """The model that is pruned: the source, rotated where the recipe rotates."""
-        rotated = self.rotated
+        """The model that is pruned: the source, rotated or sliced where the recipe says so."""
+        narrowed = self.request.narrowed
+        rotated = self.rotated if narrowed is None else narrowed.view
         container = None if rotated is None else self.output.container
         return Dense(self.model, self.request.device, rotated, container)
 
@@ -205,6 +207,8 @@ class Settled:
             request.device.type,
             request.diagnostics,
         ]
+        if request.latencies is not None:
+            parts.append(asdict(request.latencies))
         if request.training is not None:
             training = request.training
             parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
@@ -227,7 +231,7 @@ class Settled:
         if request.live is not None:
             samples = request.live.samples
             return {
-                "target": request.recipe.target + ("" if request.recipe.true_sequential else ", once per block"),
+                "target": request.whole.recipe.target + ("" if request.recipe.true_sequential else ", once per block"),
                 "modality": request.model.family.modality,
                 "data": samples.fingerprint,
                 "samples": len(samples),
@@ -260,15 +264,23 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
+    if request.recipe.joint:
+        return replace(_foreseen(standing_in(request)), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
+    if request.recipe.hidden is not None:
+        return _decided(unmeasured(request))
+    return _foreseen(request)
+
+
+def _foreseen(request: Request) -> Settled:
     if request.widths_known:
         return _decided(request)
     return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)
 
 
 def _decided(request: Request) -> Settled:
-    if request.recipe.depth is not None:
+    if request.recipe.depth is not None or request.recipe.hidden is not None:
         return Settled(request, None)
     ranking = ranking_of(request)
     sized = at_size(request, ranking)
