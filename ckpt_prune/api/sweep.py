@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpt_prune.architectures.spaces import SpaceName
     from ckpt_prune.calibration.statistics import Statistics
     from ckpt_prune.planning.records import Cost
-    from ckpt_prune.transform.sweep import Point
+    from ckpt_prune.transform.sweep import DepthPoint, Point
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,32 @@ class Sweep:
         spaces: that it prunes.
         before: size of the dense model.
         points: one for each ratio.
+        depth: the same of whole blocks in place of units, where the statistics say what they do.
     """
 
     recipe: str
     spaces: tuple["SpaceName", ...]
     before: "Cost"
     points: tuple["Point", ...]
+    depth: tuple["DepthPoint", ...] = ()
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
         rows = [
-            {"ratio": point.ratio, **point.after.model_dump(), "widths": point.widths, "errors": point.errors}
+            {
+                "ratio": point.ratio,
+                **point.after.model_dump(),
+                "widths": point.widths,
+                "errors": point.errors,
+                "divergence": point.divergence,
+            }
             for point in self.points
         ]
-        return {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows}
+        blocks = [
+            {"ratio": own.ratio, "gone": own.gone, **own.after.model_dump(), "divergence": own.divergence}
+            for own in self.depth
+        ]
+        return {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows, "depth": blocks}
 
 
 def sweep(
@@ -82,16 +94,16 @@ def sweep(
     from ckpt_prune.planning.accounting import cost_of
     from ckpt_prune.transform.asked import plan_request
     from ckpt_prune.transform.checks import check_request
-    from ckpt_prune.transform.sweep import points_at
+    from ckpt_prune.transform.sweep import depth_points_at, points_at
 
     with progress_shown(progress):
         request = plan_request(options)
         check_request(request)
         request.model.checkpoint.check_finite()
         points = points_at(request, wanted)
-        return Sweep(
-            request.recipe.name, tuple(first_of_experts(request.recipe.spaces)), cost_of(request.model), tuple(points)
-        )
+        spaces = tuple(first_of_experts(request.recipe.spaces))
+        blocks = tuple(depth_points_at(request, wanted))
+        return Sweep(request.recipe.name, spaces, cost_of(request.model), tuple(points), blocks)
 
 
 def _ratios(text: str) -> list[float]:

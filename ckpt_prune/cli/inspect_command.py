@@ -146,7 +146,8 @@ def _print(found: "ModelDescription") -> None:
         "family": f"{found.family} ({found.architecture})",
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters) + (", tied head" if found.tied_head else ""),
-        "blocks": str(found.blocks),
+        "blocks": f"{found.blocks}, {human_count(found.block.parameters)} parameters each; "
+        + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe replaceme)"),
         "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
     }
     if found.cache:

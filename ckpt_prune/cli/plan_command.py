@@ -218,7 +218,8 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
 
 
 def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
-    own = [given.pop(name) for name in ("ratio", "target_params", "target_bytes", "target_flops", "output")]
+    alone = ("ratio", *(f"target_{kind}" for kind in ("params", "bytes", "flops", "latency")), "output")
+    own = [given.pop(name) for name in alone]
     if any(value is not None for value in own):
         raise UserError(
             "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
@@ -286,6 +287,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
 def _print_sweep(found: Sweep) -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
 
+    predicted = any(point.divergence is not None for point in found.points)
     rows = []
     for point in found.points:
         kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in found.spaces)]
@@ -299,6 +301,7 @@ def _print_sweep(found: Sweep) -> None:
                 human_count(point.after.flops),
                 *kept,
                 *errors,
+                *([] if not predicted else ["-" if point.divergence is None else f"{point.divergence:.4f}"]),
             ]
         )
     headers = [
@@ -309,6 +312,34 @@ def _print_sweep(found: Sweep) -> None:
         "FLOPs",
         *found.spaces,
         *(f"{space} error" for space in found.spaces),
+        *(["predicted"] if predicted else []),
     ]
     click.echo(table(headers, rows))
     click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
+    if found.depth:
+        _print_blocks(found)
+
+
+def _print_blocks(found: Sweep) -> None:
+    """What whole blocks are worth beside the units of the recipe."""
+    from ckpt_prune.checkpoint.units import human_bytes, human_count
+
+    rows = [
+        [
+            f"{point.ratio:g}",
+            str(point.gone),
+            human_count(point.after.parameters),
+            f"{point.after.parameters / found.before.parameters:.1%}",
+            human_bytes(point.after.bytes),
+            human_count(point.after.flops),
+            f"{point.divergence:.4f}",
+        ]
+        for point in found.depth
+    ]
+    click.echo()
+    click.echo("whole blocks instead (--recipe depth), the run of the least predicted divergence, without a map:")
+    click.echo(table(["ratio", "blocks gone", "parameters", "share", "bytes", "FLOPs", "predicted"], rows))
+    click.echo(
+        "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order; of blocks and "
+        "of units it is on different footings: what decides is measured (drop: auto, in recipes)"
+    )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.architectures.depth import check_shortened, shortened
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.likeness import likeness
 from ckpt_prune.architectures.model import Model
@@ -15,6 +16,7 @@ from ckpt_prune.containers.checking import check_source
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.description.model import (
+    BlockDescription,
     Description,
     ModelDescription,
     Origin,
@@ -108,6 +110,7 @@ def _model(
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         blocks=model.blocks,
+        block=_block(model),
         tied_head=model.tied,
         spaces={name: _space(model, first) for name, first in first_of_experts(family.spaces).items()},
         **cost_of(model).model_dump(),
@@ -118,6 +121,22 @@ def _model(
         recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
     )
+
+
+def _block(model: Model) -> BlockDescription:
+    """What a whole block is, and whether it can go; the last one stands for all."""
+    stay = None
+    if model.checkpoint.within is not None:
+        stay = f"the {model.checkpoint.within.part} part of a composite keeps all of its own"
+    elif model.blocks < 2:
+        stay = "there is no other"
+    else:
+        try:
+            check_shortened(model, range(model.blocks))
+        except UserError as error:
+            stay = str(error)
+    less = 0 if model.blocks < 2 else cost_of(shortened(model, range(model.blocks - 1))).parameters
+    return BlockDescription(parameters=cost_of(model).parameters - less, stay=stay)
 
 
 def _space(model: Model, name: Any) -> SpaceDescription:

@@ -23,11 +23,12 @@ from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
+from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
@@ -273,7 +274,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.hidden is not None:
         return kept_ends(checkpoint, dense, report.hidden)
-    if report.depth is not None:
+    if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
@@ -341,8 +342,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
+    mapped = mapped_tensors(report.depth, checkpoint.tensors)
     spaces = model.family.spaces
-    compared, absorbing = 0, dict[str, int]()
+    compared, refits, absorbing = 0, 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
@@ -354,7 +356,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name in mapped or name not in model.checkpoint.tensors:
+                continue
+            if name in masked and _rewritten(report):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]
@@ -370,6 +374,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
         refitted = {m for space in sites if space in model.family.routers for m in _refitted(model, sites[space])}
+        refits += bool(refitted)
         moved = model.moved_experts(block, kept, refitted)
         for name, before in moved.items():
             if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
@@ -384,6 +389,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     more = "".join(
         f"; {names} of {blocks} blocks are rewritten and not compared" for names, blocks in absorbing.items()
     )
+    if refits:
+        more += f"; last projections of the experts of {counted(refits, 'block')} are refitted and not compared"
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

@@ -55,7 +55,7 @@ class Recipe(Strict):
         "1); false: once per block, as the released code of Wanda and RCPU does.",
     )
     size: TargetSize | None = Field(
-        None, description="Size to reach, in place of a ratio: params, bytes or flops, such as {params: 5.0B}."
+        None, description="Size to reach, in place of a ratio: params, bytes, flops or latency, as in {params: 5.0B}."
     )
     allocation: Literal["uniform", "across-layers", "across-layers-and-spaces", "least-error"] = Field(
         "uniform",
@@ -162,14 +162,20 @@ class Recipe(Strict):
     def _consistent_depth(self) -> None:
         if self.depth is None:
             return
-        if self.spaces or self.mask is not None:
+        if self.mask is not None:
             raise ValueError(
-                "depth drops whole blocks: for spaces or a mask as well, prune twice, the blocks first, since the "
-                "others see another stream then"
+                "depth drops whole blocks: for a mask as well, prune twice, the blocks first, since the others see "
+                "another stream then"
             )
         if self.recovery is not None:
             raise ValueError("depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`")
-        self._without_units("depth")
+        if self.spaces:
+            self._consistent_joint(self.depth)
+            return
+        if self.depth.auto or self.depth.under is not None:
+            key = "drop: auto" if self.depth.auto else "under"
+            raise ValueError(f"depth.{key} is for recipes with spaces, which lose what the blocks do not")
+        self._without_units("depth alone")
         if self.depth.blocks is not None and self.size is not None:
             raise ValueError("size and depth.blocks both say how much goes: leave one out")
         if self.depth.drop is not None and self.size is not None:
@@ -203,6 +209,28 @@ class Recipe(Strict):
             raise ValueError("one basis for all blocks is known before any is sliced: say target: dense")
         if self.hidden.drop is not None and self.size is not None:
             raise ValueError("size and hidden.drop both say how much goes: leave one out")
+        if self.size is not None and self.size.kind == "latency":
+            raise ValueError(
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
+                "or flops with hidden"
+            )
+
+    def _consistent_joint(self, depth: DepthRecipe) -> None:
+        """Whole blocks, and units of those that stay."""
+        if depth.part != "block":
+            raise ValueError(f"depth.part: {depth.part} leaves zeros: beside spaces whole blocks go")
+        if depth.drop is None and depth.blocks is None:
+            raise ValueError(
+                "ratio and size speak of spaces here: say how many blocks go besides, depth.drop (a number, or auto) "
+                "or depth.blocks"
+            )
+        if self.layers is not None:
+            raise ValueError("layers could mean the blocks that may go or those that are pruned: leave it out")
+        if depth.auto and not self.weighed_by_effect:
+            raise ValueError(
+                "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
+                "allocation: least-error, without weigh_by"
+            )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -353,8 +381,21 @@ class Recipe(Strict):
 
     @property
     def after_depth(self) -> "Recipe":
-        """What is left to do once the blocks are gone."""
-        return self.model_copy(update={"depth": None, "size": None})
+        """What is left to do once the blocks are gone. A size stays where spaces have to meet it."""
+        return self.model_copy(update={"depth": None, "size": self.size if self.spaces else None})
+
+    @property
+    def joint(self) -> bool:
+        """Whether whole blocks go, and units of the others."""
+        return self.depth is not None and bool(self.spaces)
+
+    @property
+    def at_its_size(self) -> "Recipe":
+        """The recipe without `depth`, where that is for other sizes than the one it has."""
+        under = None if self.depth is None else self.depth.under
+        if under is None or (self.size is not None and self.size.kind in under):
+            return self
+        return self.model_copy(update={"depth": None})
 
     @property
     def after_hidden(self) -> "Recipe":
@@ -459,6 +500,13 @@ class Recipe(Strict):
     def with_ratio(self, ratio: float) -> "Recipe":
         """A copy with this ratio in every space, and without a size."""
         values = self.model_dump(by_alias=True) | {"ratio": ratio, "size": None}
+        for space in values["spaces"].values():
+            space["ratio"] = None
+        return Recipe.model_validate(values)
+
+    def with_size(self, size: TargetSize) -> "Recipe":
+        """A copy with this size in place of every ratio."""
+        values = self.model_dump(by_alias=True) | {"ratio": Recipe.model_fields["ratio"].default, "size": size}
         for space in values["spaces"].values():
             space["ratio"] = None
         return Recipe.model_validate(values)

@@ -309,7 +309,7 @@ def _record(report: Report) -> str:
         measured = any(linear.error is not None for linear in report.linears)
         what = "How much of every linear weight was zeroed"
         found = f"{what} and the error at its output are" if measured else f"{what} is"
-    elif report.depth is not None and not report.recovery:
+    elif report.depth is not None and not report.recovery and not report.sites:
         return "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`."
     elif report.hidden is not None and not report.recovery:
         return "The share of the energy that stays in each basis is in `ckpt_prune.json`."

@@ -60,7 +60,7 @@ def read_asked(options: PruneOptions) -> Asked:
         UserError: options that do not go together, or what cannot be read.
     """
     data = has_data(options, options)
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
     if plan is not None:
@@ -89,7 +89,7 @@ def _recipe(file: RecipeFile, options: RecipeOptions, size: Mapping[str, str] | 
     changes = options.overrides
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
-    return load_recipe(file, changes, options.ratio, size)
+    return load_recipe(file, changes, options.ratio, size).at_its_size
 
 
 def plan_request(options: PlanOptions) -> Request:
@@ -101,7 +101,7 @@ def plan_request(options: PlanOptions) -> Request:
     Raises:
         UserError: options that do not go together, what cannot be read, or what no plan can say.
     """
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
     device, file = resolve_device(options.device), _recipe_file(options)
@@ -201,8 +201,8 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
 
 
 def _maps(recipe: Recipe) -> bool:
-    """Whether a recipe fits maps on the model itself, beside any statistics that its blocks are chosen by."""
-    return recipe.depth is not None and recipe.depth.compensation.linear
+    """Whether a recipe runs the model itself, beside any statistics that its blocks are chosen by."""
+    return recipe.depth is not None and recipe.depth.runs_model
 
 
 def _file(given: str | Path) -> Path | None:

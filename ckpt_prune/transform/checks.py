@@ -214,9 +214,10 @@ def check_trained(request: Request) -> None:
     """
     depth = request.recipe.depth
     settled = request.statistics is not None or request.plan is not None
-    if depth is not None and depth.compensation.linear and settled and request.live is None:
+    if depth is not None and depth.runs_model and settled and request.live is None:
         data = "--images" if request.model.family.modality == "image" else "--text"
-        raise UserError(f"recipe {request.recipe.name} fits maps on the model itself: give {data} as well")
+        what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
+        raise UserError(f"recipe {request.recipe.name} {what} the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(
@@ -313,8 +314,13 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, a sliced stream, or blocks that the loss chooses.
+        UserError: a mask, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
     """
+    if recipe.joint:
+        raise UserError(
+            f"recipe {recipe.name} drops blocks and then prunes spaces of those that stay, which are measured without "
+            "the others: use `ckpt-prune prune --text` (or --images)"
+        )
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(
             f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"

@@ -30,6 +30,7 @@ from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
+from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.measured_effects import SHALLOW
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
@@ -401,10 +402,12 @@ def _runs(recipe: Recipe, stages: int, *, sequential: bool) -> float:
     """Runs of a block by a sequential recipe: one for what is measured in each stage, and one to go on."""
     if not sequential:
         return 0
+    # Experts that stay are fitted to what the dense block gives and the pruned one does not.
+    again = 2 * SWEEPS if recipe.refits_experts else 0
     if recipe.target == "drift":
         # The dense block, the pruned one up to the end and once more to go on, and up to each site before the last.
-        return 3 + 0.6 * (stages - 1)
-    return (stages if recipe.true_sequential else 1) + 1
+        return 3 + 0.6 * (stages - 1) + again
+    return (stages if recipe.true_sequential else 1) + 1 + again
 
 
 def _blocks(settled: Settled, shape: Shape, data: tuple[int, int, int], *, sequential: bool, read: int) -> Stage:

@@ -24,6 +24,7 @@ from ckpt_prune.transform.site_variants import (
     Variants,
     check_finite,
     counts_of,
+    without_units,
 )
 
 SHALLOW = 12
@@ -136,7 +137,7 @@ def measure_effects(
             values = group.dealt(divergences(readout, dense, few, [(readout, states) for states in pruned]))
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
-                check_finite(value, count, name, compute_dtype)
+                check_finite(value, without_units(count, name), compute_dtype)
                 found.setdefault(name, []).append((count, value))
             if journal is not None:
                 own = {model.site_name(site, space) for space in counts}

@@ -1,7 +1,8 @@
 """What a user should know of a job beside its sizes, in lines."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
@@ -15,11 +16,12 @@ from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import units_kept
 from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
-from ckpt_prune.planning.sizes import TargetSize, cost_in
+from ckpt_prune.planning.sizes import TargetSize, size_words
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.decisions import rounding_of
 from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.sizing import dense_size, output_size
 
 _NEAR = 0.005
 """A size that is missed by no more than this share of the dense model is met."""
@@ -109,10 +111,11 @@ def size_lines(settled: Settled) -> Iterable[str]:
         return
     size = request.asked.size
     assert size is not None
-    dense, reached = (cost_in(size.kind, cost) for cost in (settled.before, settled.after))
-    if request.larger is None or (size.of(settled.before) - reached) / dense <= _NEAR:
+    dense, reached = dense_size(request.whole, size.kind), output_size(request, size.kind, settled.widths)
+    if request.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
         return
-    show = human_bytes if size.kind == "bytes" else human_count
+    shown: dict[str, Callable[[int], str]] = {"bytes": human_bytes, "latency": partial(size_words, "latency")}
+    show = shown.get(size.kind, human_count)
     below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, request.larger))
     yield (
         f"{size.words} lies between two sizes that recipe {settled.recipe.name} gives: {below}, taken here, and {above}"
@@ -163,7 +166,8 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
     if depth is not None:
-        what = "how far blocks move the residual stream"
+        also = f", and then {what}" if settled.recipe.spaces else ""
+        what = f"how far blocks move the residual stream{also}"
     if hidden is not None:
         what = "the residual stream, wherever a block reads it"
     if recipe.weighed_by_effect:

@@ -11,6 +11,7 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Depth, Hidden, Origin
@@ -120,6 +121,7 @@ class Request:
         shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
         narrowed: where dimensions of the residual stream are gone: `model` is the dense one, and `recipe` what is left
             to do.
+        latencies: of this machine, where the recipe's size is a latency.
     """
 
     model: Model
@@ -137,6 +139,7 @@ class Request:
     origin: Origin | None = None
     shortened: Shortened | None = None
     narrowed: Narrowed | None = None
+    latencies: Latencies | None = None
 
     @property
     def whole(self) -> "Request":
@@ -169,6 +172,8 @@ class Request:
             return False
         if self.recipe.depth is not None or self.recipe.hidden is not None:
             return True
+        if self.ranked is not None and self.sequential:
+            return False
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
         return shared or self.recipe.allocation == "least-error" or not self.sequential
@@ -178,5 +183,6 @@ class Request:
         """Whether widths can be told before anything is measured."""
         if self.recipe.depth is not None or self.recipe.hidden is not None:
             return False
-        known = self.statistics is not None or self.plan is not None or not self.recipe.needs_moments
+        known = self.statistics is not None or self.plan is not None or self.ranked is not None
+        known = known or not self.recipe.needs_moments
         return known or self.recipe.allocation == "uniform"

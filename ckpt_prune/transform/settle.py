@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_prune._version import __version__
@@ -207,6 +207,8 @@ class Settled:
             request.device.type,
             request.diagnostics,
         ]
+        if request.latencies is not None:
+            parts.append(asdict(request.latencies))
         if request.training is not None:
             training = request.training
             parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
@@ -262,10 +264,16 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
+    if request.recipe.joint:
+        return replace(_foreseen(standing_in(request)), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
     if request.recipe.hidden is not None:
         return _decided(unmeasured(request))
+    return _foreseen(request)
+
+
+def _foreseen(request: Request) -> Settled:
     if request.widths_known:
         return _decided(request)
     return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)

@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from ckpt_prune.architectures.depth import movable
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.runs import least_runs
 from ckpt_prune.transform.budgets import dense_ranking
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
+from ckpt_prune.transform.shortening import without
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Point:
         ratio: share of units to drop.
         after: cost of the output.
         widths: space → least and most units kept in a block.
+        divergence: predicted of the model's own output; None without a Fisher metric.
         errors: space → mean predicted error of its sites after compensation, relative to each output's energy (on
             held-out folds where the statistics have several and something is chosen on them); None without second
             moments.
@@ -30,6 +35,46 @@ class Point:
     after: Cost
     widths: dict[SpaceName, tuple[int, int]]
     errors: dict[SpaceName, float | None]
+    divergence: float | None = None
+
+
+@dataclass(frozen=True)
+class DepthPoint:
+    """What whole blocks in place of units are predicted to do at one ratio: the run of the least divergence.
+
+    Attributes:
+        ratio: share of the blocks that go.
+        gone: how many that is.
+        after: cost of the output.
+        divergence: predicted of the model's own output, without a map in their place.
+    """
+
+    ratio: float
+    gone: int
+    after: Cost
+    divergence: float
+
+
+def depth_points_at(request: Request, ratios: Sequence[float]) -> list[DepthPoint]:
+    """Drop whole blocks instead, at several ratios; nothing where the statistics do not say what that does.
+
+    Args:
+        request: with dense statistics.
+        ratios: shares of the blocks to drop; those that round to none, or leave none, are left out.
+    """
+    model, statistics = request.model, request.statistics
+    known = None if statistics is None else statistics.index.stream
+    if known is None or known.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
+        return []
+    allowed = [block for block in range(model.blocks) if block or movable(model, range(1, model.blocks))]
+    found: list[DepthPoint] = []
+    for ratio in ratios:
+        count = round(ratio * model.blocks)
+        gone = least_runs(known.divergence, count, 1, allowed) if 0 < count < model.blocks else None
+        if gone is not None and movable(model, [block for block in range(model.blocks) if block not in gone]):
+            after = cost_of(without(model, gone))
+            found.append(DepthPoint(ratio, count, after, known.divergence[gone[0]][gone[-1] + 1]))
+    return found
 
 
 def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
@@ -53,7 +98,7 @@ def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
         kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
         widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
         errors = {space: _mean_error(sites) for space, sites in spaces.items()}
-        found.append(Point(ratio, plan.after, widths, errors))
+        found.append(Point(ratio, plan.after, widths, errors, plan.divergence))
     return found
 
 

@@ -365,14 +365,17 @@ def test_the_curve_as_json(here):
                 **{"parameters": 4624, "bytes": 18496, "flops": flops[0], "tokens": 32, "cache": 128},
                 "widths": {"heads": [2, 2], "mlp": [18, 18]},
                 "errors": {"heads": 0.0, "mlp": None},
+                "divergence": None,
             },
             {
                 "ratio": 0.5,
                 **{"parameters": 3280, "bytes": 13120, "flops": flops[1], "tokens": 32, "cache": 64},
                 "widths": {"heads": [1, 1], "mlp": [12, 12]},
                 "errors": {"heads": None, "mlp": None},
+                "divergence": None,
             },
         ],
+        "depth": [],
     }
 
 
@@ -387,7 +390,7 @@ def test_the_curve_of_best(here):
         plan = json.loads(ok("plan", "llama", *BEST, "--ratio", str(point["ratio"]), "--json"))
         assert {key: point[key] for key in plan["after"]} == plan["after"]
         cells = row.split()
-        for column, space in ((-4, "heads"), (-3, "mlp")):
+        for column, space in ((-5, "heads"), (-4, "mlp")):
             own = [site for site in plan["sites"] if site["space"] == space]
             counts = [len(site["kept"]) for site in own]
             low, high = min(counts), max(counts)
@@ -396,7 +399,17 @@ def test_the_curve_of_best(here):
             errors = [site["error_held_out"] or 0.0 for site in own]
             assert point["errors"][space] == pytest.approx(fmean(errors))
             assert cells[column + 2] == f"{point['errors'][space]:.4f}"
+        assert cells[-1] == f"{point['divergence']:.4f}"
     assert any(low < high for low, high in said["points"][1]["widths"].values())
+    # Of two blocks 0.1 is none; one of the two is what the depth recipe would choose.
+    (block,) = said["depth"]
+    alone = ("--recipe", "shortgpt", "--set", "depth={choose: divergence, drop: 1}", "--statistics", "weighed")
+    plan = json.loads(ok("plan", "llama", *alone, "--json"))
+    assert (block["ratio"], block["gone"]) == (0.4, 1)
+    assert {key: block[key] for key in plan["after"]} == plan["after"]
+    assert block["divergence"] == pytest.approx(plan["depth"]["gaps"][0]["divergence"])
+    assert rows[-2].split()[:2] == ["0.4", "1"]
+    assert rows[-2].split()[-1] == f"{block['divergence']:.4f}"
 
 
 def test_both_ends_are_in_the_curve(here):

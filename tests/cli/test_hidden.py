@@ -227,6 +227,11 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
                 ["--set", "hidden.kind=shared"],
                 "one basis for all blocks is known before any is sliced: say target: dense",
             ),
+            (
+                ["--target-latency", "80%"],
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes or "
+                "flops with hidden",
+            ),
         ],
     ),
 )

@@ -242,8 +242,10 @@ spaces:
 
 def test_shipped_best_recipes_say_what_they_are():
     best, uniform = load_recipe("best"), load_recipe("best-uniform")
-    described = {"name", "summary", "source", "goal", "time", "widths"}
+    described = {"name", "summary", "source", "goal", "time", "widths", "depth"}
     assert best.model_dump(exclude=described) == uniform.model_dump(exclude=described)
+    assert best.depth is not None
+    assert (best.depth.auto, best.depth.under, uniform.depth) == (True, ["latency"], None)
     assert (best.widths, uniform.widths) == ("per_layer", "uniform")
     assert (best.target, best.true_sequential, best.allocation, best.container) == ("drift", True, "least-error", "any")
     assert best.weighed_by_effect
@@ -394,10 +396,13 @@ def test_contradictions_of_a_budget(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("{}", "size: a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
-        ("{params: 5B, flops: 1T}", "size: a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
-        ("{parms: 5B}", "unknown key size.parms: did you mean 'params'? allowed here: params, bytes, flops"),
-        ("5B", "size: keys are expected (params, bytes, flops), got '5B'"),
+        ("{}", "size: a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"),
+        (
+            "{params: 5B, flops: 1T}",
+            "size: a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}",
+        ),
+        ("{parms: 5B}", "unknown key size.parms: did you mean 'params'? allowed here: params, bytes, flops, latency"),
+        ("5B", "size: keys are expected (params, bytes, flops, latency), got '5B'"),
         (
             "{params: 5GiB}",
             "size.params: '5GiB' is not a size in parameters: allowed are 5.0B (K, M, B or T), 5000000000, or a share "
