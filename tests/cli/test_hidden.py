@@ -199,8 +199,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
         [
             (
                 ["--ratio", "0.95"],
-                "recipe slicegpt leaves 0 of 16 dimensions of the residual stream, in multiples of 8: at least 8 have to "
-                "stay",
+                "recipe slicegpt leaves 0 of 16 dimensions of the residual stream, in multiples of 8: at least 8 have "
+                "to stay",
             ),
             (["--set", "hidden.drop=16"], "recipe slicegpt drops 16 of 16 dimensions of the residual stream"),
             (
@@ -210,8 +210,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
             (
                 ["--set", "depth.drop=1"],
-                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune twice, "
-                "these first where the output needs code of its own (kind: per-block)",
+                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune "
+                "twice, these first where the output needs code of its own (kind: per-block)",
             ),
             (
                 ["--set", "recovery.epochs=1"],
@@ -229,8 +229,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
             ),
             (
                 ["--target-latency", "80%"],
-                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes or "
-                "flops with hidden",
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
+                "or flops with hidden",
             ),
         ],
     ),
