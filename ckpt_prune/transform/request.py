@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -147,15 +149,26 @@ class Request:
         earlier = self.shortened or self.narrowed
         return self if earlier is None else earlier.whole
 
+    @cached_property
+    def stored(self) -> Container | None:
+        """What the model is stored as, where that carries code of its own."""
+        return container_of(self.model) if self.model.own_code else None
+
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
         object.__setattr__(self, "recipe", self.recipe.at(self.model.family))
 
     @property
+    def samples(self) -> Samples | None:
+        """What the model is run on, to measure it or to train its blocks; None where it is not run."""
+        own = self.live or self.training
+        return None if own is None else own.samples
+
+    @property
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
         mask = self.recipe.mask
-        needed = mask is None or mask.method != "magnitude"
+        needed = mask is None or mask.method != "magnitude" or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property
