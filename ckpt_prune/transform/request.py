@@ -94,12 +94,12 @@ class Narrowed:
     Attributes:
         whole: the request that asked for it.
         record: how many stay.
-        view: the model in bases of so many dimensions, measured or not.
+        view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is.
     """
 
     whole: "Request"
     record: Hidden
-    view: SlicedCheckpoint
+    view: SlicedCheckpoint | None
 
 
 @dataclass(frozen=True)
