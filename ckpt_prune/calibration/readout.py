@@ -40,6 +40,17 @@ class Drawn:
     whole: bool
     weight: float
 
+    def moved(self, gradient: Tensor, error: Tensor) -> float:
+        """Σ over samples of (g·δ)², weighted: over all tokens of a sample where it has one prediction, else by token.
+
+        Args:
+            gradient: `values` of some samples, (B, T, hidden), where `error` is.
+            error: δ of the same samples.
+        """
+        found = (gradient * error).sum(-1).double()
+        found = found.sum(-1) if self.whole else found
+        return self.weight * float(found.square().sum())
+
 
 class Readout:
     """The model's own forward pass, with given hidden states in place of what its blocks would make.
@@ -145,9 +156,7 @@ class Readout:
         self._states = states.to(factory.device, factory.dtype)
         found = self._model(**inputs, **options)
         self._states = None
-        if not self.logits:
-            return [found.last_hidden_state]
-        return [value for name, value in found.items() if name.endswith("logits")]
+        return outputs_of(found, logits=self.logits)
 
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
         """How far outputs are from those of the reference, summed over samples.
@@ -203,6 +212,18 @@ class Readout:
             return (states, None) if several else states
 
         return forward
+
+
+def outputs_of(found: Any, *, logits: bool) -> list[Tensor]:
+    """What counts of what a model of transformers returns.
+
+    Args:
+        found: as its forward pass returns it.
+        logits: every output whose name ends so, in the model's order, or else the last hidden states alone.
+    """
+    if not logits:
+        return [found.last_hidden_state]
+    return [value for name, value in found.items() if name.endswith("logits")]
 
 
 def divergences(

@@ -17,6 +17,7 @@ from ckpt_prune.report.figures import (
     recovery_figures,
     relative_floor,
     rotation_figures,
+    shares_line,
     space_errors,
     unsolved,
     worse_on_held_out,
@@ -236,6 +237,9 @@ def mask_lines(report: Report) -> Iterable[str]:
         return
     how = mask_words(report.mask.method, report.mask.pattern)
     yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
+    shared = shares_line(report.mask)
+    if shared is not None:
+        yield shared
     if mask.mean_error is not None:
         yield f"mean error of the outputs on the calibration samples {mask.mean_error:.4f}"
     if mask.damped:

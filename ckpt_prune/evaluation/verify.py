@@ -122,7 +122,21 @@ def _report(folder: Path) -> Report | None:
 
 def _groups(report: Report) -> GroupPattern | None:
     """N:M of the report's mask; None for unstructured, or without one. Raises ValueError where none can be meant."""
-    return parse_pattern(report.mask.pattern) if report.mask else None
+    groups = parse_pattern(report.mask.pattern) if report.mask else None
+    if groups is not None and report.mask is not None and report.mask.shares is not None:
+        kept = report.mask.shares.kept or []
+        if any(own > groups.of for own in kept) or any(linear.block >= len(kept) for linear in report.linears):
+            raise ValueError("shares of a mask that are not those of its blocks")
+    return groups
+
+
+def _groups_of(report: Report, linear: MaskedLinear) -> GroupPattern | None:
+    """N:M of one masked weight; None where it is unstructured, or its block has no zeros."""
+    groups = _groups(report)
+    if groups is None or report.mask is None or report.mask.shares is None:
+        return groups
+    own = (report.mask.shares.kept or [])[linear.block]
+    return None if own == groups.of else GroupPattern(own, groups.of)
 
 
 def _rewritten(report: Report) -> str | None:
@@ -223,11 +237,12 @@ def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | Non
         tensor = checkpoint.read([linear.weight])[linear.weight]
         own = int((tensor == 0).sum())
         zeros, weights = zeros + own, weights + tensor.numel()
-        if fault := _mask_fault(linear, tensor, own, groups):
+        if fault := _mask_fault(linear, tensor, own, _groups_of(report, linear)):
             faults.append(f"{linear.weight} {fault}")
     if faults:
         return False, f"{faults[0]}; {len(faults)} of {_count(report.linears)} do not hold their mask"
-    holds = f", {groups} holds in every group" if groups else ""
+    each = " with its block's N" if groups and report.mask.shares is not None else ""
+    holds = f", {groups}{each} holds in every group" if groups else ""
     return True, f"{_count(report.linears)}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
 
 

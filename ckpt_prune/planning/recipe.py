@@ -57,10 +57,13 @@ class Recipe(Strict):
     size: TargetSize | None = Field(
         None, description="Size to reach, in place of a ratio: params, bytes, flops or latency, as in {params: 5.0B}."
     )
-    allocation: Literal["uniform", "across-layers", "across-layers-and-spaces", "least-error"] = Field(
+    allocation: Literal[
+        "uniform", "across-layers", "across-layers-and-spaces", "across-layers-and-spaces-code", "least-error"
+    ] = Field(
         "uniform",
         description="uniform: same ratio everywhere; across-layers and across-layers-and-spaces: FLAP's AL-MM and "
-        "AL-AM; least-error: the widths of the least predicted error for the size that the ratio or size says.",
+        "AL-AM; across-layers-and-spaces-code: AL-AM as its released code cuts and weighs; least-error: the widths of "
+        "the least predicted error for the size that the ratio or size says.",
     )
     weigh_by: Literal["effect", "energy"] | None = Field(
         None,
@@ -147,6 +150,7 @@ class Recipe(Strict):
         self._consistent_hidden()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
+        self._consistent_rotation()
         if self.mask is not None and self.layers is not None:
             raise ValueError("layers is for spaces: a mask zeroes weights of every block")
         if self.mask is not None and (self.allocation, self.widths, self.size) != ("uniform", "uniform", None):
@@ -287,6 +291,23 @@ class Recipe(Strict):
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
         return self
 
+    def _consistent_rotation(self) -> None:
+        if self.rotation is None or self.mask is None:
+            return
+        if self.rotation.entropy == "groups" and self.mask.groups is None:
+            raise ValueError("rotation.entropy groups is of an N:M pattern's groups: say mask.pattern, such as 2:4")
+        if self.rotation.measured == "dense":
+            return
+        if self.importance == "magnitude":
+            raise ValueError("rotation.measured is of inputs, which magnitude's importance does not see: leave it out")
+        if self.rotation.kind == "shared":
+            raise ValueError(
+                "rotation.measured pruned needs rotations that are learned block by block, and kind shared has one of "
+                "all blocks before the first is pruned: say kind: per-layer or values"
+            )
+        if self.target != "sequential":
+            raise ValueError("rotation.measured pruned is of what is pruned before a block: say target: sequential")
+
     def _consistent_budget(self) -> None:
         if self.layers is not None and self.allocation != "uniform":
             raise ValueError(f"allocation {self.allocation} chooses among all blocks: leave out layers")
@@ -383,6 +404,9 @@ class Recipe(Strict):
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
             if own["optional"] is None:
                 del own["optional"]
+        for part, keys in _LATER.items():
+            if values[part] is not None:
+                values[part] = {k: v for k, v in values[part].items() if k not in keys or v != keys[k]}
         optional = ("depth", "hidden", "mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
         return json.dumps(_without(values, *optional), sort_keys=True)
 
@@ -420,7 +444,9 @@ class Recipe(Strict):
     @property
     def needs_moments(self) -> bool:
         """Whether any score, compensation, mask or rotation needs statistics."""
-        masked = self.mask is not None and self.mask.method != "magnitude"
+        masked = self.mask is not None and (
+            self.mask.method != "magnitude" or self.mask.allocation in ("owl", "divergence")
+        )
         return (
             masked
             or (self.depth is not None and self.depth.measures)
@@ -441,6 +467,11 @@ class Recipe(Strict):
     def rotation_needs_moments(self) -> bool:
         """Whether rotations are learned from statistics of the dense model."""
         return self.rotation is not None and self.importance != "magnitude"
+
+    @property
+    def rotates_in_turn(self) -> bool:
+        """Whether every block's rotations are learned on what is pruned before it."""
+        return self.rotation is not None and self.rotation.measured == "pruned"
 
     def wish(self, space: SpaceName) -> Wish:
         """What the recipe says about a space, in the form that its kind is asked in."""
@@ -540,6 +571,13 @@ class Recipe(Strict):
             if space["compensation"]["lambda_by"] == "perplexity":
                 space["compensation"] |= {"lambda": strength, "lambda_grid": None, "lambda_by": None}
         return Recipe.model_validate(values)
+
+
+_LATER: dict[str, dict[str, Any]] = {
+    "mask": {"allocation": "uniform", "threshold": None, "spread": None},
+    "rotation": {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"},
+}
+"""Keys that parts of a recipe have gained, and their defaults: a recipe that says nothing else keeps its digest."""
 
 
 def _without(values: dict[str, Any], *optional: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Nothing here needs torch: reading a report must not take seconds.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -116,6 +117,21 @@ class SiteRecord(Fixed):
         values: dict[str, Any] = handler(self)
         optional = {"expert", "score", "few", "divergence"}
         return {key: value for key, value in values.items() if key not in optional or value is not None}
+
+
+class MaskShares(Fixed):
+    """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
+
+    Attributes:
+        ratios: share of zeros of every block.
+        kept: N of every block's N:M; None where the mask is unstructured.
+        figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
+            predicted to do to the model's output, in nats a sample.
+    """
+
+    ratios: list[Annotated[float, Field(ge=0, lt=1)]]
+    kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
+    figures: Sequence[Figure] = ()
 
 
 class MaskedLinear(Fixed):

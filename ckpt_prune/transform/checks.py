@@ -128,6 +128,13 @@ def check_data(request: Request) -> None:
     if request.lacks_moments:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
+    mask = request.recipe.mask
+    if mask is not None and mask.allocation == "divergence" and request.live is None:
+        data = "--images" if request.model.family.modality == "image" else "--text"
+        raise UserError(
+            f"recipe {request.recipe.name} shares a mask's zeros out by what they do to the model itself: give {data} "
+            "in place of --statistics"
+        )
     folds = request.live.folds if request.live else request.statistics.index.folds if request.statistics else 0
     # Maps of whole blocks are fitted on live samples alone, also where a plan or statistics choose the blocks.
     maps_later = request.recipe.depth is not None and request.live is None
@@ -155,6 +162,7 @@ def _mask(request: Request) -> None:
     if recipe.mask is None:
         return
     check_widths(request.model, recipe.mask)
+    _mask_shares(request)
     if recipe.rotation is not None:
         check_rotatable(request.model, recipe.rotation.kind)
         rotated = unlearned(request)
@@ -165,6 +173,18 @@ def _mask(request: Request) -> None:
                 f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
                 "cannot: leave container out for remote code, or choose rotation kind shared"
             )
+
+
+def _mask_shares(request: Request) -> None:
+    """What sharing the zeros of a mask out over blocks asks of the model."""
+    mask = request.recipe.mask
+    if mask is None or mask.allocation != "divergence":
+        return
+    if request.model.family.experts is not None:
+        raise UserError(
+            f"recipe {request.recipe.name} tries masks on whole blocks, whose experts may see none of a few samples: "
+            "say mask.allocation=owl or alpha"
+        )
 
 
 def _recovery(request: Request) -> None:
@@ -209,10 +229,12 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
+    mask = None if recipe.mask is None or recipe.mask.allocation == "uniform" else recipe.mask
     alone = {
         "rotates": recipe.rotation,
         "drops whole blocks": recipe.depth,
         "slices the residual stream": recipe.hidden,
+        "shares a mask's zeros out": mask,
     }
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:

@@ -11,6 +11,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.devices import multiplies_bfloat16
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -44,6 +45,12 @@ def messages(settled: Settled) -> list[str]:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
         told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
         found.append(f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used")
+    rotation = recipe.rotation
+    if rotation is not None and rotation.compute_dtype == "bfloat16" and not multiplies_bfloat16(request.device):
+        found.append(
+            f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
+            "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
+        )
     if settled.output.container.note:
         found.append(settled.output.container.note)
     made = report_of(settled.model.checkpoint.path)

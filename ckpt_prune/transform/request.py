@@ -159,10 +159,16 @@ class Request:
         object.__setattr__(self, "recipe", self.recipe.at(self.model.family))
 
     @property
+    def samples(self) -> Samples | None:
+        """What the model is run on, to measure it or to train its blocks; None where it is not run."""
+        own = self.live or self.training
+        return None if own is None else own.samples
+
+    @property
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
         mask = self.recipe.mask
-        needed = mask is None or mask.method != "magnitude"
+        needed = mask is None or mask.method != "magnitude" or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property

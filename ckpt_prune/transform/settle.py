@@ -18,7 +18,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.records import Cost, MaskShares
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
 from ckpt_prune.transform.budgets import decide, ranking_of
@@ -45,6 +45,7 @@ class Settled:
         request: as it was given; where one ratio reaches its recipe's size, with that ratio.
         known: decisions and output; None where widths are found once the model is measured.
         rotations: of a block, once they are learned.
+        shares: of a mask's zeros, once they are shared out over blocks; None where all have the recipe's.
         foreseen: whether the widths are only those of one ratio everywhere, in place of those that measuring finds, or
             the blocks that are gone only as many as will be.
     """
@@ -52,6 +53,7 @@ class Settled:
     request: Request
     known: tuple[Decisions, Output] | None
     rotations: Rotations = not_learned
+    shares: MaskShares | None = None
     foreseen: bool = False
 
     @property
@@ -136,9 +138,11 @@ class Settled:
                 self.model.family,
                 request.recipe.mask,
                 request.recipe.ratio,
+                request.recipe.mask.groups,
                 container.biases,
                 request.device,
                 request.diagnostics,
+                self.shares.ratios if self.shares is not None else None,
             )
         return self.unit_engine()
 

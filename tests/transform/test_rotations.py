@@ -33,7 +33,7 @@ from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
-from ckpt_prune.transform.run import learner_of
+from ckpt_prune.transform.rotating import learner_of
 from tests import encoders, families
 from tests.containers.test_remote import ELSEWHERE
 from tests.families import BLOCKS, prune, windows
