@@ -1,13 +1,14 @@
 """A container: the `model_type` and config that an output is stored under."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.architectures.supported import family_of
@@ -66,6 +67,12 @@ def stored_container(checkpoint: Checkpoint) -> Container:
     remote = remote_class(checkpoint.config, checkpoint.path)
     architecture = "" if remote else fitting_family(checkpoint).architecture
     return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
+
+
+def container_of(model: Model) -> Container:
+    """What a model's checkpoint is stored as, with the linear modules that have a bias in it."""
+    biases = frozenset(module for module in model.family.linears if model.has(module, "bias"))
+    return replace(stored_container(model.checkpoint), biases=biases)
 
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:

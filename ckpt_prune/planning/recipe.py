@@ -346,8 +346,13 @@ class Recipe(Strict):
     def at(self, family: Family) -> "Recipe":
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
-        What the family has not stays as it is.
+        What the family has not stays as it is, but for what is optional.
         """
+        able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
+        lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
+        if lacking:
+            left = {name: own for name, own in self.spaces.items() if name not in lacking}
+            return self.model_copy(update={"spaces": left}).at(family)
         here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
         if not here:
             return self
@@ -397,6 +402,8 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
+            if own["optional"] is None:
+                del own["optional"]
         for part, keys in _LATER.items():
             if values[part] is not None:
                 values[part] = {k: v for k, v in values[part].items() if k not in keys or v != keys[k]}

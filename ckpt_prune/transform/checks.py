@@ -8,14 +8,15 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
-from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.reading import report_of
-from ckpt_prune.rotations.rotated import check_rotatable
+from ckpt_prune.rotations.rotated import CONFIG_KEY, check_rotatable
+from ckpt_prune.rotations.sliced import SLICING_KEY
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
@@ -46,6 +47,7 @@ def check_fit(request: Request) -> None:
     # Told of when all is done: damaged, it would be found after the output has got its name.
     report_of(request.model.checkpoint.path)
     check_source(request.model)
+    check_again(request.model, request.recipe)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
     if request.recipe.depth is not None:
@@ -93,6 +95,30 @@ def check_fit(request: Request) -> None:
     _recovery(request)
 
 
+def check_again(model: Model, recipe: Recipe) -> None:
+    """Refuse what does not go with an output that carries code of its own: all but masks.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if recipe.mask is None:
+        check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
+    elif recipe.rotation is not None:
+        check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
+    else:
+        check_one_basis(model)
+
+
+def check_one_basis(model: Model) -> None:
+    """Refuse an output whose residual stream changes its basis from block to block.
+
+    Raises:
+        UserError: it is one.
+    """
+    if any(getattr(model.config, key, None) is not None for key in (CONFIG_KEY, SLICING_KEY)):
+        check_stock(model, "its residual stream turns between blocks, which only the run that made it knew")
+
+
 def check_data(request: Request) -> None:
     """Refuse a request with too little to measure on for its recipe.
 
@@ -135,8 +161,7 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
-    shapes = {name: info.shape for name, info in request.model.checkpoint.tensors.items()}
-    check_widths(request.model.family, recipe.mask, shapes)
+    check_widths(request.model, recipe.mask)
     _mask_shares(request)
     if recipe.rotation is not None:
         check_rotatable(request.model, recipe.rotation.kind)
@@ -365,7 +390,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
             unit can go.
     """
-    recipe = recipe.at(family)
+    asked, recipe = recipe, recipe.at(family)
+    if asked.spaces and not recipe.spaces:
+        raise UserError(
+            f"recipe {recipe.name} prunes {' and '.join(asked.spaces)} where there is any, and this "
+            f"{family.model_type} has none: nothing is left to do"
+        )
     missing = [space for space in recipe.spaces if space not in family.spaces]
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(

@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
@@ -138,13 +140,12 @@ class Masker:
         return keep_share(scores, self.ratio, self.mask.compared)
 
 
-def check_widths(family: Family, mask: MaskRecipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_widths(model: Model, mask: MaskRecipe) -> None:
     """Refuse a pattern that the weights of a block cannot have.
 
     Args:
-        family: the model's description.
+        model: that is masked.
         mask: how.
-        shapes: on-disk name → shape.
 
     Raises:
         UserError: a width is not a multiple of M.
@@ -152,9 +153,9 @@ def check_widths(family: Family, mask: MaskRecipe, shapes: Mapping[str, tuple[in
     groups = mask.groups
     if groups is None:
         return
-    for module in family.linears:
-        name = family.tensor(0, module)
-        columns = shapes[name][1]
+    for block, module in product(range(model.blocks), model.family.linears):
+        name = model.tensor(block, module)
+        columns = model.checkpoint.tensors[name].shape[1]
         if columns % groups.of:
             raise UserError(
                 f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
@@ -94,7 +95,8 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
     if depth is not None and depth.compensation.linear and request.whole.live is not None:
         widths = [model.dimension("hidden")]
     if recipe.mask is not None and recipe.mask.method == "sparsegpt":
-        widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
+        weights = (model.tensor(block, m) for block, m in product(range(model.blocks), model.family.linears))
+        widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
     if not widths or tokens >= 2 * max(widths):
         return None
     return (

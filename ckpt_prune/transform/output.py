@@ -13,7 +13,7 @@ from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.learning import RotationSizes
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
-from ckpt_prune.transform.layout import Layout, plan_layout
+from ckpt_prune.transform.layout import Layout, layout_of, plan_layout
 from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.request import Request
 
@@ -51,6 +51,10 @@ def output_of(request: Request, widths: Widths) -> Output:
     if request.narrowed is not None:
         return sliced_output(request.model, request.narrowed.view, widths)
     model, rotated = request.model, unlearned(request)
+    if request.stored is not None:
+        # Masks alone go into it (`checks`), and leave every shape as it is.
+        note = remote_note(request.stored.model_type, "as it was")
+        return Output(replace(request.stored, note=note), layout_of(model), {}, cost_of(model))
     container = _container(request, widths, rotated)
     layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None)
     aside: Layout = {}

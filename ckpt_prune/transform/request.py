@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -146,6 +148,11 @@ class Request:
         """The request as it was given, of the model with all its blocks and dimensions."""
         earlier = self.shortened or self.narrowed
         return self if earlier is None else earlier.whole
+
+    @cached_property
+    def stored(self) -> Container | None:
+        """What the model is stored as, where that carries code of its own."""
+        return container_of(self.model) if self.model.own_code else None
 
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""

@@ -183,8 +183,8 @@ def _run(settled: Settled, staging: Staging | None, stages: Stages, announce: An
                 learned = learner.run(writer)
             ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
     padded = output.container.padded
-    widths = [{space: count for space, count in own.items() if space not in padded} for own in ready.widths]
-    sink = Sink(writer, output.layout, widths)
+    narrow = [{space: count for space, count in own.items() if space not in padded} for own in ready.widths]
+    sink = Sink(writer, output.layout, narrow if ready.recipe.spaces else None)
     with stages.stage("blocks"):
         written = _write_blocks(ready, sink, in_turn)
     if in_turn is not None:

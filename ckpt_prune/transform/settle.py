@@ -122,13 +122,13 @@ class Settled:
         """The model that is pruned: the source, rotated or sliced where the recipe says so."""
         narrowed = self.request.narrowed
         rotated = self.rotated if narrowed is None else narrowed.view
-        container = None if rotated is None else self.output.container
+        container = self.request.stored if rotated is None else self.output.container
         return Dense(self.model, self.request.device, rotated, container)
 
     @property
     def source(self) -> Dense:
         """The source as it is stored."""
-        return Dense(self.model, self.request.device)
+        return Dense(self.model, self.request.device, container=self.request.stored)
 
     def engine(self) -> Pruner | Masker:
         """What prunes a block."""

@@ -443,8 +443,14 @@ def test_turning_between_blocks_needs_remote_code(dense):
 
 
 def test_modules_between_blocks_are_not_pruned_again(turned):
-    for recipe in (rotating("shared"), rotating("values"), families.recipe()):
-        assert "(remote code): it cannot be pruned" in refusal(turned("llama", "per-layer"), recipe)
+    reasons = {
+        "rotations are absorbed by blocks of the stock shape": [rotating("shared"), rotating("values")],
+        "units are counted alike in every block": [families.recipe()],
+        "its residual stream turns between blocks": [rotating("shared").model_copy(update={"rotation": None})],
+    }
+    for reason, recipes in reasons.items():
+        for recipe in recipes:
+            assert f"(remote code): {reason}" in refusal(turned("llama", "per-layer"), recipe)
 
 
 def without_gain(folder: Path, *, bias: float) -> Path:
