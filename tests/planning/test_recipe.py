@@ -255,10 +255,11 @@ spaces:
 
 def test_shipped_best_recipes_say_what_they_are():
     best, uniform = load_recipe("best"), load_recipe("best-uniform")
-    described = {"name", "summary", "source", "goal", "time", "widths", "depth"}
+    described = {"name", "summary", "source", "goal", "time", "widths"}
     assert best.model_dump(exclude=described) == uniform.model_dump(exclude=described)
-    assert best.depth is not None
-    assert (best.depth.auto, best.depth.under, uniform.depth) == (True, ["latency"], None)
+    blocks = load_recipe("best", size={"latency": "70%"}).depth
+    assert blocks is not None
+    assert (blocks.auto, blocks.under) == (True, ["latency"])
     assert (best.widths, uniform.widths) == ("per_layer", "uniform")
     assert (best.target, best.true_sequential, best.allocation, best.container) == ("drift", True, "least-error", "any")
     assert best.weighed_by_effect
