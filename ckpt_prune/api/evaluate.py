@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
 from ckpt_prune.calibration.text_files import check_texts
@@ -12,6 +12,7 @@ from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from ckpt_prune.evaluation.results import Result
@@ -83,7 +84,6 @@ def evaluate(
     from ckpt_prune.evaluation.memory_plan import memory_plans
     from ckpt_prune.evaluation.pictures import measure_images
     from ckpt_prune.evaluation.placing import spread
-    from ckpt_prune.evaluation.results import TaskResult
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
 
@@ -96,14 +96,9 @@ def evaluate(
             both = [folder] if options.against is None else [folder, _place(options.against)[1]]
             return memory_plans(both, places, default_dtype(target))
         names = _names(options.tasks)
-        if names and not _are_files(names):
-            if graph is not None:
-                raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
-            from ckpt_prune.evaluation.harness import run_tasks
-
-            found = run_tasks(folder, names, device=target, limit=options.samples, include_path=options.include_path)
-            return TaskResult(folder, found)
         other, reference = (None, None) if options.against is None else _place(options.against)
+        if names and not _are_files(names):
+            return _lm_eval(options, names, [graph, other], folder, reference, target)
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
         pair = Pair(
@@ -120,6 +115,28 @@ def evaluate(
         if options.generate:
             return measure_generation(pair, options.generate, options.generate_tokens)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)
+
+
+def _lm_eval(
+    options: EvaluateOptions,
+    names: Sequence[str],
+    graphs: Sequence[Path | None],
+    folder: Path,
+    reference: Path | None,
+    device: "torch.device",
+) -> "Result":
+    from ckpt_prune.evaluation.harness import run_tasks
+    from ckpt_prune.evaluation.results import TaskResult
+
+    for graph in graphs:
+        if graph is not None:
+            raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
+
+    def tables(model: Path) -> dict[str, Any]:
+        return run_tasks(model, names, device=device, limit=options.samples, include_path=options.include_path)
+
+    other = None if reference is None else tables(reference)
+    return TaskResult(folder, tables(folder), reference, other)
 
 
 def _place(name: str) -> tuple[Path | None, Path]:
@@ -184,7 +201,5 @@ def _check_tasks(options: EvaluateOptions) -> None:
         raise UserError(f"{missing[0]}: no such file of items")
     if files and options.include_path is not None:
         raise UserError("--include-path is for lm-eval tasks: it does not go with .jsonl files")
-    if not files and options.against is not None:
-        raise UserError("--against does not go with lm-eval tasks: run each model, or give .jsonl files of items")
     if not files and options.trust_remote_code:
         raise UserError("lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out")

@@ -225,12 +225,15 @@ def _skipped(skipped: tuple[str, ...]) -> None:
 
 
 def _tasks(found: Any) -> None:
-    rows = []
-    for task, metrics in found.tables["results"].items():
-        for metric, value in metrics.items():
-            if isinstance(value, float) and "stderr" not in metric:
-                rows.append([task, metric, f"{value:.4f}"])
-    click.echo(table(["task", "metric", "value"], rows))
+    if found.against is None:
+        rows = [[task, metric, f"{value:.4f}"] for task, metric, value, _ in found.figures()]
+        click.echo(table(["task", "metric", "value"], rows))
+        return
+    rows = [
+        [task, metric, f"{value:.4f}", *(["-", "-"] if other is None else [f"{other:.4f}", f"{value - other:+.4f}"])]
+        for task, metric, value, other in found.figures()
+    ]
+    click.echo(table(["task", "metric", str(found.model), str(found.against), "difference"], rows))
 
 
 def _choices(found: Any) -> None:
@@ -241,8 +244,11 @@ def _choices(found: Any) -> None:
             rows.append([task, str(path), *(f"{figure:.1%}" for figure in figures), f"{own.items:,}"])
     click.echo(table(["task", "model", "accuracy", "+/-", "norm.", "chance", "items"], rows))
     if found.against is not None:
-        shares = ", ".join(f"{task} {found.agreement(task):.1%}" for task in found.scores)
-        click.echo(f"\nboth choose the same: {shares}")
+        said = []
+        for task, score in found.scores.items():
+            difference, error = score.difference(found.references[task])
+            said.append([task, f"{difference:+.1%}", f"{error:.1%}", f"{found.agreement(task):.1%}"])
+        click.echo(f"\n{table(['task', 'difference', '+/-', 'both choose the same'], said)}")
 
 
 def _generated(found: Any) -> None:

@@ -207,14 +207,34 @@ class TaskResult:
     Attributes:
         model: that was measured.
         tables: lm-eval's own: results (task → metric → value), versions and n-samples.
+        against: the reference, where there is one.
+        reference: its tables.
     """
 
     model: Path
     tables: dict[str, Any]
+    against: Path | None = None
+    reference: dict[str, Any] | None = None
+
+    def figures(self) -> list[tuple[str, str, float, float | None]]:
+        """Task, metric, value and the reference's value; standard errors are left out."""
+        found = []
+        for task, metrics in self.tables["results"].items():
+            others = {} if self.reference is None else self.reference["results"][task]
+            for metric, value in metrics.items():
+                if isinstance(value, float) and "stderr" not in metric:
+                    found.append((task, metric, value, others.get(metric)))
+        return found
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return self.tables
+        if self.reference is None:
+            return self.tables
+        differences: dict[str, dict[str, float]] = {}
+        for task, metric, value, other in self.figures():
+            if other is not None:
+                differences.setdefault(task, {})[metric] = value - other
+        return self.tables | {"against": {"model": str(self.against)} | self.reference, "differences": differences}
 
 
 @dataclass(frozen=True)
@@ -247,7 +267,13 @@ class ChoiceResult:
             tasks[task] = self._figures(score)
             if self.references is not None:
                 own = self._figures(self.references[task])
-                tasks[task] |= {"agreement": self.agreement(task), "against": own}
+                difference, error = score.difference(self.references[task])
+                tasks[task] |= {
+                    "agreement": self.agreement(task),
+                    "difference": difference,
+                    "difference_stderr": error,
+                    "against": own,
+                }
         against = None if self.against is None else str(self.against)
         return {"model": str(self.model), "against": against, "tasks": tasks}
 
