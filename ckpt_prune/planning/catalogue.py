@@ -17,6 +17,7 @@ GOALS: dict[Goal, str] = {
     "vision": "Vision models, and any family without rotary positions",
     "cache": "A smaller cache of keys and values, for families with rotary positions",
     "depth": "Fewer blocks: less latency, loads with stock classes",
+    "low-rank": "Two thin linears in the place of each, for any family but mixtures of experts",
     "zeros": "Zeros (masks): shapes stay",
     "recovery": "Recovery: what stays of each block is trained",
     "paper": "Baselines of papers",
@@ -71,6 +72,8 @@ def _goal(recipe: Recipe) -> Goal:
         return "recovery"
     if recipe.depth is not None:
         return "depth"
+    if recipe.low_rank is not None:
+        return "low-rank"
     return "zeros" if recipe.mask is not None else "paper"
 
 
@@ -89,6 +92,6 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
 def _loads(recipe: Recipe) -> Loads:
     turns = recipe.rotation is not None and recipe.rotation.kind == "per-layer"
     unknown = any(not kind_of(space).stock for space in recipe.spaces) and recipe.container != "padded"
-    if recipe.widths == "per_layer" or recipe.container == "remote" or turns or unknown:
+    if recipe.low_rank is not None or recipe.widths == "per_layer" or recipe.container == "remote" or turns or unknown:
         return "own code"
     return "stock, else own code" if recipe.container == "any" else "stock"

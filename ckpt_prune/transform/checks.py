@@ -50,10 +50,11 @@ def check_fit(request: Request) -> None:
     if request.recipe.depth is not None:
         check_depth(request)
     _mask(request)
+    _low_rank(request)
     _taylor(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
-        if request.recipe.mask is not None:
+        if request.recipe.mask is not None or request.recipe.low_rank is not None:
             _linears(request, request.statistics)
         elif "gram" not in request.statistics.index.collect:
             lacking = [
@@ -136,6 +137,16 @@ def _mask(request: Request) -> None:
                 f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
                 "cannot: leave container out for remote code, or choose rotation kind shared"
             )
+
+
+def _low_rank(request: Request) -> None:
+    """What factors ask of the model."""
+    family = request.model.family
+    if request.recipe.low_rank is not None and family.experts is not None:
+        raise UserError(
+            f"recipe {request.recipe.name} factors linear modules, and experts of a {family.model_type} have none of "
+            "their own in transformers: prune their columns (spaces.mlp)"
+        )
 
 
 def _recovery(request: Request) -> None:
@@ -295,8 +306,13 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, or blocks that the loss chooses.
+        UserError: a mask, factors, or blocks that the loss chooses.
     """
+    if recipe.low_rank is not None:
+        raise UserError(
+            f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
+            "--dry-run to see sizes"
+        )
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(
             f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"

@@ -76,7 +76,8 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
     depth = request.whole.recipe.depth
     if depth is not None and depth.compensation.linear and request.whole.live is not None:
         widths = [model.dimension("hidden")]
-    if recipe.mask is not None and recipe.mask.method == "sparsegpt":
+    whitened = recipe.low_rank is not None and recipe.low_rank.whitens
+    if whitened or (recipe.mask is not None and recipe.mask.method == "sparsegpt"):
         widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
     if not widths or tokens >= 2 * max(widths):
         return None
@@ -168,7 +169,7 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
         count = counted(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {request.live.source}"
-    if settled.foreseen and depth is None:
+    if settled.foreseen and depth is None and recipe.low_rank is None:
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"
