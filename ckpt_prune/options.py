@@ -381,6 +381,7 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     tasks: Annotated[str | None, BeforeValidator(_with_commas)] = Field(
         None, description="Files of multiple-choice items (.jsonl), or names of lm-eval tasks."
     )
+    probe: Literal["knn", "linear"] | None = Field(None, description="Probe of the features of images.")
     generate: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="Prompts to continue.")
     generate_tokens: int = Field(64, ge=1, description="Tokens to generate after each prompt, at most.")
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")

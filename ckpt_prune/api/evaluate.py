@@ -29,6 +29,7 @@ def evaluate(
     samples: int | None = None,
     bos: Bos = "auto",
     against: AnyModel | None = None,
+    probe: Literal["knn", "linear"] | None = None,
     tasks: str | Sequence[AnyPath] | None = None,
     include_path: AnyPath | None = None,
     generate: str | Sequence[str] = (),
@@ -54,6 +55,7 @@ def evaluate(
         samples: windows from the start of the text, images (at random, seed 0) or a task's first items; None for all.
         bos: begin-of-sequence token before the text.
         against: a reference, usually the dense model.
+        probe: with images, what the model's features without its head tell of their classes.
         tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks.
         include_path: folder with lm-eval task files of one's own.
         generate: instead of text, prompts that are continued greedily.
@@ -67,8 +69,8 @@ def evaluate(
 
     Returns:
         One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
-        `SentencesResult` or `HeadResult`, of images an `AccuracyResult` or `FeaturesResult`, of tasks a `ChoiceResult`
-        or `TaskResult`, of prompts a `GenerationResult`.
+        `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult` or `ProbeResult`,
+        of tasks a `ChoiceResult` or `TaskResult`, of prompts a `GenerationResult`.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
@@ -82,7 +84,7 @@ def evaluate(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.evaluation.loading import default_dtype
     from ckpt_prune.evaluation.memory_plan import memory_plans
-    from ckpt_prune.evaluation.pictures import measure_images
+    from ckpt_prune.evaluation.pictures import measure_images, measure_probe
     from ckpt_prune.evaluation.placing import spread
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
@@ -114,6 +116,8 @@ def evaluate(
             return measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
         if options.generate:
             return measure_generation(pair, options.generate, options.generate_tokens)
+        if options.probe is not None:
+            return measure_probe(pair, options, options.probe)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)
 
 
@@ -175,6 +179,8 @@ def _check(options: EvaluateOptions) -> None:
         raise UserError("--include-path goes with --tasks")
     if options.images is None and options.labels is not None:
         raise UserError("--labels goes with --images")
+    if options.images is None and options.probe is not None:
+        raise UserError("--probe goes with --images")
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: each is measured in a call of its own")
     if not asked:

@@ -14,6 +14,7 @@ from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.masked import MaskedScore
 from ckpt_prune.evaluation.memory_plan import MemoryPlans
 from ckpt_prune.evaluation.perplexity import Score
+from ckpt_prune.evaluation.probing import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
 
 
@@ -160,6 +161,57 @@ class FeaturesResult:
             "tokens": self.found.tokens,
         }
         return figures if self.skipped is None else figures | {"skipped": list(self.skipped)}
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """A probe of the features of images.
+
+    Attributes:
+        model: that was measured.
+        kind: knn or linear.
+        score: of the probe.
+        train, test: images that it was fitted on, and tried on.
+        split: how these were told apart.
+        against: the reference, where there is one.
+        reference: the same probe of its features.
+    """
+
+    model: Path
+    kind: str
+    score: Probe
+    train: int
+    test: int
+    split: str
+    against: Path | None = None
+    reference: Probe | None = None
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the test images that both put in the same class; None without a reference."""
+        if self.reference is None:
+            return None
+        same = sum(a == b for a, b in zip(self.score.picked, self.reference.picked, strict=True))
+        return same / len(self.score.picked)
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        against = None
+        if self.against is not None and self.reference is not None:
+            against = {"model": str(self.against), "top1": self.reference.top1, "strength": self.reference.strength}
+        return {
+            "model": str(self.model),
+            "probe": self.kind,
+            "top1": self.score.top1,
+            "strength": self.score.strength,
+            "features": self.score.features,
+            "train": self.train,
+            "test": self.test,
+            "split": self.split,
+            "agreement": self.agreement,
+            "difference": None if self.reference is None else self.score.top1 - self.reference.top1,
+            "against": against,
+        }
 
 
 @dataclass(frozen=True)
@@ -325,6 +377,7 @@ Result = (
     | MaskedResult
     | AccuracyResult
     | FeaturesResult
+    | ProbeResult
     | SentencesResult
     | HeadResult
     | TaskResult
