@@ -454,6 +454,7 @@ class BenchmarkOptions(PlaceOptions):
     provider: Literal["cpu", "cuda"] | None = Field(None, description="Of onnxruntime.")
     optimize: Literal["none", "cpu", "cuda"] | None = Field(None, description="Fuse graphs made here for this.")
     dtype: GraphType | None = Field(None, description="Of graphs made here, and fp16 of PyTorch too.")
+    two_four: bool = Field(False, description="Also by torch's kernels for 2:4.")
 
 
 def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:

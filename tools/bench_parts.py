@@ -6,7 +6,8 @@ A checkpoint of random weights with a single block of the shape is written (`mak
 on it in a process of its own, which is measured: seconds on the clock, of processors, and the peak of memory. Beside it
 stands what the tool estimates of the job. What all blocks take is extrapolated: the estimate of as many blocks (the
 one of a single block and so many times what a second one adds), times measured over estimated. For a GPU there is the
-estimate alone, at the rates of `GPU`. Moments, metric and streams grow with `--samples`, what is solved does not.
+estimate alone, at the rates of `GPU`; for `--processes` of them, samples are shared and what is solved is not
+(parallel/README.md, section 2). Moments, metric and streams grow with `--samples`, what is solved does not.
 
 The jobs are `fisher` (moments with Grams on four folds, the metric, sites tried out), `ridge` (sequential) and `best`
 (order by three scores, curves of every width, drift, choice on folds; weighed by energy, since of a single block every
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -38,6 +39,8 @@ from ckpt_prune.transform.settle import foresee
 GPU = Rates(3e14, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
 """Of an accelerator with 990 TFLOP/s in bfloat16, 67 in float64 and 3.3 TB/s: about half of that, and less where
 factors and decompositions are made."""
+SHARED = ("gemm", "moved", "reduced", "calls")
+"""Of `machine.Rates`: what samples take that go through a block, of which every process has its share."""
 FOLDS, RATIO = 4, 0.2
 
 
@@ -98,7 +101,12 @@ def run(model: Path, job: str, samples: Mapping[str, Any]) -> dict[str, float]:
         return {"seconds": monotonic() - start, "cpu_seconds": cpu, "peak_bytes": 1024 * used.ru_maxrss}
 
 
-def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any]) -> dict[str, Any]:
+def together(rates: Rates, processes: int) -> Rates:
+    """Those of several machines that share the samples, while the first one solves."""
+    return replace(rates, **{name: processes * getattr(rates, name) for name in SHARED})
+
+
+def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """One line of results."""
     one, two = checkpoint(place, shape, 1), checkpoint(place, shape, 2)
     rates = measured_rates(torch.device("cpu"), torch.bfloat16)
@@ -107,13 +115,13 @@ def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any]) -> di
         first, second = (sum(s.work.seconds(machine) for s in stages(each, job, samples)) for each in (one, two))
         return first, first + (SHAPES[shape].blocks - 1) * (second - first)
 
-    (estimated, whole), (_, gpu) = told(rates), told(GPU)
+    (estimated, whole), (_, gpu), (_, several) = told(rates), told(GPU), told(together(GPU, processes))
     found = run(one, job, samples)
     scale = found["seconds"] / estimated
     return {
         "shape": shape, "job": job, **{k: v for k, v in samples.items() if k != "text"}, **found,
         "estimated": estimated, "blocks": SHAPES[shape].blocks, "all_blocks": whole * scale, "gpu": gpu,
-        "rates": asdict(rates),
+        "processes": processes, "gpus": several, "rates": asdict(rates),
     }  # fmt: skip
 
 
@@ -127,6 +135,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--processes", type=int, default=8)
     args = parser.parse_args()
     samples = {"text": args.text, "samples": args.samples, "window": args.window}
     known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
@@ -134,13 +143,14 @@ def main() -> None:
         for job in args.jobs:
             if any((line["shape"], line["job"]) == (shape, job) for line in known):
                 continue
-            found = measure(args.work, shape, job, samples)
+            found = measure(args.work, shape, job, samples, args.processes)
             with args.out.open("a") as file:
                 file.write(json.dumps(found) + "\n")
             print(
                 f"{shape} {job}: {found['seconds']:.0f} s ({found['cpu_seconds']:.0f} of processors, estimated "
                 f"{found['estimated']:.0f}), {found['peak_bytes'] / 2**30:.1f} GiB; {found['blocks']} blocks "
-                f"{found['all_blocks'] / 3600:.1f} h, on a GPU {found['gpu'] / 60:.0f} min",
+                f"{found['all_blocks'] / 3600:.1f} h, on a GPU {found['gpu'] / 60:.0f} min, "
+                f"on {args.processes} {found['gpus'] / 60:.0f}",
                 flush=True,
             )
 

@@ -27,6 +27,7 @@ def benchmark(
     provider: Provider | None = None,
     optimize: Literal["none", "cpu", "cuda"] | None = None,
     dtype: GraphType | None = None,
+    two_four: bool = False,
     device_map: Literal["auto"] | None = None,
     max_memory: str | Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -48,6 +49,7 @@ def benchmark(
         provider: of onnxruntime; None for cuda where the device is, else cpu.
         optimize: fuse graphs made here for this provider.
         dtype: of graphs made here, and fp16 of PyTorch too.
+        two_four: also time checkpoints whose weights hold 2:4 by torch's kernels for that, on a GPU in fp16.
         device_map: "auto": accelerate puts the parts of models where there is room; None for one device.
         max_memory: most that a device takes of them, "cpu=24GiB" or "0=70GiB".
         trust_remote_code: run code that a folder brings.
@@ -77,6 +79,7 @@ def benchmark(
             provider=options.provider,
             optimize=options.optimize,
             dtype=options.dtype,
+            two_four=options.two_four,
             trust=options.trust_remote_code,
             spread=spreading,
         )

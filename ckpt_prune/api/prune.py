@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,8 @@ class Pruned:
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
-class GraphFailedError(UserError):
-    """The output is complete, and its graph cannot be made.
+class AfterwardsError(UserError):
+    """The output is complete, and what was to be done with it cannot be.
 
     Args:
         message: why.
@@ -84,17 +85,12 @@ class GraphFailedError(UserError):
         self.pruned = pruned
 
 
-class PushFailedError(UserError):
-    """The output is complete, and cannot be pushed.
+class GraphFailedError(AfterwardsError):
+    """Its graph cannot be made."""
 
-    Args:
-        message: why.
-        pruned: the output.
-    """
 
-    def __init__(self, message: str, pruned: Pruned) -> None:
-        super().__init__(message)
-        self.pruned = pruned
+class PushFailedError(AfterwardsError):
+    """It cannot be pushed."""
 
 
 def prune(
@@ -204,7 +200,8 @@ def prune_as(options: PruneOptions, *, progress: bool = True, written: Callable[
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
     try:
-        return replace(pruned, pushed=push_output(pruned, options.push, public=options.public, progress=progress))
+        pushed = here().alone(partial(push_output, pruned, options.push, public=options.public, progress=progress))
+        return replace(pruned, pushed=pushed)
     except UserError as error:
         again = f"`ckpt-prune push {pruned.path} {options.push}`"
         raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
@@ -222,7 +219,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
     if options.push is not None:
-        _check_pushed(options.push, options)
+        here().at_first(partial(_check_pushed, options.push, options))
 
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
@@ -234,7 +231,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         say = Notices()
         asked = read_asked(options)
         if options.resume and not options.overwrite and not options.dry_run:
-            finished = _missing_graph(asked, say, written)
+            finished = here().alone(lambda: _missing_graph(asked, say, written))
             if finished is not None:
                 return finished
         request = prune_request(asked, say)
@@ -253,8 +250,10 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
         pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
         written(pruned)
-        made = done.finished and (out / GRAPH_FOLDER).exists()
-        return pruned if step is None or made else _with_graph(pruned, step, say)
+        if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
+            return pruned
+        graph = here().alone(lambda: _graph(pruned, step, say))
+        return replace(pruned, graph=graph, notices=tuple(say.lines))
 
 
 def _check_together(options: PruneOptions) -> None:
@@ -292,12 +291,11 @@ def _graph_step(asked: "Asked") -> "GraphStep | None":
     return GraphStep.of(recipe.export, asked.model.checkpoint, options, options, trust=options.trust_remote_code)
 
 
-def _with_graph(pruned: Pruned, step: "GraphStep", say: Notices) -> Pruned:
+def _graph(pruned: Pruned, step: "GraphStep", say: Notices) -> "Exported":
     try:
-        graph = step.run(pruned.path, say)
+        return step.run(pruned.path, say)
     except UserError as error:
         raise GraphFailedError(str(error), replace(pruned, notices=tuple(say.lines))) from error
-    return replace(pruned, graph=graph, notices=tuple(say.lines))
 
 
 def _missing_graph(asked: "Asked", say: Notices, written: Callable[[Pruned], None]) -> Pruned | None:
@@ -318,7 +316,7 @@ def _missing_graph(asked: "Asked", say: Notices, written: Callable[[Pruned], Non
     assert step is not None
     pruned = Pruned(out, None, report)
     written(pruned)
-    return _with_graph(pruned, step, say)
+    return replace(pruned, graph=_graph(pruned, step, say), notices=tuple(say.lines))
 
 
 def _check_before_measuring(settled: "Settled", step: "GraphStep | None", out: Path) -> None:

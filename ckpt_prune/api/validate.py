@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Provider, Texts
+from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.checkpoint.hub import output_folder, resolve
+from ckpt_prune.errors import UserError
+from ckpt_prune.filenames import GRAPH_RECORD
 from ckpt_prune.options import SpreadOptions, ValidateOptions, checked, path_of
 from ckpt_prune.progress import progress_shown
 
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 def validate(
     folder: AnyModel,
     *,
-    against: AnyModel,
+    against: AnyModel | None = None,
+    metric_only: bool = False,
     text: Texts = (),
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
@@ -37,8 +41,9 @@ def validate(
     """Compare an exported graph with its model again, as `ckpt-prune validate` does. The whole model is loaded.
 
     Args:
-        folder: what `export` wrote.
-        against: the checkpoint that it was exported from.
+        folder: what `export` wrote; with `metric_only` also a graph of another tool's, or a folder with one.
+        against: the checkpoint that it was exported from; None where the folder lies in it, or beside it.
+        metric_only: measure what is lost of the task's metric and nothing else; nothing is written.
         text: files to compare on; without any, Python's standard library.
         images: folder of images to compare on; without any, noise.
         labels: CSV with columns file and label.
@@ -65,18 +70,30 @@ def validate(
     given = locals()
     options, spreading = checked(ValidateOptions, given), checked(SpreadOptions, given)
 
-    place = output_folder(Path(path_of(folder)))
+    name = path_of(folder)
+    graph = graph_named(name) if metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
+    place = output_folder(Path(name)) if graph is None else graph
 
     from ckpt_prune.evaluation.placing import spread
+    from ckpt_prune.exporting import metric_only as only
     from ckpt_prune.exporting import validation
     from ckpt_prune.exporting.apart import sessions_apart
     from ckpt_prune.exporting.manifest import read_manifest
     from ckpt_prune.exporting.proof_data import proof_samples
 
+    trust = trust_remote_code
     with progress_shown(progress), sessions_apart(), spread(spreading):
-        manifest = read_manifest(place)
-        model = resolve(path_of(against))
-        chosen = proof_samples(place, manifest.what, options, trust=trust_remote_code)
+        if against is not None:
+            model = resolve(path_of(against))
+        elif graph is not None and only.recorded(graph) is None:
+            raise UserError(f"{graph} has no record of what it was made from: give --against MODEL")
+        else:
+            where = place if graph is None else graph.parent
+            model = validation.own_source(where, read_manifest(where))
+        dense_model = validation.dense_of(options.dense, options.max_loss_dense)
+        if metric_only:
+            return only.metric_only(place, model, options, provider=provider, dense=dense_model, trust=trust)
+        chosen = proof_samples(place, read_manifest(place).what, options, trust=trust)
         found = validation.validate(
             place,
             model,
@@ -84,8 +101,8 @@ def validate(
             provider=provider,
             tolerance=options.tolerance,
             max_loss=options.max_loss,
-            dense=validation.dense_of(options.dense, options.max_loss_dense),
-            trust=trust_remote_code,
+            dense=dense_model,
+            trust=trust,
         )
         found.write(place)
         return found

@@ -31,10 +31,8 @@ def outputs_of(model: Model, block: int, part: str) -> list[str]:
         block: its index.
         part: attention or mlp, that of every expert and of shared ones.
     """
-    family = model.family
-    modules = {space.consumer for space in family.consumers.values()}
-    own = {each for each in modules if (each == family.attention.output) == (part == "attention")}
-    names = [model.tensor(block, module, kind) for module in sorted(own) for kind in KINDS]
+    modules = {space.consumer for space in model.family.part_spaces(part).values()}
+    names = [model.tensor(block, module, kind) for module in sorted(modules) for kind in KINDS]
     return [name for name in names if name in model.checkpoint.tensors]
 
 
@@ -50,7 +48,7 @@ def shortened(model: Model, kept: Sequence[int]) -> Model:
     numbered = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
     places = {old: new for new, old in enumerate(kept)}
     names: dict[str, str] = {}
-    for name in (*checkpoint.tensors, *checkpoint.stacks):
+    for name in (*checkpoint.tensors, *checkpoint.stacks, *checkpoint.aliases.values()):
         match = numbered.match(name)
         if match is None:
             names[name] = name

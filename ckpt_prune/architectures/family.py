@@ -178,6 +178,11 @@ class Family(Description):
         """Those of them that stand in no other: one for every consumer."""
         return {name: space for name, space in self.columns.items() if space.within is None}
 
+    def part_spaces(self, part: str) -> dict[SpaceName, ConsumerSpace]:
+        """Those by whose consumers a part of a block, attention or mlp, gives to the stream."""
+        own = self.consumers.items()
+        return {name: s for name, s in own if (s.consumer == self.attention.output) == (part == "attention")}
+
     @property
     def logits(self) -> dict[SpaceName, LogitSpace]:
         """The spaces that end in attention logits."""

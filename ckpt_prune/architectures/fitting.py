@@ -1,12 +1,14 @@
 """Which class of its family a checkpoint holds, by its tensors."""
 
 import re
+from collections.abc import Set
 
 from ckpt_prune.architectures.descriptions import described
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.skeleton import is_stored_buffer, parse_config, stock_names
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.shard import Stack
 from ckpt_prune.errors import UserError
 
 
@@ -32,22 +34,35 @@ def fitting_family(checkpoint: Checkpoint) -> Family:
 def oriented(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     """The checkpoint as the whole package sees it: every weight of a block's linear modules is (outputs, inputs).
 
-    Here is the one border that a family whose files hold transposes of them (Conv1D) has, or stacks of experts.
+    Here is the one border that a family whose files hold transposes of them (Conv1D) has, or stacks of experts. Experts
+    may also stand as transformers has them in memory (`save_pretrained(…, save_original_format=False)`): all gates and
+    ups in one tensor, and all last projections in another. What is written from it has the same names and shapes.
     """
-    stacks = {} if family.experts is None else family.experts.stacks
-    if not family.transposed and not stacks:
+    experts = family.experts
+    if not family.transposed and experts is None:
         return checkpoint
-    weight = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + r"(.+)\.weight")
-    found = [(name, match[1]) for name in checkpoint.tensors if (match := weight.fullmatch(name))]
-    parts = {
-        name: tuple(
-            f"{name.removesuffix(f'{module}.weight')}{stacks[module].format(expert=expert)}.weight"
-            for expert in range(checkpoint.tensors[name].shape[0])
-        )
-        for name, module in found
-        if module in stacks
-    }
-    return checkpoint.turned(name for name, module in found if module in family.transposed).split(parts)
+    block = re.escape(family.block).replace(re.escape("{block}"), r"\d+")
+    found = [(n, match[1], match[2]) for n in checkpoint.tensors if (match := re.fullmatch(f"({block})(.+)", n))]
+    stacks: dict[str, Stack] = {}
+    aliases: dict[str, str] = {}
+    if experts is not None:
+        rows = experts.stacks | experts.held
+        for name, prefix, rest in found:
+            if rest in rows:
+                count = checkpoint.tensors[name].shape[0]
+                parts = (f"{prefix}{m.format(expert=e)}.weight" for e in range(count) for m in rows[rest])
+                stacks[name] = Stack(tuple(parts), len(rows[rest]))
+        if any(rest in experts.held for *_, rest in found):
+            aliases = _aliases(checkpoint, family, stacks.keys())
+    turned = (name for name, _, rest in found if rest.removesuffix(".weight") in family.transposed)
+    return checkpoint.turned(turned).split(stacks).called(aliases)
+
+
+def _aliases(checkpoint: Checkpoint, family: Family, others: Set[str]) -> dict[str, str]:
+    """Published name → name on disk of tensors that stand under the names that transformers has in memory."""
+    known = stock_names(checkpoint.config, family.architecture)
+    memory = known.model.state_dict().keys() - known.shapes.keys() - others
+    return {known.saved_as(name): name for name in sorted(memory & checkpoint.tensors.keys())}
 
 
 def fitted(checkpoint: Checkpoint) -> tuple[Checkpoint, Family]:

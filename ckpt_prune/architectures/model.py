@@ -1,7 +1,7 @@
 """A model: a checkpoint with its family and config, and what follows from the three."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -311,15 +311,16 @@ class Model:
                 return (own % count).to(torch.int16)
         return None
 
-    def moved_experts(self, block: int, kept: Kept) -> dict[str, str]:
+    def moved_experts(self, block: int, kept: Kept, rewritten: Set[str] = frozenset()) -> dict[str, str]:
         """Weights of the experts that stay where others of a block go: new name on disk → the dense model's.
 
         Args:
             block: its index.
             kept: units that stay, of every space that is pruned.
+            rewritten: linear modules of an expert that are left out.
         """
         stay = next((kept[space].tolist() for space in self.family.routers if space in kept), [])
-        roles = [] if self.family.experts is None else list(self.family.experts.roles)
+        roles = [] if self.family.experts is None else [m for m in self.family.experts.roles if m not in rewritten]
         return {
             self.tensor(block, each.format(expert=number)): self.tensor(block, each.format(expert=expert))
             for each in roles

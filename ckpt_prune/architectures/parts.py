@@ -96,10 +96,20 @@ class Experts(Description):
         """Linear module of an expert → what it does; one that holds gate and up is the gate."""
         return {self.up: UP, self.gate: GATE, self.down: DOWN}
 
+    def rewritten(self, method: str) -> set[str]:
+        """Linear modules of an expert that stays which a compensation of whole experts changes."""
+        return set() if method == "none" else {self.down}
+
     @property
-    def stacks(self) -> dict[str, str]:
-        """Module that files hold for all experts → the module of one; where they do."""
-        return {module.replace(".{expert}", ""): module for module in self.roles} if self.stacked else {}
+    def stacks(self) -> dict[str, tuple[str, ...]]:
+        """Tensor of a block that files hold for all experts → the module of one; where they do."""
+        return {f"{m.replace('.{expert}', '')}.weight": (m,) for m in self.roles} if self.stacked else {}
+
+    @property
+    def held(self) -> dict[str, tuple[str, ...]]:
+        """Tensor of a block that a model in memory has for all experts → the modules of one, in order of their rows."""
+        gates = tuple(dict.fromkeys((self.gate, self.up)))
+        return {f"{self.module}.gate_up_proj": gates, f"{self.module}.down_proj": (self.down,)}
 
 
 class Refusal(Description):

@@ -24,7 +24,7 @@ class Row(_Frozen):
     Attributes:
         p50_ms, p95_ms: percentiles of all timings.
         throughput: tokens or images per second, at the median.
-        p50_ratio: of p50 to that of A in the same runtime; None where A was not timed in it.
+        p50_ratio: of p50 to that of A in the same runtime, packed weights apart; None where A was not timed in it.
         flops: of what is timed once: the batch, or one step of decode, the mean over the steps.
         flops_ratio: to those of A.
         latencies_ms: for every round its timings, one, or in decode one per step.
@@ -172,13 +172,17 @@ def _rows(
             p50_ms=1e3 * median,
             p95_ms=1e3 * percentile(seconds, 95),
             throughput=workload.items(phase) / median,
-            p50_ratio=median / dense[seat.runtime] if seat.runtime in dense else None,
+            p50_ratio=median / dense[_base(seat.runtime)] if _base(seat.runtime) in dense else None,
             flops=flops[seat.label],
             flops_ratio=_ratio(flops[seat.label], flops["A"]),
             latencies_ms=[[1e3 * second for second in timed] for timed in rounds],
         )
         for seat, rounds, seconds, median in zip(seats, latencies, flat, medians, strict=True)
     ]
+
+
+def _base(runtime: Runtime) -> Runtime:
+    return "PyTorch" if runtime == "PyTorch 2:4" else runtime
 
 
 def _ratio(one: int | None, other: int | None) -> float | None:

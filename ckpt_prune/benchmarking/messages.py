@@ -7,7 +7,8 @@ from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
 
 Phase = Literal["prefill", "decode", "forward"]
-Runtime = Literal["PyTorch", "onnxruntime"]
+Runtime = Literal["PyTorch", "onnxruntime", "PyTorch 2:4"]
+"""The last is PyTorch with torch's semi-structured kernels for weights that hold 2:4."""
 Timing = dict[Phase, list[float]]
 """Phase → seconds of each of its timings: one, or in decode one per step."""
 

@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Literal, Protocol
@@ -15,6 +15,7 @@ from ckpt_prune.benchmarking.entrants import Entrant, GraphWish, Say, open_entra
 from ckpt_prune.benchmarking.figures import Label, Machine, Result, Run, blocks_of
 from ckpt_prune.benchmarking.messages import Memory, Ready, Seat, Timing
 from ckpt_prune.benchmarking.pool import workers
+from ckpt_prune.benchmarking.two_four import why_not
 from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.folder import graph_bytes
@@ -49,6 +50,8 @@ class Settings:
     """What graphs are fused for; None for graphs as they are found, or made without."""
     dtype: GraphType | None = None
     """The type of graphs; None for fp32, and for graphs as they are found. PyTorch computes in fp16 where that is."""
+    two_four: bool = False
+    """Also by torch's kernels for 2:4, where that can be."""
     trust: bool = False
     """Run the code that a checkpoint brings, where it is not this tool's."""
     spread: SpreadOptions = field(default_factory=lambda: SpreadOptions.model_validate({}))
@@ -98,6 +101,8 @@ def compare(a: str, b: str, settings: Settings, say: Say) -> Result:
             pair = [with_graph(each, wish, scratch, say, trust=settings.trust) for each in pair]
             _say_differences(pair, say)
         seats = _seats(pair, settings, threads, onnx)
+        if settings.two_four:
+            seats += _packed(pair, seats, settings, say)
         with workers(seats) as pool:
             ready = [worker.ready() for worker in pool]
             for seat, loaded in zip(seats, ready, strict=True):
@@ -200,6 +205,20 @@ def _seats(pair: Sequence[Entrant], settings: Settings, threads: int, onnx: bool
             if each.manifest is not None
         ]
     return seats
+
+
+def _packed(pair: Sequence[Entrant], seats: Sequence[Seat], settings: Settings, say: Say) -> list[Seat]:
+    """Those of PyTorch once more, with packed weights; what cannot be is said."""
+    found = []
+    for each in pair:
+        if each.checkpoint is None:
+            continue
+        if (reason := why_not(each.checkpoint, settings.device, settings.dtype)) is not None:
+            say(f"{each.name} is not timed with 2:4: {reason}")
+            continue
+        own = next(seat for seat in seats if seat.label == each.label and seat.runtime == "PyTorch")
+        found.append(replace(own, runtime="PyTorch 2:4"))
+    return found
 
 
 def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], costs: dict[Label, Costs | None]) -> Run:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
+from ckpt_prune.benchmarking.two_four import pack
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.evaluation.placing import spread
@@ -88,6 +89,21 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
+
+
+class TwoFourRunner(TorchRunner):
+    """The same, with weights that hold 2:4 packed for torch's semi-structured kernels.
+
+    Args:
+        seat: what to load.
+
+    Raises:
+        UserError: it does not load.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+        pack(self._model)
 
 
 class OnnxRunner:
@@ -173,4 +189,4 @@ def _next(result: dict[str, Any]) -> Tensor:
     return torch.from_numpy(logits[:, -1:].argmax(-1))
 
 
-RUNNERS: dict[Runtime, Any] = {"PyTorch": TorchRunner, "onnxruntime": OnnxRunner}
+RUNNERS: dict[Runtime, Any] = {"PyTorch": TorchRunner, "onnxruntime": OnnxRunner, "PyTorch 2:4": TwoFourRunner}

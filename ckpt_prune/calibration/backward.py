@@ -50,9 +50,7 @@ def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> li
     for block in track(range(model.blocks), "gradients: states", total=model.blocks):
         states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
         module = stream.factory.block(block, model.read_block(block))
-        with torch.no_grad():
-            for _, rows in stream.batches:
-                states[-1][rows] = stream.run(module, block, states[-2][rows]).cpu()
+        stream.pass_through(module, block, states[-2], states[-1])
     return states
 
 

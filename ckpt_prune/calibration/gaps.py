@@ -19,9 +19,9 @@ from ckpt_prune.calibration.streams import HiddenStream
 
 def map_space(family: Family) -> SpaceName | None:
     """The space in whose consumer a map can be absorbed: a block's mlp; None where several give that together."""
-    own = [name for name, space in family.consumers.items() if space.consumer != family.attention.output]
-    plain = [name for name in own if not family.consumers[name].experts and family.consumers[name].gate is None]
-    return own[0] if len(own) == len(plain) == 1 else None
+    own = family.part_spaces("mlp")
+    plain = [name for name, space in own.items() if not space.experts and space.gate is None]
+    return plain[0] if len(own) == len(plain) == 1 else None
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import nn
 
 from ckpt_prune.architectures.depth import outputs_of
 from ckpt_prune.architectures.model import Model
@@ -60,9 +59,9 @@ def losses_without(
             without = allocate(tuple(stream.states.shape), stream.states.dtype)
             without.copy_(stream.states)
             if part != "block":
-                _go_on(stream, factory.block(block, less), block, without)
+                stream.pass_through(factory.block(block, less), block, without, without)
         for states in (*branches.values(), stream.states):
-            _go_on(stream, module, block, states)
+            stream.pass_through(module, block, states, states)
         if without is not None:
             branches[block] = without
     return {block: stream.nll(states) for block, states in branches.items()}
@@ -70,9 +69,3 @@ def losses_without(
 
 def _zeros(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensors[name]) for name in names}
-
-
-def _go_on(stream: HiddenStream, module: nn.Module, block: int, states: torch.Tensor) -> None:
-    """Let states go through a block, in place."""
-    for _, rows in stream.batches:
-        states[rows] = stream.run(module, block, states[rows]).cpu()

@@ -47,14 +47,6 @@ class PartDistances:
         return Distances(matrix(self.cosine), None if self.divergence is None else matrix(self.divergence))
 
 
-def part_spaces(model: Model, part: str) -> list[SpaceName]:
-    """The spaces that end in what a part gives to the stream: of an mlp of experts one for each."""
-    family = model.family
-    return [
-        s for s, own in family.consumers.items() if (own.consumer == family.attention.output) == (part == "attention")
-    ]
-
-
 def measure_parts(
     model: Model,
     samples: Samples,
@@ -76,7 +68,7 @@ def measure_parts(
         gradients: whether to predict divergences.
         allocate: makes the tensors that hold hidden states.
     """
-    checkpoint, (space,) = model.checkpoint, part_spaces(model, part)
+    checkpoint, (space,) = model.checkpoint, model.family.part_spaces(part)
     factory = BlockFactory(model, device=device, dtype=compute_dtype)
     stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
     if gradients:

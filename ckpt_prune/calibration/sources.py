@@ -28,6 +28,22 @@ class MomentSource(Protocol):
         """Moments of these spaces or linear modules, a tuple over folds; `tensors` is the block as it stands now."""
         ...
 
+    def lacking(
+        self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
+    ) -> dict[Key, SpaceMoments]:
+        """Moments of these spaces with what the block's output lacks, as their drift.
+
+        Args:
+            block: its index.
+            dense: its tensors before anything went.
+            tensors: as it stands now.
+            keys: spaces that end in a consumer.
+
+        Raises:
+            ValueError: nothing is run.
+        """
+        ...
+
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """The block is done and has these tensors."""
         ...
@@ -43,6 +59,12 @@ class NoMoments:
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Nothing."""
         return {}
+
+    def lacking(
+        self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
+    ) -> dict[Key, SpaceMoments]:
+        """Not known: what is on disk is of the dense model alone."""
+        raise ValueError("what a pruned block lacks is known where it runs alone")
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Nothing to do."""
@@ -90,6 +112,12 @@ class SequentialMoments:
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Moments of the block run on the pruned prefix's output."""
         return self.stream.observe(block, tensors, {key: self._gram[key] for key in keys})
+
+    def lacking(
+        self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
+    ) -> dict[Key, SpaceMoments]:
+        """What the dense block makes of the pruned prefix's output, and this one does not."""
+        return observe_drift(self.stream, self.stream, block, dense, tensors, dict.fromkeys(keys, True))[0]
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the pruned block's output become the next block's input."""
@@ -140,6 +168,13 @@ class DriftMoments(SequentialMoments):
             later = [key for stage in self._stages[self._stages.index(keys) + 1 :] for key in stage]
         found, self._passed = observe_drift(self.dense, self.stream, block, own, tensors, gram, later=later)
         return found
+
+    def lacking(
+        self, block: int, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor], keys: list[Key]
+    ) -> dict[Key, SpaceMoments]:
+        """What the dense model's stream has behind the block, and the pruned one's has not."""
+        own = None if self._passed else self._read_block(block)
+        return observe_drift(self.dense, self.stream, block, own, tensors, dict.fromkeys(keys, True))[0]
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""

@@ -183,7 +183,7 @@ class HiddenStream:
         if experts is not None:
             found = self.completed(block, index, experts, found, gram)
             if advance:
-                self._advance(block, index)
+                self.pass_through(block, index, self.states, self.states)
         return found
 
     def _observe(
@@ -263,11 +263,20 @@ class HiddenStream:
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the block's output, with these tensors, become the next block's input."""
-        self._advance(self.factory.block(index, tensors), index)
+        self.pass_through(self.factory.block(index, tensors), index, self.states, self.states)
 
-    def _advance(self, block: nn.Module, index: int) -> None:
+    @torch.no_grad()
+    def pass_through(self, block: nn.Module, index: int, given: Tensor, out: Tensor) -> None:
+        """Let states of this process's samples go through a block, batch by batch.
+
+        Args:
+            block: as `factory` builds it, of any widths.
+            index: of the block.
+            given: what enters it, (N, T, hidden).
+            out: what takes its output, (N, T, hidden); it may be `given`.
+        """
         for _, rows in self.batches:
-            self.states[rows] = self.run(block, index, self.states[rows]).cpu()
+            out[rows] = self.run(block, index, given[rows]).cpu()
 
     def readout(self) -> Readout:
         """What makes the model's outputs of hidden states after the last block."""

@@ -1,7 +1,7 @@
 """SHA-256 of files and of checkpoints."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,22 @@ def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
         with open_input(folder / name) as handle:
             digests[name] = hashlib.file_digest(handle, "sha256").hexdigest()
     return digests
+
+
+def changed_files(folder: Path, recorded: Mapping[str, str]) -> tuple[str | None, list[str]]:
+    """What became of files since their digests were taken.
+
+    Args:
+        folder: of them.
+        recorded: hex SHA-256 by name.
+
+    Returns:
+        The first that is gone, and nothing else then: or None, and those that changed, in the order of `recorded`.
+    """
+    for name in recorded:
+        if not (folder / name).is_file():
+            return name, []
+    return None, [name for name, digest in sha256_files(folder, recorded).items() if digest != recorded[name]]
 
 
 def tokenizer_fingerprint(path: Path) -> str | None:

@@ -26,6 +26,7 @@ from ckpt_prune.checkpoint.quantised import (
 from ckpt_prune.checkpoint.shard import (
     Header,
     Scaled,
+    Stack,
     TensorInfo,
     multiplied,
     read_flat_chunks,
@@ -90,7 +91,8 @@ class Checkpoint:
         metadata: each file's free-text `__metadata__`.
         stamps: of the folder's files when it was opened, by name.
         within: where it is, if it is a part of another; its names and its config are then those of a model of its own.
-        stacks: tensor of a file → names of the parts that `tensors` has in its place.
+        stacks: tensor of a file → the parts that `tensors` has in its place.
+        aliases: tensor → its name on disk, where that is another one by which transformers knows it.
         replaced: tensors that are read from elsewhere, each by its name, with the absolute path of its file.
     """
 
@@ -102,7 +104,8 @@ class Checkpoint:
     metadata: dict[str, dict[str, str]]
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     within: Within | None = None
-    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     @classmethod
@@ -164,18 +167,36 @@ class Checkpoint:
         turned = {name: self.tensors[name].turned() for name in names if name in self.tensors}
         return replace(self, tensors=self.tensors | turned) if turned else self
 
-    def split(self, stacks: Mapping[str, tuple[str, ...]]) -> "Checkpoint":
-        """The same checkpoint with the parts of some tensors, along their first axis, in their place.
+    def called(self, aliases: Mapping[str, str]) -> "Checkpoint":
+        """The same checkpoint with some tensors under other names; what is written from it has those on disk.
 
         Args:
-            stacks: tensor → a name for each part.
+            aliases: new name → name on disk.
         """
-        here = {name: parts for name, parts in stacks.items() if name in self.tensors}
+        names = {disk: name for name, disk in aliases.items() if disk in self.tensors}
+        if not names:
+            return self
+        tensors = {names.get(n, n): replace(info, name=names.get(n, n)) for n, info in self.tensors.items()}
+        return replace(self, tensors=tensors, aliases={**self.aliases, **{name: n for n, name in names.items()}})
+
+    def split(self, stacks: Mapping[str, Stack]) -> "Checkpoint":
+        """The same checkpoint with the parts of some tensors in their place.
+
+        Args:
+            stacks: tensor → its parts.
+        """
+        here: dict[str, Stack] = {}
+        for name, stack in stacks.items():
+            if name in self.tensors:
+                # One that was pruned may hold fewer.
+                here[name] = replace(stack, parts=stack.parts[: self.tensors[name].shape[0] * stack.each])
         tensors: dict[str, TensorInfo] = {}
         for name, info in self.tensors.items():
-            parts = here.get(name)
-            own = {name: info} if parts is None else {part: info.part(i, part) for i, part in enumerate(parts)}
-            tensors |= own
+            own = here.get(name)
+            if own is None:
+                tensors[name] = info
+            else:
+                tensors |= {part: info.part(i, part, own.each) for i, part in enumerate(own.parts)}
         return replace(self, tensors=tensors, stacks={**self.stacks, **here}) if here else self
 
     def renamed(self, names: Mapping[str, str], config: dict[str, Any]) -> "Checkpoint":
@@ -186,19 +207,26 @@ class Checkpoint:
             config: of what these tensors are.
         """
         tensors = {names[n]: replace(info, name=names[n]) for n, info in self.tensors.items() if n in names}
-        stacks = {names[n]: tuple(names[p] for p in parts) for n, parts in self.stacks.items() if n in names}
+        stacks = {
+            names[n]: replace(stack, parts=tuple(names[p] for p in stack.parts))
+            for n, stack in self.stacks.items()
+            if n in names
+        }
+        aliases = {names[n]: names[disk] for n, disk in self.aliases.items() if n in names}
         held = {info.file for info in tensors.values()}
         files = tuple(file for file in self.files if file in held)
-        return replace(self, config=config, tensors=tensors, files=files, stacks=stacks)
+        return replace(self, config=config, tensors=tensors, files=files, stacks=stacks, aliases=aliases)
 
     @property
     def stored(self) -> dict[str, TensorInfo]:
         """The tensors as the files hold them, but for transposes."""
-        parts = {part for names in self.stacks.values() for part in names}
-        found = {name: info for name, info in self.tensors.items() if name not in parts}
-        for whole, names in self.stacks.items():
-            first, count = self.tensors[names[0]], len(names)
-            found[whole] = replace(first, name=whole, shape=(count, *first.shape), nbytes=first.nbytes * count)
+        parts = {part for stack in self.stacks.values() for part in stack.parts}
+        disk = {name: self.aliases.get(name, name) for name in self.tensors if name not in parts}
+        found = {own: replace(self.tensors[name], name=own) for name, own in disk.items()}
+        for whole, stack in self.stacks.items():
+            first, count = self.tensors[stack.parts[0]], len(stack.parts)
+            shape = stack.shape(count, first.shape)
+            found[whole] = replace(first, name=whole, shape=shape, nbytes=first.nbytes * count)
         return found
 
     @property

@@ -7,7 +7,7 @@ a file that shrinks while it is read is an error message instead of a bus error.
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,23 @@ _LENGTH_BYTES = 8
 _LARGEST_HEADER = 2**24
 _LARGEST_TENSOR = 2**62
 _CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a tensor of a file holds others: one after the other along its first axis, or several in a row.
+
+    Attributes:
+        parts: their names, row by row.
+        each: how many stand in a row, one after the other along the second axis.
+    """
+
+    parts: tuple[str, ...]
+    each: int = 1
+
+    def shape(self, count: int, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a tensor that holds `count` parts of a shape."""
+        return (count, *part) if self.each == 1 else (count // self.each, self.each * part[0], *part[1:])
 
 
 @dataclass(frozen=True)
@@ -112,10 +129,11 @@ class TensorInfo:
         """The same data, read and written as the transpose of what the file holds."""
         return self if self.transposed else replace(self, shape=self.shape[::-1], transposed=True)
 
-    def part(self, index: int, name: str) -> "TensorInfo":
-        """One of the tensors that it stacks along its first axis, under a name of its own."""
-        nbytes = self.nbytes // self.shape[0]
-        return replace(self, name=name, shape=self.shape[1:], nbytes=nbytes, offset=self.offset + index * nbytes)
+    def part(self, index: int, name: str, each: int = 1) -> "TensorInfo":
+        """One of the tensors that it stacks, `each` in a row (`Stack`), under a name of its own."""
+        nbytes = self.nbytes // (self.shape[0] * each)
+        shape = self.shape[1:] if each == 1 else (self.shape[1] // each, *self.shape[2:])
+        return replace(self, name=name, shape=shape, nbytes=nbytes, offset=self.offset + index * nbytes)
 
     @property
     def numel(self) -> int:
@@ -189,21 +207,21 @@ def build_header(
 
 
 def stacked(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Mapping[str, Sequence[str]]
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Mapping[str, Stack]
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes as files have them.
 
     Args:
         tensors: by name.
-        stacks: tensor of a file → the names of its parts; those that are not there are left out of it.
+        stacks: tensor of a file → its parts; those that are not there are left out of it.
     """
-    parts = {part for names in stacks.values() for part in names}
+    parts = {part for stack in stacks.values() for part in stack.parts}
     found = {name: own for name, own in tensors.items() if name not in parts}
-    for whole, names in stacks.items():
-        here = [name for name in names if name in tensors]
+    for whole, stack in stacks.items():
+        here = [name for name in stack.parts if name in tensors]
         if here:
             dtype, shape = tensors[here[0]]
-            found[whole] = dtype, (len(here), *shape)
+            found[whole] = dtype, stack.shape(len(here), shape)
     return found
 
 

@@ -26,3 +26,12 @@ def _scaled(count: int, base: int, suffixes: tuple[str, ...], gap: str) -> str:
 def counted(number: int | None, what: str) -> str:
     """Such as "1 image", "2 images"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, with two significant digits at most."""
+    if seconds < 99.5:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 99.5 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.2g} h"

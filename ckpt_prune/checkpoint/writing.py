@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.jsonfile import canonical, pretty
 from ckpt_prune.checkpoint.reading import INDEX, read_tensors
-from ckpt_prune.checkpoint.shard import TensorInfo, build_header, stacked, write_tensor
+from ckpt_prune.checkpoint.shard import Stack, TensorInfo, build_header, stacked, write_tensor
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import DiskError, UserError
@@ -49,7 +49,7 @@ class CheckpointWriter:
         metadata: free text for each file's header, beside `{"format": "pt"}`.
         transposed: matrices of the layout whose files hold their transposes.
         names: tensor of the layout → its name in the file, where that is another.
-        stacks: tensor of a file → the tensors of the layout that it stacks.
+        stacks: tensor of a file → how it holds several of the layout.
 
     Raises:
         UserError: the run that is resumed had another layout, or there is no room on the disk.
@@ -66,7 +66,7 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
         transposed: Set[str] = frozenset(),
         names: Mapping[str, str] | None = None,
-        stacks: Mapping[str, Sequence[str]] | None = None,
+        stacks: Mapping[str, Stack] | None = None,
     ) -> None:
         self._stacks = stacks or {}
         files = len(layout.keys() - aside)
@@ -83,7 +83,7 @@ class CheckpointWriter:
                 raise ValueError(f"tensor {min(repeated)!r} is in two files")
             given = {(names or {}).get(name, name): name for name in tensors}
             stored = {s: (tensors[n][0], tensors[n][1][:: -1 if n in transposed else 1]) for s, n in given.items()}
-            stored = stacked(stored, {whole: parts for whole, parts in self._stacks.items() if parts[0] in tensors})
+            stored = stacked(stored, {whole: own for whole, own in self._stacks.items() if own.parts[0] in tensors})
             self._headers[file], header = build_header(file, stored, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes
             held = {part: own for info in header.tensors.values() for part, own in self._parts(info, tensors).items()}
@@ -108,8 +108,9 @@ class CheckpointWriter:
         """What is written into a tensor of a file: it, or the parts of it that there are."""
         if info.name not in self._stacks:
             return {info.name: info}
-        here = [part for part in self._stacks[info.name] if part in tensors]
-        return {part: info.part(index, part) for index, part in enumerate(here)}
+        stack = self._stacks[info.name]
+        here = [part for part in stack.parts if part in tensors]
+        return {part: info.part(index, part, stack.each) for index, part in enumerate(here)}
 
     @property
     def done(self) -> frozenset[str]:
@@ -238,7 +239,7 @@ class CheckpointWriter:
 
     def _index(self) -> dict[str, object]:
         listed = {info.name: info for info in self._plan.values() if info.file not in self._aside}
-        whole = {part: name for name, parts in self._stacks.items() for part in parts}
+        whole = {part: name for name, stack in self._stacks.items() for part in stack.parts}
         return {
             "metadata": {
                 "total_parameters": sum(info.numel for info in listed.values()),

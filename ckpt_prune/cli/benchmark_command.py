@@ -65,6 +65,12 @@ NONE = "-"
     "Weights of int8, int4 and q4f16 are rounded alike here, to time them. [default: fp32, a graph in the checkpoint's "
     "folder onnx as it is]",
 )
+@click.option(
+    "--two-four",
+    is_flag=True,
+    help="Also time checkpoints whose weights hold 2:4 by torch's semi-structured kernels: NVIDIA GPUs of compute "
+    "capability 8.0 or later, --dtype fp16. Elsewhere a line says why not.",
+)
 @trust_option
 @json_option
 def command(as_json: bool, **given: Any) -> None:

@@ -22,18 +22,29 @@ def exported_lines(exported: Exported) -> list[str]:
         found.append("not compared with PyTorch: `ckpt-prune validate` does it")
     for each in what.graphs:
         size = human_bytes(exported.bytes[each.dtype])
-        found += [] if each.quantised is None else [rounding_line(each.quantised)]
+        found += [] if each.quantised is None else rounding_lines(each.quantised)
         found.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
     return found
 
 
-def rounding_line(record: Quantised) -> str:
-    """How the weights of a graph are stored, in a line."""
+def rounding_lines(record: Quantised) -> list[str]:
+    """How the weights of a graph are stored, and what they were picked by, which is not what the proof measures."""
     stored = ", ".join(f"{count} in {kind}" for kind, count in record.weights.items())
-    block = f"of {record.block_size}" + (", symmetric" if record.symmetric else "")
-    padded = f", {record.padded} with padded last blocks" if record.padded else ""
-    cost = "" if record.loss is None else f"; together they cost {record.loss:.2g} (of {record.allowed:g} allowed)"
-    return f"weights: {stored} ({block}, {record.rounding}{padded}){cost}, measured on {record.measured_on}"
+    blocks = any("blocks" in kind for kind in record.weights)
+    how = [f"of {record.block_size}"] if blocks else []
+    how += ["symmetric"] if blocks and record.symmetric else []
+    how += [f"{record.padded} with padded last blocks"] if record.padded else []
+    how += [f"rounded {'to the nearest' if record.rounding == 'nearest' else 'by GPTQ'}"]
+    lines = [f"weights: {stored} ({', '.join(how)})"]
+    if record.loss is not None:
+        lines.append(
+            f"picked on {record.measured_on}: {_UNITS[record.unit]} {record.loss:.2g}, where {record.allowed:.2g} is "
+            "about what may be lost of the metric; how they do on other data is said above"
+        )
+    return lines
+
+
+_UNITS = {"KL": "KL", "energy": "lost energy of the features"}
 
 
 def proof_lines(validations: Validations) -> list[str]:
@@ -74,14 +85,13 @@ def graph_lines(validation: Validation) -> list[str]:
     lines += [f"{check.name}: {check.detail}" for check in skipped]
     lines.append(f"compared on: {validation.data.get('what', 'noise')}")
     verdict = "agrees" if validation.passed else "does NOT agree"
+    kind = "of another tool" if validation.dtype is None else validation.dtype
     held = (
         f"tolerance {validation.tolerance:g} of the largest output"
         if validation.max_loss is None
         else f"{validation.max_loss:.4g} of the metric may be lost"
     )
-    lines.append(
-        f"the graph {verdict} with {validation.against.name} ({validation.dtype}, {validation.provider}, {held})"
-    )
+    lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {held})")
     return lines
 
 

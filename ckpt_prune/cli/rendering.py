@@ -5,7 +5,7 @@ from statistics import fmean
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.parts import GROUPED
-from ckpt_prune.architectures.spaces import first_of_experts, space_of
+from ckpt_prune.architectures.spaces import ENDS, first_of_experts, known_space, space_of
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
 from ckpt_prune.planning.records import Cost, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
@@ -157,7 +157,7 @@ def error_lines(sites: Sequence[SiteRecord]) -> Iterable[str]:
     """Mean errors of every space on the calibration samples, and what they are not."""
     found = space_errors(sites)
     for errors in found:
-        what = "logits" if all(site.consumer is None for site in sites if site.space == errors.space) else "outputs"
+        what = "logits" if ENDS[known_space(errors.space)] in ("logits", "rotary") else "outputs"
         yield (
             f"{errors.space}: mean error of the {what} on the calibration samples {errors.uncompensated:.4f} bare, "
             f"{errors.compensated:.4f} compensated{DRIFT if errors.drift else ''}"

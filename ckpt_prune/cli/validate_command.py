@@ -22,9 +22,14 @@ from ckpt_prune.options import SpreadOptions, ValidateOptions
 @click.option(
     "--against",
     metavar="MODEL",
-    required=True,
     callback=checked_model,
-    help="The checkpoint that DIR was exported from.",
+    help="The checkpoint that DIR was exported from. [default: the one that DIR lies in, or beside]",
+)
+@click.option(
+    "--metric-only",
+    is_flag=True,
+    help="Measure what is lost of the task's metric, and nothing else. DIR may be a graph of another tool's, whose "
+    "allowance --max-loss says. Nothing is written.",
 )
 @options_of(ValidateOptions)
 @provider_option
@@ -43,8 +48,9 @@ def command(as_json: bool, **given: Any) -> None:
     outside the tolerance, with a table of where.
 
     \b
-      ckpt-prune validate OUT-onnx --against OUT --text held_out.txt
+      ckpt-prune validate OUT/onnx --text held_out.txt
       ckpt-prune validate OUT-onnx --against OUT --images photos --labels labels.csv
+      ckpt-prune validate theirs/model_quantized.onnx --against MODEL --metric-only --max-loss 2% --text held_out.txt
     """
     found = validate(**given)
     if as_json:

@@ -1,4 +1,4 @@
-"""The best product of two thin matrices in place of a linear module's weight (compensation/README.md, section 13)."""
+"""The best product of two thin matrices in place of a linear module's weight (compensation/README.md, section 14)."""
 
 from dataclasses import dataclass
 

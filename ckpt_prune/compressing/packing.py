@@ -9,8 +9,6 @@ from ckpt_prune.compressing.gptq import gptq_codes
 from ckpt_prune.compressing.rounding import codes_of, scales_of, weights_of
 from ckpt_prune.compressing.scheme import LIBRARY, Scheme
 from ckpt_prune.errors import UserError
-from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.inverse import inverse_factor
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 _MOST_AT_ONCE = 2**22
@@ -83,7 +81,7 @@ def shapes_of(module: str, shape: tuple[int, int], scheme: Scheme, dtype: torch.
 
 
 def packed(
-    module: str, weight: Tensor, scheme: Scheme, hessian: Tensor | None = None
+    module: str, weight: Tensor, scheme: Scheme, factor: Tensor | None = None
 ) -> tuple[dict[str, Tensor], float]:
     """What stands for a weight, and the sum of squared differences that rounding makes.
 
@@ -91,11 +89,10 @@ def packed(
         module: its name.
         weight: (rows, columns), in the model's type.
         scheme: how it is stored.
-        hessian: Gram of its inputs, for GPTQ; None rounds to nearest.
+        factor: of the Gram of its inputs (`inverse.factorise`), for GPTQ; None rounds to nearest.
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    factor = None if hessian is None else inverse_factor(hessian, DAMP, MOST_DAMP)
     words, scales, change, rows = [], [], 0.0, max(1, _MOST_AT_ONCE // weight.shape[1])
     for part in weight.tensor_split(list(range(rows, len(weight), rows))):
         scale = scales_of(part, scheme, weight.dtype)

@@ -1,6 +1,8 @@
 """Writing a checkpoint with weights of few bits, one tensor at a time."""
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -36,6 +38,8 @@ from ckpt_prune.progress import track
 from ckpt_prune.report.model import Source
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.source_card import CARD, source_card
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.zeros import weights_by_module
 from ckpt_prune.versions import versions
 
@@ -79,42 +83,49 @@ class Job:
 
 
 class Hessians:
-    """Grams of the inputs of weights, one at a time.
+    """What GPTQ rounds weights by: of the Grams of their inputs, each held until the last weight that it is for.
 
     Args:
         model: whose.
+        weights: that are rounded, once each.
         statistics: of it.
     """
 
-    def __init__(self, model: Model, statistics: Statistics) -> None:
+    def __init__(self, model: Model, weights: Iterable[str], statistics: Statistics) -> None:
         before, after = (re.escape(part) for part in model.family.block.split("{block}"))
         self._name = re.compile(rf"{before}(\d+){after}(.+)\.weight")
         self._model, self._statistics = model, statistics
         self._first = {module: first for first, modules in model.family.inputs.items() for module in modules}
-        self._held: tuple[str, Tensor] | None = None
+        self._left = Counter(self._moments(weight) for weight in weights)
+        self._held: dict[tuple[int, str], Tensor] = {}
 
     @property
     def digest(self) -> str:
         """Of the statistics."""
         return self._statistics.index.digest
 
-    def of(self, weight: str) -> Tensor:
-        """The Gram of a weight's inputs.
+    def factor(self, weight: str) -> Tensor:
+        """The factor of the damped Gram of a weight's inputs (`factorise`).
 
         Raises:
-            UserError: the statistics have none.
+            UserError: the statistics have no Gram of them.
         """
-        found = self._name.fullmatch(weight)
-        assert found is not None
-        block, module = int(found[1]), found[2]
-        name = self._model.moments_name(block, self._first.get(module, module))
-        if self._held is None or self._held[0] != name:
+        own = block, name = self._moments(weight)
+        if own not in self._held:
             folds = self._statistics.block(block, {name}).get(name)
             whole = total(folds) if folds else None
             if not isinstance(whole, Moments) or whole.gram is None:
                 raise UserError(f"{self._statistics.folder} has no Gram of the inputs of {weight}: {_COLLECT}")
-            self._held = (name, whole.gram)
-        return self._held[1]
+            self._held[own] = factorise(whole.gram, whole.gram.diagonal() == 0, DAMP, MOST_DAMP)[0]
+        self._left[own] -= 1
+        return self._held[own] if self._left[own] else self._held.pop(own)
+
+    def _moments(self, weight: str) -> tuple[int, str]:
+        """The block of a weight, and what the moments of its inputs are called there."""
+        found = self._name.fullmatch(weight)
+        assert found is not None
+        block, module = int(found[1]), found[2]
+        return block, self._model.moments_name(block, self._first.get(module, module))
 
 
 def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None, statistics: Path | None = None) -> Job:
@@ -152,17 +163,17 @@ def job_of(checkpoint: Checkpoint, kind: Format, group_size: str | None, statist
     linears = [name for name, module in known.model.named_modules() if isinstance(module, nn.Linear)]
     ignored = tuple(name for name in linears if name not in modules)
     _check_loads(stored_container(checkpoint).skeleton(), scheme, ignored, checkpoint)
-    by = None if statistics is None else _hessians(checkpoint, statistics)
+    by = None if statistics is None else _hessians(checkpoint, ordered, statistics)
     return Job(checkpoint, family, ordered, ignored, scheme, by)
 
 
-def _hessians(checkpoint: Checkpoint, folder: Path) -> Hessians:
+def _hessians(checkpoint: Checkpoint, weights: Iterable[str], folder: Path) -> Hessians:
     """Those of statistics of this very model."""
     found, model = Statistics(folder), Model.of(checkpoint)
     found.check_model(model)
     if not {"gram", "linears"} <= set(found.index.collect):
         raise UserError(f"{folder} has no Grams of the inputs of all linear weights: {_COLLECT}")
-    return Hessians(model, found)
+    return Hessians(model, weights, found)
 
 
 def _check_loads(model: Any, scheme: Scheme, ignored: tuple[str, ...], checkpoint: Checkpoint) -> None:
@@ -212,8 +223,8 @@ def quantise(job: Job, out: Path, *, overwrite: bool = False) -> Quantised:
             if name not in weights:
                 writer.write(name, tensor)
                 continue
-            hessian = None if job.hessians is None else job.hessians.of(name)
-            made, change = packed(name.removesuffix(_WEIGHT), tensor, job.scheme, hessian)
+            factor = None if job.hessians is None else job.hessians.factor(name)
+            made, change = packed(name.removesuffix(_WEIGHT), tensor, job.scheme, factor)
             energy = float(tensor.double().square().sum())
             rounded.append(Rounded(weight=name, error=change / energy if energy else 0.0))
             for each, value in made.items():

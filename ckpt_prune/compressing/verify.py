@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.fitting import fitted
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.reading import Checkpoint, read_tensors
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
 from ckpt_prune.compressing.packing import PACKED, SCALE, SHAPE, require_library, shapes_of, unpacked
@@ -81,22 +81,16 @@ def _finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
 def _load(folder: Path) -> tuple[bool, str]:
     require_library()
     found = stock_load_report(folder)
-    if found.clean:
-        return True, "by stock transformers: no key missing, unexpected or mismatched"
-    parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
-    return False, "; ".join(f"{len(names)} {what}, first {names[0]}" for what, names in parts.items() if names)
+    return found.clean, found.fault or "by stock transformers: no key missing, unexpected or mismatched"
 
 
 def _digests(folder: Path, record: Quantised) -> tuple[bool, str]:
-    absent = [name for name in record.files if not (folder / name).is_file()]
-    if absent:
-        return False, f"{absent[0]} is gone"
-    changed = [n for n, digest in sha256_files(folder, record.files).items() if digest != record.files[n]]
-    return (
-        (False, f"{changed[0]} changed since it was written")
-        if changed
-        else (True, f"{len(record.files)} file(s) as written")
-    )
+    gone, changed = changed_files(folder, record.files)
+    if gone is not None:
+        return False, f"{gone} is gone"
+    if changed:
+        return False, f"{changed[0]} changed since it was written"
+    return True, f"{len(record.files)} file(s) as written"
 
 
 def _rounded(folder: Path, record: Quantised, tensors: dict[str, TensorInfo], source: Checkpoint) -> tuple[bool, str]:

@@ -36,18 +36,7 @@ def check_source(model: Model) -> None:
             "measured again; start from the dense model"
         )
     check_stored(checkpoint, stock_names(checkpoint.config, model.family.architecture))
-    _check_experts(model)
     _CHECKED.add(model)
-
-
-def _check_experts(model: Model) -> None:
-    """Refuse experts under names that transformers has in memory alone, gate and up of all of them in one tensor."""
-    lacking = [module for module in model.family.expert_modules if not model.has(module)]
-    if lacking:
-        raise UserError(
-            f"{model.checkpoint.path} lacks {model.tensor(0, lacking[0])}: its experts are stored as transformers "
-            "holds them in memory; save it again by save_pretrained, which writes them as published"
-        )
 
 
 def check_stored(checkpoint: Checkpoint, known: Names) -> None:

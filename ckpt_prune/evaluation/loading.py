@@ -48,6 +48,12 @@ class LoadReport:
         """Whether every tensor of the folder went into the model and every parameter came from the folder."""
         return not (self.missing or self.unexpected or self.mismatched)
 
+    @property
+    def fault(self) -> str:
+        """How many of each were found wanting, and the first of them; empty when all is well."""
+        parts = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": self.mismatched}
+        return "; ".join(f"{len(names)} {what}, first {names[0]}" for what, names in parts.items() if names)
+
 
 def load_model(
     folder: Path,

@@ -20,7 +20,7 @@ from ckpt_prune.architectures.part import composite_names, part_of
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.architectures.supported import with_description
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -188,17 +188,15 @@ def _load(checkpoint: Checkpoint) -> tuple[bool, str]:
         return True, f"{remote} (remote code) by ckpt_prune.load: no key missing, unexpected or mismatched"
     if found.clean:
         return True, f"{architecture} by stock transformers: no key missing, unexpected or mismatched"
-    parts = {"missing": found.missing, "unexpected": found.unexpected, "mismatched": found.mismatched}
-    return False, "; ".join(f"{len(v)} {k}, first {v[0]}" for k, v in parts.items() if v)
+    return False, found.fault
 
 
 def _digests(folder: Path, report: Report | None) -> tuple[bool | None, str]:
     if report is None:
         return None, f"no {REPORT}: not written by this tool"
-    absent = [name for name in report.files if not (folder / name).is_file()]
-    if absent:
-        return False, f"{absent[0]} is gone"
-    changed = [n for n, digest in sha256_files(folder, report.files).items() if digest != report.files[n]]
+    gone, changed = changed_files(folder, report.files)
+    if gone is not None:
+        return False, f"{gone} is gone"
     if changed:
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
         return False, f"{changed[0]} changed since it was written{more}"
@@ -368,6 +366,11 @@ def _known(site: SiteRecord, model: Model) -> SpaceName:
     raise UserError(f"{REPORT} keeps units of {name}, which the dense model has not")
 
 
+def _refitted(model: Model, site: SiteRecord) -> set[str]:
+    """Linear modules of each expert that stays which make up for those that went."""
+    return set() if model.family.experts is None else model.family.experts.rewritten(site.method)
+
+
 def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
     """Every producer of a pruned space holds exactly the dense rows of the kept units, where nothing is absorbed."""
     model = Model.of(dense)
@@ -401,7 +404,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         pairs, name = model.pairs_kept(gone), model.pairs_name(block)
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
-        moved = model.moved_experts(block, kept)
+        refitted = {m for space in sites if space in model.family.routers for m in _refitted(model, sites[space])}
+        moved = model.moved_experts(block, kept, refitted)
         for name, before in moved.items():
             if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
                 return False, f"{name} is not the dense model's {before}"

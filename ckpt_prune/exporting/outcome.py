@@ -106,7 +106,8 @@ class Validation(BaseModel):
     provider: Provider
     note: str | None
     """Why that is not the provider that was asked for."""
-    dtype: GraphType
+    dtype: GraphType | None
+    """None of a graph without a record: another tool made it."""
     tolerance: float | None
     """In units of the largest output of a case; means are held to a tenth of it. None of a graph that is rounded."""
     max_loss: float | None

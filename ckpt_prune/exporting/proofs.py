@@ -43,6 +43,8 @@ MOST_NOISE = 64
 
 Other = tuple[str, Reference, float | None]
 """Another model: its name, itself, and what the graph may lose of its metric."""
+Measure = Callable[[Reference, Allowance], Metric | str]
+"""The task's metric of a graph and of a model beside it, or why there is none."""
 
 
 class Proof:
@@ -112,23 +114,11 @@ class Proof:
     def _metric(self) -> tuple[bool | None, str]:
         raise NotImplementedError
 
-    def _judged(self, measure: Callable[[Reference, Allowance], Metric | str]) -> tuple[bool | None, str]:
+    def _judged(self, measure: Measure) -> tuple[bool | None, str]:
         """The task's metric beside the model's, and beside that of each other model."""
-        found = measure(self.reference, self.allowance)
-        if isinstance(found, str):
-            return None, found
-        self.metrics.append(found)
-        said, passed = [_apart(found)], found.passed
-        for name, reference, most in self.others:
-            beside = measure(reference, Allowance(0.0, math.inf if most is None else most))
-            if isinstance(beside, Metric):
-                beside = beside.model_copy(
-                    update={"against": name, "tolerance": most, "passed": most is None or beside.passed}
-                )
-                self.metrics.append(beside)
-                said.append(f"{_apart(beside)} of {name}")
-                passed = passed and beside.passed
-        return passed, "; ".join(said)
+        metrics, passed, said = judged(measure, self.reference, self.allowance, self.others)
+        self.metrics += metrics
+        return passed, said
 
     def _gone(self) -> list[str]:
         """Inputs that the model's outputs depend on and the graph does not have."""
@@ -245,6 +235,30 @@ class Proof:
             return False, f"{len(failed)} of {len(new)} {what} are outside the tolerance of {self.tolerance:g}"
         most = max(map(_share, new))
         return True, f"{len(new)} {what} within {self.tolerance:g}: at most {most:.1e} of the largest output"
+
+
+def judged(
+    measure: Measure, reference: Reference, allowance: Allowance, others: Sequence[Other]
+) -> tuple[list[Metric], bool | None, str]:
+    """A task's metric beside the model's, and beside that of each other model.
+
+    Returns:
+        The figures; whether they are within what is allowed, None where there are none; and both in words.
+    """
+    found = measure(reference, allowance)
+    if isinstance(found, str):
+        return [], None, found
+    metrics, said, passed = [found], [_apart(found)], found.passed
+    for name, other, most in others:
+        beside = measure(other, Allowance(0.0, math.inf if most is None else most))
+        if isinstance(beside, Metric):
+            beside = beside.model_copy(
+                update={"against": name, "tolerance": most, "passed": most is None or beside.passed}
+            )
+            metrics.append(beside)
+            said.append(f"{_apart(beside)} of {name}")
+            passed = passed and beside.passed
+    return metrics, passed, "; ".join(said)
 
 
 class ImageProof(Proof):

@@ -110,6 +110,7 @@ class OnnxModel:
         provider: what to run it on.
         threads: of one operator.
         device: number of the GPU.
+        described: the folder with config.json, where that is another one.
 
     Attributes:
         config: of the model.
@@ -132,8 +133,9 @@ class OnnxModel:
         provider: Provider = "cpu",
         threads: int | None = None,
         device: int = 0,
+        described: Path | None = None,
     ) -> None:
-        self.config = config_of(folder)
+        self.config = config_of(folder if described is None else described)
         self.session = open_session(folder / file, provider=provider, threads=threads, device=device)
         self.inputs = {each.name: each for each in self.session.inner.get_inputs()}
         self.outputs = {each.name: each for each in self.session.inner.get_outputs()}

@@ -6,15 +6,17 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.checkpoint.hub import resolve
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.exporting.manifest import Source, read_manifest, runtime_versions
+from ckpt_prune.exporting.manifest import Manifest, Source, read_manifest, runtime_versions
 from ckpt_prune.exporting.metrics import Allowance
 from ckpt_prune.exporting.outcome import ProofSamples, Validation, Validations
 from ckpt_prune.exporting.proofs import ImageProof, Other, TextProof
 from ckpt_prune.exporting.reference import Reference
 from ckpt_prune.exporting.session import Provider, provider_for
+from ckpt_prune.exporting.tasks import Task
+from ckpt_prune.graph_types import GraphType
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 """By the graph's type: the largest difference that passes, in units of the case's largest output."""
@@ -87,25 +89,17 @@ def validate(
     """
     manifest = read_manifest(folder)
     checkpoint = Checkpoint.open(model)
-    if manifest.source.fingerprint != checkpoint.fingerprint:
-        raise UserError(f"{folder} was not made from {checkpoint.path}: its record names {manifest.source.name}")
+    check_source(folder, manifest, checkpoint)
     wrong = samples.images if manifest.modality == "text" else samples.windows
     if wrong is not None:
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
     whole = load_model(checkpoint.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
-    others: list[Other] = []
-    if dense is not None:
-        other = Checkpoint.open(dense.folder)
-        loaded = load_model(other.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
-        others.append((other.name, Reference(loaded, manifest.what, set()), dense.max_loss))
+    others = others_of(dense, manifest.what, trust=trust)
     found = []
     for each in manifest.each:
         reference = Reference(whole, each.what, {port.name for port in each.inputs})
         rounded = each.entry.quantised is not None
-        allowance = Allowance(
-            TOLERANCES.get(each.dtype, 0.0) if tolerance is None or rounded else tolerance,
-            (MAX_LOSS[each.dtype] if max_loss is None else max_loss) if rounded else None,
-        )
+        allowance = allowance_of(each.dtype, rounded=rounded, tolerance=tolerance, max_loss=max_loss)
         kind = TextProof if each.modality == "text" else ImageProof
         proof = kind(folder, each, reference, samples, allowance, others)
         proof.run(provider or provider_for(each.optimize))
@@ -129,3 +123,54 @@ def validate(
             )
         )
     return Validations.of(found)
+
+
+def check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """Refuse a model that a folder was not made from.
+
+    Raises:
+        UserError: its record names another.
+    """
+    if manifest.source.fingerprint != checkpoint.fingerprint:
+        raise UserError(f"{folder} was not made from {checkpoint.path}: its record names {manifest.source.name}")
+
+
+def own_source(folder: Path, manifest: Manifest) -> Path:
+    """The model that a folder was made from, where it is at hand: the folder lies in it, or beside it.
+
+    Raises:
+        UserError: neither has the fingerprint that the record names.
+    """
+    above = folder.resolve().parent
+    for place in (above, above / Path(manifest.source.name).name):
+        if not (place / CONFIG).is_file():
+            continue
+        try:
+            if Checkpoint.open(place).fingerprint == manifest.source.fingerprint:
+                return place
+        except UserError:  # another folder, or one that changed
+            continue
+    raise UserError(
+        f"{folder} neither lies in nor beside {manifest.source.name}, which it was made from: give --against MODEL"
+    )
+
+
+def others_of(dense: Dense | None, task: Task, *, trust: bool) -> list[Other]:
+    """What else the metric is compared with, loaded WHOLE.
+
+    Raises:
+        UserError: it does not load.
+    """
+    if dense is None:
+        return []
+    other = Checkpoint.open(dense.folder)
+    loaded = load_model(other.path, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    return [(other.name, Reference(loaded, task, set()), dense.max_loss)]
+
+
+def allowance_of(dtype: GraphType, *, rounded: bool, tolerance: float | None, max_loss: float | None) -> Allowance:
+    """How far a graph of a type may be from its model; None is what the type has by default."""
+    return Allowance(
+        TOLERANCES.get(dtype, 0.0) if tolerance is None or rounded else tolerance,
+        (MAX_LOSS[dtype] if max_loss is None else max_loss) if rounded else None,
+    )

@@ -53,6 +53,15 @@ class Group:
         """What the first process makes, in all of them."""
         return make()
 
+    def alone(self, make: Callable[[], T]) -> T:
+        """What the first process makes by itself, sharing none of the work, in all of them."""
+
+        def by_itself() -> T:
+            with working_in(ALONE):
+                return make()
+
+        return self.once(by_itself)
+
     def at_first(self, make: Callable[[], T]) -> T | None:
         """What the first process makes, and nothing in the others, which go on at once."""
         return make()

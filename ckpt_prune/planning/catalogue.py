@@ -17,6 +17,7 @@ GOALS: dict[Goal, str] = {
     "vision": "Vision models, and any family without rotary positions",
     "cache": "A smaller cache of keys and values, for families with rotary positions",
     "depth": "Fewer blocks: less latency, loads with stock classes",
+    "experts": "Fewer experts, for mixtures of them",
     "low-rank": "Two thin linears in the place of each, for any family but mixtures of experts",
     "zeros": "Zeros (masks): shapes stay",
     "recovery": "Recovery: what stays of each block is trained",
@@ -84,7 +85,9 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
         return ("text", "images")
     if recipe.depth is not None and recipe.needs_moments:
         return ("text",) if recipe.depth.choice == "loss" else ("text", "images")
-    if {"taylor", "rotary"} & set(recipe.collect):
+    if recipe.refits_experts:
+        return ("text",)
+    if {"taylor", "rotary"} & set(recipe.collect) or "experts" in recipe.spaces:
         return ("text", "statistics")
     return ("text", "images", "statistics") if recipe.needs_moments else ()
 

@@ -186,7 +186,7 @@ class ExpertKind(Kind):
     """Whole experts of a block."""
 
     scores: Mapping[str, AnyScore] = EXPERT_SCORES
-    methods: Mapping[str, Traits] = {"none": COLUMN_METHODS["none"]}
+    methods: Mapping[str, Traits] = {name: COLUMN_METHODS[name] for name in ("none", "ridge")}
     unrankable = "every block keeps as many experts as the next: allocation: uniform"
     by_errors = False
 

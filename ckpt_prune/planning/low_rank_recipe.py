@@ -9,7 +9,7 @@ from ckpt_prune.planning.names import Part
 
 
 class LowRankRecipe(Strict):
-    """Linear modules of every block as products of two (compensation/README.md, section 13)."""
+    """Linear modules of every block as products of two (compensation/README.md, section 14)."""
 
     method: Literal["whitened", "plain"] = Field(
         "whitened",

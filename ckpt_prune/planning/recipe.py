@@ -120,6 +120,18 @@ class Recipe(Strict):
             )
         return values | {"ratio": groups.ratio}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _widths_of_blocks(cls, values: Any) -> Any:
+        """Columns go in multiples of the graph's blocks, where their size is asked for: others it refuses."""
+        spaces, export = (values.get(key) if isinstance(values, dict) else None for key in ("spaces", "export"))
+        if not isinstance(spaces, dict) or not isinstance(export, dict):
+            return values
+        size, columns = export.get("block_size"), spaces.get("mlp")
+        if not isinstance(columns, dict) or not isinstance(size, int):
+            return values
+        return values | {"spaces": spaces | {"mlp": {"multiple_of": size} | columns}}
+
     @model_validator(mode="after")
     def _one_kind(self) -> "Recipe":
         if self.rotation is not None and self.mask is None:
@@ -210,6 +222,11 @@ class Recipe(Strict):
             by_errors = self.allocation == "least-error" and not kind_of(space).by_errors
             if reason is not None and (self.ranks_blocks or by_errors):
                 raise ValueError(reason)
+        if self.refits_experts and self.target == "dense":
+            raise ValueError(
+                "spaces.experts: those that stay are refitted on the tokens that reach them once others are gone: say "
+                "target: sequential or drift"
+            )
         if "experts" in self.spaces and "mlp" in map(known_space, self.spaces):
             raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
         if self.ranks_blocks and self.widths == "uniform":
@@ -301,6 +318,11 @@ class Recipe(Strict):
         if self.low_rank is not None:
             return self.low_rank.whitens
         return self.mask is not None and self.mask.method != "magnitude"
+
+    @property
+    def refits_experts(self) -> bool:
+        """Whether experts that stay make up for those that go."""
+        return "experts" in self.spaces and self.spaces["experts"].compensation.method != "none"
 
     @property
     def weighed_by_effect(self) -> bool:

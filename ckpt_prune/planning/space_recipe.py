@@ -140,5 +140,10 @@ class SpaceRecipe(Strict):
         description="Of units x ratio to units dropped. Default: floor for heads, dimensions and rotary pairs, "
         "nearest for query heads, ceil for columns.",
     )
-    multiple_of: int = Field(1, ge=1, description="Round the kept width up to a multiple of this many units.")
+    multiple_of: int = Field(
+        1,
+        ge=1,
+        description="Round the kept width up to a multiple of this many units; of mlp, export.block_size where that is "
+        "given.",
+    )
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")

@@ -64,8 +64,9 @@ def in_blocks(matrix: Array, grid: Grid) -> Blocks:
 
 def matrix_of(blocks: Blocks) -> Array:
     """The matrix (K, N) that stands in the blocks, float32."""
-    codes = codes_of(blocks).astype(np.float32)  # (N, blocks, block)
-    values = (codes - zeros_of(blocks)[..., None]) * blocks.scales.astype(np.float32)[..., None]
+    values = codes_of(blocks).astype(np.float32)  # (N, blocks, block)
+    values -= zeros_of(blocks)[..., None]
+    values *= blocks.scales.astype(np.float32)[..., None]
     return np.ascontiguousarray(values.reshape(len(values), -1)[:, : blocks.rows].T)
 
 

@@ -1,5 +1,6 @@
 """How each weight of a graph is stored: in few bits, but where that costs the outputs too much."""
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,9 +8,10 @@ from typing import Literal
 import numpy as np
 import onnx_ir
 
-from ckpt_prune.progress import meter
+from ckpt_prune.checkpoint.units import duration
+from ckpt_prune.progress import Notices, meter
 from ckpt_prune.quantising.blocks import Array, Bits, Blocks, Grid, in_blocks, matrix_of
-from ckpt_prune.quantising.choosing import Choice, choose
+from ckpt_prune.quantising.choosing import Choice, choose, measurements
 from ckpt_prune.quantising.grams import Grams, grams_of
 from ckpt_prune.quantising.int8 import in_int8, rounded_to_int8, unturned
 from ckpt_prune.quantising.probe import Feed, Probe
@@ -20,6 +22,8 @@ from ckpt_prune.quantising.weights import Weight, split_gemms, weights_of
 
 MARGIN = 0.8
 """Share of the allowance that is used up where harm is measured: the proof measures it on other data."""
+LONG = 30.0
+"""Seconds of a search that is announced."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Decision:
     choice: Choice = field(default_factory=lambda: Choice((), ()))
     padded: int = 0
     what: str = ""
+    unit: Literal["KL", "energy"] = "KL"
 
     @property
     def record(self) -> Quantised:
@@ -88,9 +93,13 @@ class Decision:
             rounding=scheme.rounding,
             weights={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
             padded=self.padded,
-            kept=[Kept(name=name, harm=self.choice.alone.get(name, 0.0)) for name in self.choice.more],
+            kept=[
+                Kept(name=name, harm=self.choice.alone.get(name, 0.0), at_once=self.choice.at_once.get(name, 1))
+                for name in self.choice.more
+            ],
             loss=loss if np.isfinite(loss) else None,
             allowed=scheme.allowed,
+            unit=self.unit,
             measured_on=self.what,
         )
 
@@ -108,34 +117,8 @@ def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) ->
     weights = {weight.name: weight for weight in weights_of(copy.graph)}
     made = _Forms(weights, scheme, _grams(model, scheme, measuring))
     candidates = [name for name in weights if scheme.kind == "blocks" or not weights[name].lookups]
-    if measuring is None:
-        choice = Choice(tuple(candidates), ())
-    else:
-        with meter(len(candidates) + 1, "measuring what rounding costs", unit="weight") as bar:
-            probe = Probe(
-                model,
-                measuring.feeds,
-                measuring.outputs,
-                classes=measuring.classes,
-                inputs=scheme.kind != "blocks",
-            )
-            done = 0
-
-            def harm(few: Collection[str], others: bool = True) -> float:
-                few = set(few)
-                values = {name: made.few(name) for name in candidates if name in few}
-                if others:
-                    values |= {name: matrix_of(made.more(name)) for name in weights if name not in few}
-                return probe.harm(values, frozenset(few) if scheme.kind != "blocks" else frozenset())
-
-            def alone(name: str) -> float:
-                nonlocal done
-                found = harm([name], others=False)
-                bar.to(done := done + 1)
-                return found
-
-            choice = choose({name: made.saved(name) for name in candidates}, harm, alone, MARGIN * scheme.allowed)
-            bar.to(len(candidates) + 1)
+    plain = Choice(tuple(candidates), ())
+    choice = plain if measuring is None else _chosen(model, scheme, measuring, made, candidates)
     few = set(choice.few)
     blocks = {
         name: made.few_blocks(name) if scheme.kind == "blocks" and name in few else made.more(name)
@@ -149,7 +132,49 @@ def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) ->
         choice,
         sum(weights[name].shape[0] % scheme.block != 0 for name in blocks),
         "nothing: all weights are rounded alike" if measuring is None else measuring.what,
+        "KL" if measuring is None or measuring.classes else "energy",
     )
+
+
+def _chosen(
+    model: onnx_ir.Model, scheme: Scheme, measuring: Measuring, made: "_Forms", candidates: Sequence[str]
+) -> Choice:
+    """What is rounded, by what it costs; a long search is announced."""
+    inputs = scheme.kind != "blocks"
+    probe = Probe(model, measuring.feeds, measuring.outputs, classes=measuring.classes, inputs=inputs)
+    single, sets = measurements(len(candidates))
+    with meter(single + sets, "measuring what rounding costs", unit="run") as bar:
+        done, longest = 0, 0.0
+
+        def harm(few: Collection[str], more: Collection[str]) -> float:
+            nonlocal done
+            values = {name: made.few(name) for name in few} | {name: matrix_of(made.more(name)) for name in more}
+            found = probe.harm(values, frozenset(few) if inputs else frozenset())
+            bar.to(done := done + 1)
+            return found
+
+        def together(few: Collection[str]) -> float:
+            nonlocal longest
+            begun = time.monotonic()
+            found = harm(few, made.names - set(few))
+            longest = max(longest, time.monotonic() - begun)
+            return found
+
+        def alone(few: Collection[str]) -> float:
+            if done == 1 and (seconds := single * probe.seconds + sets * longest) >= LONG:
+                Notices()(
+                    f"what rounding costs is measured in at most {single + sets} runs of the graph: about "
+                    f"{duration(seconds)}"
+                )
+            return harm(few, ())
+
+        roles: dict[tuple[object, ...], list[str]] = {}
+        for name in candidates:
+            roles.setdefault(probe.weights[name].role, []).append(name)
+        saved = {name: made.saved(name) for name in candidates}
+        choice = choose(saved, together, alone, MARGIN * scheme.allowed, alike=list(roles.values()))
+        bar.to(single + sets)
+    return choice
 
 
 def _grams(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) -> Grams | None:
@@ -164,6 +189,8 @@ class _Forms:
     def __init__(self, weights: dict[str, Weight], scheme: Scheme, grams: Grams | None) -> None:
         self._weights, self._scheme, self._grams = weights, scheme, grams
         self._made: dict[str, Blocks] = {}
+        self._kept: dict[str, Blocks] = {}
+        self.names = frozenset(weights)
 
     def few_blocks(self, name: str) -> Blocks:
         if name not in self._made:
@@ -180,7 +207,9 @@ class _Forms:
 
     def more(self, name: str) -> Blocks:
         """As it is where few bits cost too much: in blocks of 8, to the nearest."""
-        return in_blocks(self._weights[name].matrix(), self._scheme.grid(8))
+        if name not in self._kept:
+            self._kept[name] = in_blocks(self._weights[name].matrix(), self._scheme.grid(8))
+        return self._kept[name]
 
     def saved(self, name: str) -> int:
         """Bytes that few bits save; in int8 none, but products that inputs in 8 bits make faster."""

@@ -1,5 +1,6 @@
 """How much a graph's outputs change where some of its weights are rounded: measured, by running it."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,7 @@ class Probe:
 
     Attributes:
         weights: name → those that can be rounded.
+        seconds: that a run takes, by the first.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Probe:
         self._feeds, self._outputs, self._classes = feeds, list(outputs), classes
         with TemporaryDirectory(prefix="ckpt-prune-") as place:
             self._session = open_model(copy, Path(place), threads)
+        begun = time.monotonic()
         self._expected = [self._prepared(found) for found in self._run({}, frozenset())]
+        self.seconds = time.monotonic() - begun
 
     def matrix(self, name: str) -> Array:
         """A weight's own values, (K, N)."""

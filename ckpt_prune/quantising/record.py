@@ -10,7 +10,9 @@ class Kept(BaseModel):
 
     name: str
     harm: float
-    """What the outputs lose where it alone is in few bits."""
+    """What the outputs lose where it alone is in few bits; of weights that were measured at once its share by bytes."""
+    at_once: int = 1
+    """How many weights were measured at once, itself included."""
 
 
 class Quantised(BaseModel):
@@ -30,9 +32,11 @@ class Quantised(BaseModel):
     kept: list[Kept]
     """The most harmful by the byte first."""
     loss: float | None
-    """What the outputs lose where all is rounded as it is: nats per prediction, or a share of their energy. None where
-    it was not measured."""
+    """What the outputs lose where all is rounded as it is, on what weights were picked by. None where it was not
+    measured."""
     allowed: float
     """What they might."""
+    unit: Literal["KL", "energy"] = "KL"
+    """What both are in: nats of each prediction, or a share of the features' energy."""
     measured_on: str
     """What harm, Grams and ranges were measured on."""

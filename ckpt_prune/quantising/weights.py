@@ -11,6 +11,8 @@ Array = NDArray[Any]
 
 FEWEST = 256
 """Elements of the smallest weight that is worth it: scales and zeros take room too."""
+_REACH = 4
+"""Operators behind a product that tell its role: those of keys, values and queries differ within so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,18 @@ class Weight:
         assert self.value.const_value is not None
         rows, columns = (int(size) for size in self.value.const_value.shape.numpy())
         return (columns, rows) if self.table else (rows, columns)
+
+    @property
+    def role(self) -> tuple[object, ...]:
+        """What it is used for, as far as a graph says it: what operators come after it.
+
+        In a model of blocks each block has one weight of a role, or a few. Widths do not count: blocks may differ.
+        """
+        users, after = [*self.products, *self.lookups], []
+        for _ in range(_REACH):
+            users = [use.node for user in users for value in user.outputs for use in value.uses()]
+            after.append(tuple(sorted({user.op_type for user in users})))
+        return self.table, *after
 
     def matrix(self) -> Array:
         """Its values, (K, N), in the graph's type."""

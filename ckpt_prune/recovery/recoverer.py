@@ -162,8 +162,7 @@ class Recoverer:
         if self.settings.teacher == "dense":
             return self.dense.states
         block = self.dense.factory.block(index, dense)
-        for _, rows in self.dense.batches:
-            self._of_pruned[rows] = self.dense.run(block, index, self.pruned.states[rows]).cpu()
+        self.dense.pass_through(block, index, self.pruned.states, self._of_pruned)
         return self._of_pruned
 
     @cached_property

@@ -1,6 +1,5 @@
 """The factor that the surgeon's updates are read from, of inputs visited from left to right (see `sparsegpt`)."""
 
-import torch
 from torch import Tensor
 
 from ckpt_prune.sparsity.damping import damped_cholesky, live_mean
@@ -22,19 +21,3 @@ def part(factor: Tensor, rows: slice, columns: slice) -> Tensor:
     """R[rows, columns] of H = R Rᵀ, from the factor of H with its inputs in reverse order."""
     n = len(factor)
     return factor[n - rows.stop : n - rows.start, n - columns.stop : n - columns.start].flip(0, 1)
-
-
-def inverse_factor(hessian: Tensor, damp: float, most_damp: float) -> Tensor:
-    """U, upper triangular float64, of H⁻¹ = UᵀU for a damped Gram H in units of its mean diagonal.
-
-    Args:
-        hessian: H, (d_in, d_in).
-        damp: share of the mean diagonal that is added to the diagonal.
-        most_damp: the most that is tried.
-
-    Raises:
-        SingularHessianError: H cannot be factorised.
-    """
-    factor, _ = factorise(hessian, hessian.diagonal() == 0, damp, most_damp)
-    inverse: Tensor = torch.linalg.solve_triangular(factor.flip(0, 1), torch.eye(len(factor)).to(factor), upper=True)
-    return inverse

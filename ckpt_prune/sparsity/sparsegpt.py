@@ -24,9 +24,10 @@ from torch import Tensor
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
-from ckpt_prune.sparsity.inverse import factorise, part
+from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.masks import check_width, keep_groups, keep_share
 from ckpt_prune.sparsity.patterns import GroupPattern
+from ckpt_prune.sparsity.visiting import visited
 
 BLOCK = 128
 """Inputs whose mask is chosen together where there is no pattern: the paper's B and B_s."""
@@ -102,20 +103,10 @@ def prune(
     if pattern is None and ratio == 0:
         return Pruned(weight.double().clone(), torch.ones_like(weight, dtype=torch.bool), damp, int(dead.sum()))
     factor, damp = factorise(hessian, dead, damp, most_damp)
-    # With inputs as rows a visited input is contiguous.
     old = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     old[dead] = 0
-    new = old.clone()
     keep = torch.empty(old.shape, dtype=torch.bool, device=old.device)
-    change = torch.empty_like(old)
-    for start in range(0, d_in, block):
-        here = slice(start, min(start + block, d_in))
-        triangle = part(factor, here, here)
-        U = torch.linalg.solve_triangular(triangle, torch.eye(len(triangle)).to(triangle), upper=True)
-        if start:
-            new[here].addmm_(U.T, part(factor, slice(0, start), here).T @ change[:start])
-        _visit(new[here], keep[here], U, pattern, ratio)
-        torch.sub(old[here], new[here], out=change[here])
+    new = visited(old, factor, block, lambda W, U, here: _visit(W, keep[here], U, pattern, ratio))
     return Pruned(new.T.contiguous(), keep.T.contiguous(), damp, int(dead.sum()))
 
 

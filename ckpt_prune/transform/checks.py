@@ -52,6 +52,7 @@ def check_fit(request: Request) -> None:
     _mask(request)
     _low_rank(request)
     _taylor(request)
+    _experts(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
         if request.recipe.mask is not None or request.recipe.low_rank is not None:
@@ -170,6 +171,16 @@ def _taylor(request: Request) -> None:
         raise UserError(f"{what}, and {request.statistics.folder} has none: run `{request.recipe.calibration}`")
 
 
+def _experts(request: Request) -> None:
+    """What refitting the experts that stay asks for."""
+    if request.recipe.refits_experts and not request.sequential and not request.lacks_moments:
+        raise UserError(
+            f"recipe {request.recipe.name} refits experts on the tokens that reach them once others are gone, which "
+            "statistics of the dense model do not tell: give --text instead of --statistics, or say --set "
+            "spaces.experts.compensation.method=none"
+        )
+
+
 def check_together(request: Request, job: str) -> None:
     """Refuse what several processes cannot do together, and processes that are not at the same job.
 
@@ -181,7 +192,7 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "exports": recipe.export, "drops whole blocks": recipe.depth}
+    alone = {"rotates": recipe.rotation, "drops whole blocks": recipe.depth}
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")

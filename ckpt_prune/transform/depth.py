@@ -270,7 +270,7 @@ def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str,
             held.copy_(states)
             waiting = _Waiting(block, tensors, held)
         elif ours is not None and block not in gone:
-            _advance(stream, block, tensors, ours)
+            stream.pass_through(stream.factory.block(block, tensors), block, ours, ours)
         stream.advance(block, tensors)
         if block + 1 in stops and waiting is not None:
             solved, new = _map_of(request, stream, waiting)
@@ -280,17 +280,10 @@ def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str,
                 maps |= {_renamed(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()}
             ours = waiting.entering
             if block + 1 < max(stops):
-                _advance(stream, waiting.block, {**waiting.tensors, **new}, ours)
+                mapped = stream.factory.block(waiting.block, {**waiting.tensors, **new})
+                stream.pass_through(mapped, waiting.block, ours, ours)
             waiting = None
     return found, maps
-
-
-@torch.no_grad()
-def _advance(stream: Any, block: int, tensors: Mapping[str, Tensor], states: Tensor) -> None:
-    """Let states go through a block, in place."""
-    module = stream.factory.block(block, tensors)
-    for _, rows in stream.batches:
-        states[rows] = stream.run(module, block, states[rows]).cpu()
 
 
 def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.transform.decisions import Decisions
 from ckpt_prune.transform.solvers import solver_of
 from ckpt_prune.transform.solvers.base import SolvedSite, Solver
+
+SWEEPS = 2
+"""How often experts that stay are refitted side by side, each to its share of what all of them still lack."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,33 @@ class Pruner:
         plans = [each.solved[0] for each in self.sites(block, current, source)]
         kept = {plan.site.space: torch.tensor(plan.kept) for plan in plans if len(plan.kept) < plan.units}
         fill_biases(self.model.family, block, self.biases, current)
-        check_overflow(tensors, current)
         self._pad(block, kept, current)
-        return self.model.without_experts(block, current, kept), plans
+        left = self.model.without_experts(block, current, kept)
+        plans = [self._refit(block, tensors, left, plan, source) for plan in plans]
+        check_overflow(tensors, left)
+        return left, plans
+
+    def _refit(
+        self,
+        block: int,
+        dense: Mapping[str, Tensor],
+        tensors: dict[str, Tensor],
+        plan: SitePlan,
+        source: MomentSource,
+    ) -> SitePlan:
+        """Fit what stays of a block to what it lacks, once experts are gone: only then is it known who sees what."""
+        solver = solver_of(self.model, self.decisions.recipe, plan.site.space, self.device)
+        spaces = solver.refitted(len(plan.kept)) if len(plan.kept) < plan.units else []
+        found: list[dict[str, Any]] = []
+        for _ in range(SWEEPS if spaces else 0):
+            moments = source.lacking(block, dense, tensors, spaces)
+            new, figures = here().once(partial(solver.refit, block, tensors, moments))
+            tensors |= {name: tensor.to(tensors[name].dtype) for name, tensor in new.items()}
+            found.append(figures)
+        if not found:
+            return plan
+        first, last = found[0], found[-1]
+        return plan.model_copy(update={**last, "error_uncompensated": first["error_uncompensated"]})
 
     def sites(
         self, block: int, tensors: dict[str, Tensor], source: MomentSource, others: MomentSource | None = None

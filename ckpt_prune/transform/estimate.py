@@ -22,7 +22,7 @@ from ckpt_prune.calibration.losses import TOKENS
 from ckpt_prune.calibration.measure import statistics_bytes
 from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.streams import fold_slices
-from ckpt_prune.checkpoint.units import human_bytes
+from ckpt_prune.checkpoint.units import duration, human_bytes
 from ckpt_prune.compensation.choice import PLENTY
 from ckpt_prune.machine import Rates
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
@@ -105,15 +105,6 @@ class Estimate:
             "disk_bytes": self.disk_bytes,
             "stages": stages,
         }
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words, with two significant digits at most."""
-    if seconds < 99.5:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 99.5 * 60:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.2g} h"
 
 
 def estimate(stages: Sequence[Stage], disk: int, rates: Rates) -> Estimate:

@@ -85,7 +85,7 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
     """
     within = checkpoint.within
     if within is None:
-        return layout, {}
+        return layout, dict(checkpoint.aliases)
     found: Layout = {file: dict(tensors) for file, tensors in layout.items()}
     for name, info in within.rest.items():
         found[info.file][OUTER + name] = (info.dtype, info.shape)

@@ -24,7 +24,6 @@ from ckpt_prune.transform.site_variants import (
     Variants,
     check_finite,
     counts_of,
-    run_through,
 )
 
 SHALLOW = 12
@@ -106,7 +105,7 @@ def measure_effects(
         """Run a block from the first states of each pair into the second, which may be the same."""
         module = factory.block(block, tensors)
         for given, out in moved:
-            run_through(stream, module, block, given, out)
+            stream.pass_through(module, block, given, out)
 
     found: dict[str, list[tuple[int, float]]] = {}
     blocks = model.blocks

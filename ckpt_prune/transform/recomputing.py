@@ -93,7 +93,7 @@ def _recipe(report: Report) -> Recipe:
 
 def _as_read(out: Checkpoint, model: Model) -> Checkpoint:
     """The output's tensors as the dense model's are read."""
-    return out.turned(model.checkpoint.transposed).split(model.checkpoint.stacks)
+    return out.called(model.checkpoint.aliases).turned(model.checkpoint.transposed).split(model.checkpoint.stacks)
 
 
 def _away(ours: Tensor, made: Tensor) -> float:

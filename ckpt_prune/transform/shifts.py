@@ -5,14 +5,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ckpt_prune.architectures.spaces import SpaceName, space_of
 from ckpt_prune.calibration.fisher import Fisher
-from ckpt_prune.calibration.moments import Moments, total
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.compensation.methods import Units
+from ckpt_prune.compensation.logit import absolute_strength
 from ckpt_prune.compensation.shift import freedom, shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH
 from ckpt_prune.errors import UserError
@@ -114,7 +113,7 @@ class Shifting:
             calibration,
             others,
             columns,
-            _absolute(plan.strength, own.lambda_units, calibration, columns),
+            float(absolute_strength(plan.strength or 0.0, own.lambda_units, calibration.square[columns].mean())),
             spectra=calibration.width <= EXACT_WIDTH,
         )
         # The divergence under the metric 2 I is the error itself.
@@ -140,10 +139,3 @@ class Shifting:
                 tokens=calibration.count,
             )
         )
-
-
-def _absolute(strength: float | None, units: Units, moments: Moments, columns: Tensor) -> float:
-    """A plan's strength on the scale of Gram sums."""
-    if strength is None or units == "absolute":
-        return strength or 0.0
-    return strength * float(moments.square[columns].mean())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
@@ -16,7 +16,6 @@ from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.sources import CachedMoments, NoMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import ALONE, working_in
 from ckpt_prune.planning.recipe import Recipe
@@ -58,13 +57,6 @@ def _check_moments(statistics: Statistics, kinds: set[str]) -> None:
     for kind, (what, beside) in _NEEDS.items():
         if kind in kinds and kind not in statistics.index.collect:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
-
-
-@torch.no_grad()
-def run_through(stream: HiddenStream, module: nn.Module, block: int, given: Tensor, out: Tensor) -> None:
-    """Run a block from some states of a stream's samples into others, which may be the same."""
-    for _, rows in stream.batches:
-        out[rows] = stream.run(module, block, given[rows]).cpu()
 
 
 def check_finite(effect: float, count: int, name: str, compute_dtype: torch.dtype) -> None:

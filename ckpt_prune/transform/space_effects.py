@@ -14,7 +14,7 @@ from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import CANDIDATES, kind_of
 from ckpt_prune.progress import track
 from ckpt_prune.transform.refits import Refits
-from ckpt_prune.transform.site_variants import check_finite, dropped_counts, run_through
+from ckpt_prune.transform.site_variants import check_finite, dropped_counts
 
 SPACE_POINTS = (0.25, 0.5)
 """Shares of units that are dropped from every block at once: more would leave nothing to be told from anything."""
@@ -78,8 +78,8 @@ def measure_spaces(
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(own_variants, states, strict=True):
             score = single or _best(predicted[model.site_name(block, space)], count)
-            run_through(stream, factory.block(block, fitted.pruned(space, score, count)), block, own, own)
-        run_through(stream, factory.block(block, tensors), block, stream.states, stream.states)
+            stream.pass_through(factory.block(block, fitted.pruned(space, score, count)), block, own, own)
+        stream.advance(block, tensors)
     readout = Readout(factory, checkpoint.tensors, checkpoint.read)
     found: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}

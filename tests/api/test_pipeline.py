@@ -1,16 +1,20 @@
 """What the commands do, done from Python: the same files, results as objects that the next function takes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import ckpt_prune
 from ckpt_prune.api.prune import GraphFailedError
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.parallel.group import here
 from ckpt_prune.progress import Notices
 from tests.cli.running import TEXT, ok, read_json, same_files
 from tests.graphs import traced_for_others
+from tests.parallel.threads import in_threads
 
 DATA = {"text": "calib.txt", "samples": 8, "window": 16}
 QUIET = {"progress": False}
@@ -100,6 +104,26 @@ def test_an_output_whose_graph_cannot_be_made_comes_with_the_error(place, monkey
     assert caught.value.pruned.notices == (
         "out is complete without its graph: `ckpt-prune export out -o out/onnx` writes it",
     )
+
+
+def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch):
+    done: list[tuple[str, int]] = []
+
+    def record(what: str) -> Callable[..., SimpleNamespace]:
+        def once(*_args: object, **_options: object) -> SimpleNamespace:
+            done.append((what, here().size))
+            return SimpleNamespace(passed=True)
+
+        return once
+
+    monkeypatch.setattr("ckpt_prune.exporting.step.write_graph", record("graph"))
+    monkeypatch.setattr("ckpt_prune.api.prune.push_output", record("push"))
+    monkeypatch.setattr("ckpt_prune.api.prune._check_pushed", record("look"))
+    given = {"recipe": "rcpu", "statistics": "stats", "ratio": 0.5, "overrides": ["export.format=onnx"]}
+    made = in_threads(2, lambda _group: ckpt_prune.prune("dense", **given, output="out", push="me/small", **QUIET))
+    # What one does, it does alone; the look before any work shares nothing.
+    assert done == [("look", 2), ("graph", 1), ("push", 1)]
+    assert all(each.graph.passed and each.pushed.passed for each in made)
 
 
 def test_progress_is_quiet_for_one_call_alone(place, capsys):

@@ -68,6 +68,13 @@ def test_ratios_are_to_a_in_the_same_runtime():
     assert {row.flops_ratio for row in block.rows} == {None}
 
 
+def test_packed_weights_are_compared_with_those_that_are_not():
+    seats = [seat("A"), seat("B"), seat("B", "PyTorch 2:4")]
+    timings = [[{"prefill": [seconds]}] for seconds in (1.0, 0.8, 0.5)]
+    (block,) = blocks_of(text(0), seats, timings, {"A": None, "B": None})
+    assert [row.p50_ratio for row in block.rows] == pytest.approx([1, 0.8, 0.5])
+
+
 def test_without_a_in_a_runtime_there_is_no_ratio():
     timings = [[{"prefill": [1.0]}], [{"prefill": [0.5]}]]
     (block,) = blocks_of(text(0), [seat("B"), seat("A", "onnxruntime")], timings, {"A": None, "B": None})

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckpt_prune.benchmarking import runners
+from ckpt_prune.benchmarking import runners, two_four
 from ckpt_prune.benchmarking.messages import Seat
 from ckpt_prune.benchmarking.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.exporting.session import OnnxModel, Session
 from tests.encoders import IMAGE
@@ -166,3 +167,34 @@ def test_onnxruntime_without_a_gpu_says_where_it_runs(exported):
     runner = OnnxRunner(Seat("A", "tiny", "onnxruntime", str(exported("deit-teacher")[1]), "cuda:1", 1, "fp32"))
     assert runner.device == "cpu"
     assert runner.note.startswith("CUDA was asked for")
+
+
+def test_weights_that_hold_two_of_four_are_packed_and_others_are_not():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64), torch.nn.Linear(64, 10))
+    with torch.no_grad():
+        model[0].weight.view(-1, 4)[:, :2] = 0
+        model[2].weight.view(-1, 4)[:, :2] = 0  # the kernels take no 10 rows
+    before = model[0].weight.clone()
+    given = []
+    assert two_four.pack(model, lambda weight: given.append(weight) or 2 * weight) == 1
+    assert len(given) == 1
+    assert given[0].equal(before)
+    assert model[0].weight.equal(2 * before)
+
+
+def test_two_of_four_is_left_out_with_a_reason(exported, monkeypatch):
+    checkpoint = Checkpoint.open(exported("llama-gqa-tied")[0])
+    assert two_four.why_not(checkpoint, "cpu", "fp16") == (
+        "torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is cpu"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert two_four.why_not(checkpoint, "cuda:0", "fp16") == (
+        "cuda:0 has no kernels for 2:4: its compute capability is below 8.0"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert two_four.why_not(checkpoint, "cuda:0", None) == ("torch's kernels for 2:4 compute in fp16: say --dtype fp16")
+    assert two_four.why_not(checkpoint, "cuda:0", "fp16") == "none of its weights holds 2:4"
+    monkeypatch.setattr(two_four, "MULTIPLE", 4)
+    monkeypatch.setattr(Checkpoint, "read", lambda self, names: {names[0]: torch.tensor([[0.0, 1.0, 0.0, 1.0]])})
+    assert two_four.why_not(checkpoint, "cuda:0", "fp16") is None

@@ -1,6 +1,6 @@
 import pytest
 
-from ckpt_prune.checkpoint.units import human_bytes, human_count
+from ckpt_prune.checkpoint.units import duration, human_bytes, human_count
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,11 @@ def test_human_bytes(count: int, text: str) -> None:
 )
 def test_human_count(count: int, text: str) -> None:
     assert human_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0, "1 s"), (1.6, "2 s"), (99.4, "99 s"), (99.6, "2 min"), (5900, "98 min"), (6000, "1.7 h"), (90000, "25 h")],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words

@@ -161,9 +161,9 @@ def test_every_option_arrives(asked):
     ok(
         *["benchmark", "a", "b", "--onnx", "--batch", "8, 1,8", "--tokens", "9", "--generate", "0", "--rounds", "4"],
         *["--warmup", "0", "--threads", "2", "--provider", "cuda", "--device", "cpu", "--optimize", "cpu"],
-        *["--dtype", "fp16", "--trust-remote-code"],
+        *["--dtype", "fp16", "--two-four", "--trust-remote-code"],
     )
-    expected = Settings(True, (8, 1), 9, 0, 4, 0, 2, "cpu", "cuda", "cpu", "fp16", True)
+    expected = Settings(True, (8, 1), 9, 0, 4, 0, 2, "cpu", "cuda", "cpu", "fp16", True, True)
     assert asked == [("a", "b", expected)]
 
 
@@ -321,6 +321,16 @@ def graph_folder(name: str, *, task: str = "text-generation", cached: bool = Tru
 def test_a_graph_beside_a_checkpoint(place, idle, options, said):
     graph_folder("graph")
     assert refused("benchmark", "graph", "dense", *options) == said
+
+
+def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
+    def seated(seats):
+        raise UserError(", ".join(f"{each.runtime} {each.label}" for each in seats))
+
+    monkeypatch.setattr(benchmark, "workers", seated)
+    result = run("benchmark", "dense", "dense", "--two-four", "--dtype", "fp16", "--device", "cpu")
+    why = "dense is not timed with 2:4: torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is cpu"
+    assert result.stderr.splitlines() == [why, why, "Error: PyTorch A, PyTorch B"]
 
 
 def test_graphs_with_and_without_a_cache(place, idle):

@@ -28,6 +28,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
         "Vision models, and any family without rotary positions:",
         "A smaller cache of keys and values, for families with rotary positions:",
         "Fewer blocks: less latency, loads with stock classes:",
+        "Fewer experts, for mixtures of them:",
         "Two thin linears in the place of each, for any family but mixtures of experts:",
         "Zeros (masks): shapes stay:",
         "Recovery: what stays of each block is trained:",
@@ -38,7 +39,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
     assert named["Smallest loss:"] == ["best"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 7, 2, 4, 2, 24, 3, 12]
+    assert [len(own) for own in named.values()] == [4, 1, 7, 2, 4, 3, 2, 24, 3, 12]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 

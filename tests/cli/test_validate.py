@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import onnx
+import onnx_ir
 import pytest
 import torch
 from click.testing import Result
@@ -305,6 +306,85 @@ def test_bad_input_is_refused_in_one_line(place: Path) -> None:
     assert said("decoder-onnx", "--against", "decoder") == (
         "decoder-onnx/ckpt_prune_onnx.json is damaged: export again"
     )
-    assert misused("validate", "decoder-onnx") == "Missing option '--against'."
+    assert said("vision-onnx") == (
+        "vision-onnx neither lies in nor beside deit-teacher, which it was made from: give --against MODEL"
+    )
     for bad in ("0", "-1", "nan"):
         assert "tolerance" in misused("validate", "decoder-onnx", "--against", "decoder", "--tolerance", bad)
+
+
+def test_a_graph_knows_the_model_that_it_lies_in_or_beside(place: Path) -> None:
+    shutil.copytree("vision-onnx", "vision/onnx")
+    assert last_line("vision/onnx").startswith("the graph agrees with vision (fp32, cpu,")
+    Path("vision").rename("deit-teacher")  # as the record calls it
+    assert last_line("vision-onnx").startswith("the graph agrees with deit-teacher (fp32, cpu,")
+    config = read_json("deit-teacher/config.json")
+    Path("deit-teacher/config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.5}))
+    assert "neither lies in nor beside deit-teacher" in refused("validate", "deit-teacher/onnx")
+
+
+def last_line(*args: str) -> str:
+    return ok("validate", *args).splitlines()[-1]
+
+
+ONLY = ("--metric-only", "--text", "text.txt", "--samples", "4")
+
+
+def test_the_metric_alone_of_a_graph_of_another_tool(place: Path) -> None:
+    """Without a record, and its config elsewhere, as the Hub's repositories for transformers.js are laid out."""
+    Path("theirs").mkdir()
+    shutil.copy("decoder-onnx/model.onnx", "theirs/model_quantized.onnx")
+    about = ("validate", "theirs/model_quantized.onnx", "--against", "decoder", *ONLY)
+    before = sorted(place.rglob("*"))
+    told = ok(*about, "--max-loss", "2%").splitlines()
+    assert re.fullmatch(
+        r"perplexity (\S+) in onnxruntime, \1 in PyTorch \(4 windows of 32 tokens\): -?0.00% lost, KL -?0.0000, "
+        r"100.0% of the predictions the same",
+        told[0],
+    )
+    assert told[1:] == [
+        "compared on: text.txt",
+        "the graph agrees with decoder (of another tool, cpu, 0.02 of the metric may be lost)",
+    ]
+    assert ok("validate", "theirs", *about[2:], "--max-loss", "2%").splitlines() == told
+    assert sorted(place.rglob("*")) == before  # nothing is written
+    assert refused(*about) == (
+        "theirs/model_quantized.onnx has no record of this tool's that says how it is rounded: say what it may lose, "
+        "--max-loss 2%"
+    )
+    assert refused("validate", "theirs", *ONLY, "--max-loss", "2%") == (
+        "theirs/model_quantized.onnx has no record of what it was made from: give --against MODEL"
+    )
+    noise = ("--metric-only", "--max-loss", "2%")
+    shutil.copy("vision-onnx/model.onnx", "theirs/seen.onnx")
+    assert refused("validate", "theirs/seen.onnx", "--against", "vision", *noise) == (
+        "no metric is measured on noise: give --images"
+    )
+    assert refused("validate", "theirs", "--against", "vision", *noise).startswith("theirs holds 2 graphs: give one")
+
+
+def test_the_metric_alone_fails_beyond_what_is_allowed(place: Path) -> None:
+    """A graph of other weights, of which nothing says so, loses more than it may."""
+    Path("theirs").mkdir()
+    model = onnx_ir.load("decoder-onnx/model.onnx")
+    table = max(model.graph.initializers.values(), key=lambda value: value.const_value.size)
+    table.const_value = onnx_ir.tensor(40 * table.const_value.numpy()[::-1].copy(), name=table.name)
+    onnx_ir.save(model, "theirs/model.onnx")
+    result = run("validate", "theirs/model.onnx", "--against", "decoder", *ONLY, "--max-loss", "1%", "--json")
+    assert result.exit_code == 1
+    (graph,) = json.loads(result.stdout)["graphs"]
+    assert (graph["dtype"], graph["passed"], graph["max_loss"]) == (None, False, 0.01)
+    assert [check["name"] for check in graph["checks"]] == ["metric"]
+    assert graph["metrics"][0]["difference"] > 0.01
+
+
+def test_the_metric_alone_of_a_folder_with_a_record_is_held_to_its_type(place: Path) -> None:
+    before = Path("decoder-onnx/validation.json").read_bytes() if Path("decoder-onnx/validation.json").exists() else b""
+    for graph in ("decoder-onnx", "decoder-onnx/model.onnx"):
+        assert ok("validate", graph, "--against", "decoder", *ONLY).splitlines()[-1] == (
+            "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)"
+        )
+    assert not before or Path("decoder-onnx/validation.json").read_bytes() == before
+    assert refused("validate", "decoder-onnx", "--against", "encoder", *ONLY) == (
+        "decoder-onnx was not made from encoder: its record names llama-gqa-tied"
+    )

@@ -44,9 +44,9 @@ class OpenExperts(nn.ModuleList):
 def unstacked(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a file, with the parts of those that hold all experts in their place."""
     found = dict(tensors)
-    for module, each in family.experts.stacks.items() if family.experts is not None else ():
-        for name in [name for name in tensors if name.endswith(f".{module}.weight")]:
-            before = name.removesuffix(f"{module}.weight")
+    for stack, (each,) in family.experts.stacks.items() if family.experts is not None else ():
+        for name in [name for name in tensors if name.endswith(f".{stack}")]:
+            before = name.removesuffix(stack)
             parts = enumerate(found.pop(name))
             found |= {f"{before}{each.format(expert=expert)}.weight": part for expert, part in parts}
     return found

@@ -20,6 +20,7 @@ from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.calibration.measure import everything, measure
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.containers.opening import Opening, open_model
+from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.transform.request import Request
@@ -27,6 +28,7 @@ from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tests.encoders import DEFAULTS, STRENGTH, Pixels, randomise
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
+from tests.pairs import chosen
 
 from .models import BLOCKS, WINDOW
 from .whole import Whole, assert_same_outputs, outputs
@@ -50,6 +52,14 @@ TEXT = {
 EYES = {"hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "image_size": 12, "patch_size": 4}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}
 QWEN_EYES = {"depth": 2, "hidden_size": 16, "num_heads": 4, "patch_size": 4}
+TOWER = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")} | {
+    "intermediate_size": 22,
+    "max_position_embeddings": 16,
+    "projection_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 LLAVA = {
     "text_config": TEXT | {"model_type": "llama"},
     "vision_config": EYES | {"model_type": "dinov2", "mlp_ratio": 2},
@@ -57,9 +67,14 @@ LLAVA = {
     "vision_feature_layer": -1,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
+    "clip": {
+        "text_config": TOWER,
+        "vision_config": EYES | {"intermediate_size": 24, "projection_dim": 8},
+        "projection_dim": 8,
+    },
     "gemma3": {
         "text_config": TEXT | {"head_dim": 8, "sliding_window": 5},
-        "vision_config": EYES | {"intermediate_size": 24},
+        "vision_config": EYES | {"intermediate_size": 24, "vision_use_head": False},
         "mm_tokens_per_image": PATCHES,
         "image_token_id": IMAGE,
     },
@@ -95,7 +110,7 @@ class PartCase:
         if self.part == "text":
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
         pixels = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
-        return Pixels(pixels, PATCHES + 1)
+        return Pixels(pixels, PATCHES + (self.model_type != "gemma3"))  # SigLIP has no token for the class
 
     def shown(self) -> Samples:
         """What the whole model reads: text with an image in it, where a few numbers make one."""
@@ -103,7 +118,8 @@ class PartCase:
         windows[windows == IMAGE] = IMAGE + 1
         if self.model_type.startswith("qwen"):
             return TokenWindows(windows)
-        windows[:, 1 : 1 + PATCHES] = IMAGE
+        if self.model_type != "clip":
+            windows[:, 1 : 1 + PATCHES] = IMAGE
         return Shown(windows, torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(9)))
 
 
@@ -120,6 +136,8 @@ class Shown(TokenWindows):
 
 MLP = (("mlp", 0.25),)
 CASES = [
+    PartCase("clip", "text", MLP),
+    PartCase("clip", "vision", MLP),
     PartCase("gemma3", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),
@@ -146,7 +164,10 @@ class InComposite(Whole):
         return f"{outer}.{inner.removeprefix(f'{own}.')}" if own else inner
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text")
+
+
+@pytest.mark.parametrize("case", chosen(CASES, lambda case: str(case) in ALWAYS), ids=str)
 def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Path) -> None:
     folder, out = tmp_path / "dense", tmp_path / "out"
     with quiet_transformers():
@@ -182,6 +203,30 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
     checks = {check.name: check for check in verify(out, folder)}
     assert all(check.passed for name, check in checks.items() if name != "sparsity"), checks
     assert "other parts" in checks
+
+
+def test_a_siglip_tower_is_masked_and_keeps_its_widths(tmp_path: Path) -> None:
+    """What pools its tokens is as wide as its blocks, and remote code has no place in a part."""
+    case, folder = PartCase("gemma3", "vision", MLP), tmp_path / "dense"
+    with quiet_transformers():
+        case.model.save_pretrained(folder)
+    model = open_model(str(folder), Opening(part="vision"))
+    spaces = {"mlp": {"score": "magnitude", "ratio": 0.25}}
+    with pytest.raises(UserError) as caught:
+        settle(Request(model, Recipe.model_validate({"version": 1, "name": "test", "spaces": spaces})))
+    assert str(caught.value).startswith(
+        "recipe test prunes mlp, of which none can go in siglip_vision_model: the mlp that pools the tokens is as wide "
+        "as those of the blocks, by one config key"
+    )
+    mask = {"version": 1, "name": "test", "mask": {"method": "magnitude", "pattern": "2:4"}}
+    report = run(settle(Request(model, Recipe.model_validate(mask))), tmp_path / "out").report.data()
+    masked, before = {linear["weight"] for linear in report["linears"]}, stored(folder)
+    assert model.checkpoint.within is not None
+    names = {model.checkpoint.within.names[name] for name in masked}
+    for name, tensor in stored(tmp_path / "out").items():
+        zeros = (tensor == 0).float().mean()
+        assert zeros == 0.5 if name in names else torch.equal(tensor, before[name])
+    assert all(check.passed for check in verify(tmp_path / "out", folder))
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

@@ -97,10 +97,11 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch, kind):
 
 def test_what_one_process_does_alone_is_refused(tmp_path):
     folder = families.make(tmp_path / "dense")
-    exporting = families.recipe("none", export={"format": "onnx"})
+    mask = {"method": "magnitude", "pattern": "1:2"}
+    rotating = Recipe.model_validate({**MASK, "target": "dense", "mask": mask, "rotation": {"kind": "shared"}})
     with pytest.raises(UserError) as caught:
-        pruned(folder, tmp_path / "out", 2, exporting, samples=4)
-    assert str(caught.value) == "recipe test exports, which one process does alone: start it without torchrun"
+        pruned(folder, tmp_path / "out", 2, rotating, samples=4)
+    assert str(caught.value) == "recipe masked rotates, which one process does alone: start it without torchrun"
 
 
 def test_processes_at_other_jobs_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.recipe_file import load_recipe
 
 from .recipes import GOOD, refusal, write
@@ -285,6 +286,17 @@ def test_overrides_of_every_kind():
     assert (loaded.spaces["heads"].compensation.method, loaded.spaces["heads"].compensation.lam) == ("grail", 0.01)
     grid = load_recipe("ridge-folds", tuple(f"spaces.{s}.compensation.lambda_grid=[1e-3, 1]" for s in ("heads", "mlp")))
     assert grid.spaces["mlp"].compensation.lambda_grid == [1e-3, 1.0]
+
+
+def test_columns_go_in_multiples_of_the_graphs_blocks_where_their_size_is_asked_for():
+    def multiples(*changes: str) -> list[int]:
+        found = load_recipe("ridge", ("export.dtype=int4", *changes))
+        assert Recipe.model_validate(found.model_dump(by_alias=True, exclude_none=True)) == found
+        return [found.spaces[space].multiple_of for space in ("heads", "mlp")]
+
+    assert multiples() == [1, 1]
+    assert multiples("export.block_size=64") == [1, 64]
+    assert multiples("export.block_size=64", "spaces.mlp.multiple_of=128") == [1, 128]
 
 
 @pytest.mark.parametrize(

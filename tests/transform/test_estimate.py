@@ -16,7 +16,7 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.machine import Rates
 from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.transform import estimate as module
-from ckpt_prune.transform.estimate import Stage, duration, estimate, is_long, of_calibration, of_job, of_prune
+from ckpt_prune.transform.estimate import Stage, estimate, is_long, of_calibration, of_job, of_prune
 from ckpt_prune.transform.settle import foresee, settle
 from ckpt_prune.transform.work import Shape, Site, Work, factored, held_out, moments, ranked, refitted, tried
 from tests import families
@@ -63,14 +63,6 @@ def test_stages_of_one_name_are_one_and_the_largest_memory_counts():
         "disk_bytes": 7,
         "stages": {"a": 8.0, "b": 4.0},
     }
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.0, "1 s"), (1.6, "2 s"), (99.4, "99 s"), (99.6, "2 min"), (5900, "98 min"), (6000, "1.7 h"), (90000, "25 h")],
-)
-def test_durations(seconds, words):
-    assert duration(seconds) == words
 
 
 # ---- FLOPs -------------------------------------------------------------------------------------------------------

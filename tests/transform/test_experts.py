@@ -23,6 +23,7 @@ from ckpt_prune.planning.recipe_file import load_recipe
 from ckpt_prune.planning.records import SiteRecord
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
+from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.settle import settle
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case, first_cases
@@ -30,6 +31,7 @@ from tests.contract.open_experts import open_up
 from tests.contract.whole import TARGETS, outputs, seen
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
+from tests.pairs import chosen
 
 ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
 """Every token goes to one of four experts."""
@@ -120,6 +122,7 @@ def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tm
 
 # ---- whole experts -------------------------------------------------------------------------------------------------
 
+AFFINE = {"compensation": {"method": "affine"}}
 WHOLE = [case for case in first_cases() if case.family.experts is not None]
 KEEP = 3
 
@@ -135,12 +138,12 @@ def ranked(case: Case, score: str) -> dict[int, list[int]]:
         stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
         stacked.register_forward_pre_hook(lambda _, args, block=block: called.__setitem__(block, args))
     outputs(model, case.samples())
-    for block, (tokens, chosen, weights) in called.items():
+    for block, (tokens, places, weights) in called.items():
         stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
         values = []
         for expert in range(4):
             norms = []
-            for token, own, given in zip(tokens, chosen.tolist(), weights, strict=True):
+            for token, own, given in zip(tokens, places.tolist(), weights, strict=True):
                 if expert in own:
                     gate, up = (stacked.gate_up_proj[expert] @ token).chunk(2)
                     y = stacked.down_proj[expert] @ (stacked.act_fn(gate) * up)
@@ -180,6 +183,77 @@ def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case
         assert check.passed or check.name == "sparsity", check
 
 
+@torch.no_grad()
+def refitted(case: Case, kept: Mapping[int, list[int]], target: str) -> Any:
+    """The stock class of the experts that stay, its last projections fitted token by token, one after the other."""
+    model, dense = smaller(case, kept).double(), case.model().double()
+    family, data = case.family, case.samples()
+    assert family.experts is not None
+    multiplier = float(getattr(case.config, "residual_multiplier", 1.0))
+    layers = model.get_submodule(family.layers)
+    for block in range(BLOCKS):
+        path = f"{family.layers}.{block}"
+        ours = layers[block]
+        if target == "sequential":
+            layers[block] = dense.get_submodule(path)
+        reached = output_of(model if target == "sequential" else dense, path, data)
+        layers[block] = ours
+        stacked = ours.get_submodule(family.experts.module)
+        called: list[Any] = []
+        hook = stacked.register_forward_pre_hook(lambda _, args, called=called: called.append(args))
+        for _ in range(SWEEPS):
+            called.clear()
+            lacking = (reached - output_of(model, path, data)) / multiplier
+            ((tokens, places, weights),) = called
+            for expert in range(KEEP):
+                at, place = torch.where(places == expert)
+                gate, up = (tokens[at] @ stacked.gate_up_proj[expert].T).chunk(2, -1)
+                X = (stacked.act_fn(gate) * up * weights[at, place, None]).numpy()
+                W = stacked.down_proj[expert].clone().numpy()
+                Y = X @ W.T + lacking[at].numpy() / places.shape[1]
+                strength = STRENGTH * float(np.mean(np.sum(X**2, axis=0)))
+                stacked.down_proj[expert] = torch.from_numpy(closed_forms.ridge(W, X, Y, strength)[0])
+        hook.remove()
+    return model
+
+
+def output_of(model: Any, path: str, data: Any) -> torch.Tensor:
+    """What a block gives for all tokens, (tokens, hidden)."""
+    found: list[Any] = []
+    hook = model.get_submodule(path).register_forward_hook(lambda _, __, output: found.append(output))
+    outputs(model, data)
+    hook.remove()
+    return torch.cat([each[0] if isinstance(each, tuple) else each for each in found]).flatten(0, -2).double()
+
+
+MADE_UP = list(zip(WHOLE, itertools.cycle(["drift", "sequential"]), strict=False))
+
+
+# One with a number that multiplies what experts give, and one with shared experts.
+@pytest.mark.parametrize(
+    ("case", "target"), chosen(MADE_UP, lambda own: own[0].model_type in ("granitemoe", "qwen2_moe")), ids=str
+)
+def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, target: str, tmp_path: Path) -> None:
+    compensation = {"method": "ridge", "lambda": STRENGTH}
+    spaces = {"experts": {"score": "routed-energy", "compensation": compensation}}
+    values = {"version": 1, "name": "test", "ratio": 0.25, "target": target, "spaces": spaces}
+    dense.prune(case, Recipe.model_validate(values), tmp_path / "out", case.samples())
+    sites = reported(tmp_path / "out")
+    kept = {site.block: site.kept for site in sites}
+    other = case.samples(6, seed=9)
+    found = outputs(ckpt_prune.load(tmp_path / "out"), other)["logits"]
+    wanted = refitted(case, kept, target)
+    expected = outputs(wanted, other)["logits"].float()
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=5e-4 * float(expected.abs().max()))
+    bare = outputs(smaller(case, kept), other)["logits"].float()
+    assert (bare - expected).abs().max() > 1e-2 * expected.abs().max()
+    for site in sites:
+        assert (site.method, site.strength) == ("ridge", STRENGTH)
+        assert site.error_compensated < site.error_uncompensated  # type: ignore[operator]
+    for check in verify(tmp_path / "out", dense.folder(case)):
+        assert check.passed or check.name == "sparsity", check
+
+
 def test_experts_go_beside_heads_block_by_block(dense: Dense, tmp_path: Path) -> None:
     heads = {"score": "corp", "ratio": 0.5, "compensation": {"method": "ridge", "lambda": STRENGTH}}
     spaces = {"heads": heads, "experts": {"score": "routed-energy"}}
@@ -212,6 +286,26 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
     )
     with pytest.raises(ValidationError, match="for both, prune twice, whole experts first"):
         Recipe.model_validate({"version": 1, "name": "test", "spaces": experts | {"mlp": {"score": "flap"}}})
+    fitted = {"experts": {"score": "reap", "compensation": {"method": "ridge"}}}
+    with pytest.raises(ValidationError, match="on the tokens that reach them once others are gone: say target: seq"):
+        Recipe.model_validate({"version": 1, "name": "test", "spaces": fitted})
+    with pytest.raises(ValidationError, match="method affine is not for this space; allowed here: none, ridge"):
+        Recipe.model_validate({"version": 1, "name": "t", "spaces": {"experts": {**fitted["experts"], **AFFINE}}})
+    later = {"version": 1, "name": "test", "target": "sequential", "spaces": fitted}
+    with pytest.raises(UserError) as caught:
+        settle(dense.request(TWO, Recipe.model_validate(later)))
+    assert str(caught.value) == (
+        "recipe test refits experts on the tokens that reach them once others are gone, which statistics of the dense "
+        "model do not tell: give --text instead of --statistics, or say --set spaces.experts.compensation.method=none"
+    )
+    bare: dict[str, Any] = {"method": "ridge", "lambda": 0}
+    few = {**later, "ratio": 0.25, "spaces": {"experts": {"score": "reap", "compensation": bare}}}
+    with pytest.raises(UserError) as caught:
+        settle(dense.request(TWO, Recipe.model_validate(few), TWO.samples(2)))
+    assert str(caught.value) == (
+        "ridge with lambda 0 needs at least 3 windows of 12 tokens for the 22 inputs of the last projection of each of "
+        "3 experts, and there are 2: give more, or a lambda above 0"
+    )
     with pytest.raises(ValidationError, match="every block keeps as many experts as the next: allocation: uniform"):
         Recipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
 
@@ -244,17 +338,28 @@ def test_a_block_without_experts_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_experts_as_they_are_in_memory_are_refused(tmp_path: Path) -> None:
-    """transformers loads them, too."""
-    folder = Dense(tmp_path).folder(TWO)
-    tensors = {name: tensor.clone() for name, tensor in TWO.model().state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError) as caught:
-        ckpt_prune.inspect(str(folder))
-    assert str(caught.value) == (
-        f"{folder} lacks model.layers.0.mlp.experts.0.up_proj.weight: its experts are stored as transformers holds "
-        "them in memory; save it again by save_pretrained, which writes them as published"
-    )
+# One whose published files hold stacks, and one whose router has another name in memory.
+@pytest.mark.parametrize("case", chosen(WHOLE, lambda case: case.model_type in ("granitemoe", "mixtral")), ids=str)
+def test_experts_as_they_are_in_memory(case: Case, tmp_path: Path) -> None:
+    """transformers loads and saves them so, too. The output is stored as the input is."""
+    hub, memory = Dense(tmp_path / "hub"), Dense(tmp_path / "memory")
+    for dense in (hub, memory):
+        dense.root.mkdir()
+    case.model().save_pretrained(memory.folder(case), save_original_format=False)
+    stored = load_file(memory.folder(case) / "model.safetensors")
+    assert stored.keys() == case.model().state_dict().keys()
+    recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "reap"}}}
+    columns = spaces_recipe(case, {"mlp": "ridge"})
+    for each, wanted in {"experts": Recipe.model_validate(recipe), "columns": columns}.items():
+        for dense in (hub, memory):
+            dense.prune(case, wanted, dense.root / each)
+            for check in verify(dense.root / each, dense.folder(case)):
+                assert check.passed or check.name == "sparsity", check
+        ours, theirs = (ckpt_prune.load(dense.root / each).state_dict() for dense in (memory, hub))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert load_file(memory.root / each / "model.safetensors").keys() == stored.keys()
+        assert load_file(hub.root / each / "model.safetensors").keys() != stored.keys()
 
 
 def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:

@@ -151,6 +151,32 @@ class Solver(ABC):
         """
         return 0.0 if solved[1] is None else None
 
+    def refitted(self, count: int) -> list[SpaceName]:
+        """Spaces whose consumers are fitted once more when the block has lost all that goes; none but of experts.
+
+        Args:
+            count: units of this space that stay.
+        """
+        return []
+
+    def refit(
+        self, block: int, tensors: Mapping[str, Tensor], moments: Mapping[SpaceName, SpaceMoments]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """These consumers, fitted to what the block lacks.
+
+        Args:
+            block: its index.
+            tensors: of the block without what went.
+            moments: of each of these spaces, with what the block lacks as drift; one for each fold.
+
+        Returns:
+            New weights, float64, and what the plan of the site says of them.
+
+        Raises:
+            UserError: a strength is to be chosen on folds, and there is one only.
+        """
+        raise ValueError(f"nothing of {self.space} is fitted once more")
+
     @abstractmethod
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Samples of so many tokens that determine a fit without strength, and the unknowns in words."""

@@ -1,18 +1,26 @@
 """Sites whose units are whole experts of a block."""
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.spaces import SpaceName, expert_of
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
-from ckpt_prune.calibration.moments import total
+from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.routing import RoutingMoments
+from ckpt_prune.compensation.choice import choose
+from ckpt_prune.compensation.fit import Solution, blend_from_moments, error
+from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.errors import UserError
 from ckpt_prune.planning.selection import select
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.transform.decisions import Decision
-from ckpt_prune.transform.solvers.base import SolvedSite, Solver
+from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 
 class ExpertSolver(Solver):
@@ -45,14 +53,65 @@ class ExpertSolver(Solver):
     def solve(
         self, block: int, tensors: Mapping[str, Tensor], moments: SpaceMoments | None, decision: Decision
     ) -> SolvedSite:
-        """Select experts; what stays is as it was."""
+        """Select experts; what stays is as it was, until it is refitted on the tokens that it is sent then."""
         scores = decision.scores if decision.scores is not None else self.scores(block, tensors, moments or ())
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         return self._plan(block, None, kept, scores), None if len(kept) == len(scores) else {}
 
+    def refitted(self, count: int) -> list[SpaceName]:
+        """Spaces of the experts that stay, which are numbered anew; none where the recipe leaves them as they are."""
+        if not METHODS[self.own.compensation.method].uses_strength:
+            return []
+        spaces = self.model.family.spaces
+        return [name for name in spaces if (expert := expert_of(name)) is not None and expert < count]
+
+    def refit(
+        self, block: int, tensors: Mapping[str, Tensor], moments: Mapping[SpaceName, SpaceMoments]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Last projections of the experts that stay, each fitted to its share of what the block lacks.
+
+        See compensation/README.md, section 13.
+        """
+        own = self.own.compensation
+        found: dict[str, Tensor] = {}
+        strengths: set[float | None] = set()
+        energy = before = after = 0.0
+        for space, each in moments.items():
+            name = self.model.tensor(block, self.model.family.columns[space].consumer)
+            weight = tensors[name].to(self.device)
+            folds = [m.to(self.device) for m in each if isinstance(m, Moments)]
+            if own.by_folds and len(folds) < 2:
+                raise UserError(NO_FOLDS)
+            columns = torch.arange(weight.shape[1], device=self.device)
+            blends = [blend_from_moments(weight, m, columns) for m in folds]
+            blend, share, strength = reduce(add, blends), own.drift_shares[0], own.strength
+            if own.by_folds:
+                grid, shares = own.grid, own.drift_shares
+                best = choose(weight.double(), blends, [own.method], grid, shares, own.lambda_units, total=blend).best
+                share, strength = best.share, own.strength if best.strength is None else best.strength
+            fit, target = blend.at(share), blend.at(1.0)
+            solution = METHODS[own.method].fit(weight.double(), fit, absolute_strength(strength, own.lambda_units, fit))
+            found[name] = solution.weight.cpu()
+            strengths.add(strength)
+            energy += target.second_moments()[2]
+            before, after = before + error(Solution(weight.double()), target), after + error(solution, target)
+        return found, {
+            "method": own.method,
+            "strength": strengths.pop() if len(strengths) == 1 else None,
+            "error_uncompensated": before / energy if energy else None,
+            "error_compensated": after / energy if energy else None,
+        }
+
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
-        """There are no unknowns."""
-        return 1, "0 unknowns"
+        """Samples of which as many tokens reach every expert as its last projection has inputs."""
+        consumers = self.refitted(1)
+        if not consumers:
+            return 1, "0 unknowns"
+        inputs = self.model.units(consumers[0]) * self.model.unit_columns(consumers[0])
+        experts = self.model.family.experts
+        chosen = 1 if experts is None else int(getattr(self.model.config, experts.chosen))
+        what = f"{inputs} inputs of the last projection of each of {kept} experts"
+        return -(-inputs * kept // (tokens * chosen)), what
 
     @classmethod
     def trial(cls, *, biased: bool) -> dict[str, Any]:
