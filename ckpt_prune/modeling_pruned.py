@@ -21,7 +21,10 @@ config's own keys, which one block's entry in `per_layer_config` may override:
 - `ckpt_prune_rotations`: blocks before (`entry`) and after (`exit`) which the residual stream is turned into another
   basis, by a square matrix each. Hidden states that are recorded between blocks are in the basis of their block. The
   gains of these blocks' norms stand in other modules, so that one number is left of each. Stock classes refuse its
-  shape, where they would otherwise pass over the matrices and compute something else.
+  shape, where they would otherwise pass over the matrices and compute something else;
+- `ckpt_prune_slicing`: the residual stream has fewer dimensions between the blocks than `hidden_size` says, which
+  embedding, final norm and head keep. Every sub-layer reads it in a basis of its own, and matrices on the skip
+  connections take it from one to the next (`Slicing`). Hidden states that are recorded between blocks are so narrow.
 """
 
 import copy
@@ -118,6 +121,36 @@ class Blocks(TypedDict):
     values: NotRequired[ValuePaths]
 
 
+class SublayerPaths(TypedDict):
+    """What of a block reads the residual stream at one place and adds to it behind: paths in the block.
+
+    Attributes:
+        norms: that the stream passes before it is read.
+        reads: linears that these feed.
+        writes: linears whose output is added to the stream.
+    """
+
+    norms: list[str]
+    reads: list[str]
+    writes: list[str]
+
+
+class Slicing(TypedDict):
+    """The config's `ckpt_prune_slicing`.
+
+    Attributes:
+        width: dimensions of the stream between the blocks.
+        blocks: how many there are; the last one gives the stream back at its full width.
+        sublayers: of every block, in order: two, or one where attention and mlp read the same stream.
+        multiplier: config key of what a block multiplies by before it adds to the stream, or None.
+    """
+
+    width: int
+    blocks: int
+    sublayers: list[SublayerPaths]
+    multiplier: str | None
+
+
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
     """The config of one block: the model's, with that block's overrides, and none of the others'."""
     overrides: Any = getattr(config, "per_layer_config", None) or {}
@@ -208,6 +241,9 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
             setattr(layer, f"{side}_rotation", nn.Linear(hidden, hidden, bias=False))
             layer.__class__ = _turning(type(layer))
             _drop_gains(layer)
+    slicing: Slicing | None = getattr(config, "ckpt_prune_slicing", None)
+    if slicing is not None:
+        _slice(layer, config, slicing, index)
     return layer
 
 
@@ -352,6 +388,116 @@ class FactoredLinear(nn.Module):
         """Through both, and the bias."""
         product: Tensor = self.up(self.down(hidden_states))
         return product if self.bias is None else product + self.bias
+
+
+# ---- blocks of a narrower stream --------------------------------------------------------------------------------
+
+
+SKIPS = ("first_skip", "second_skip")
+"""Modules of a block that take the stream past its sub-layers, from one basis to the next."""
+
+
+class Stream:
+    """Where a block keeps its stream while the stock code runs. No module, and not part of what that code sees.
+
+    Attributes:
+        states: as the sub-layer that runs reads them, (B, T, width).
+    """
+
+    states: Any = None
+
+
+class StreamNorm(PlainNorm):
+    """An RMSNorm of the block's own stream, whatever the stock code passes it.
+
+    A LayerNorm becomes one: what adds to the stream has no mean any more.
+
+    Args:
+        norm: the stock one.
+        stream: of the block.
+    """
+
+    def __init__(self, norm: Any, stream: Stream) -> None:
+        super().__init__(norm)
+        self.centred, self.stream = False, stream
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the block's stream, in the shape of what is passed."""
+        states = self.stream.states
+        return super().forward(states.reshape(*hidden_states.shape[:-1], states.shape[-1]))
+
+
+class Between:
+    """Stands behind what attention adds to the stream: takes the stream on to the mlp, and on to the block's end.
+
+    The stock code adds what this returns to zeros, and to that what the mlp gives: the block's output.
+
+    Args:
+        layer: the block.
+        stream: of the block.
+        multiplier: what the block multiplies by before it adds.
+    """
+
+    def __init__(self, layer: Any, stream: Stream, multiplier: float) -> None:
+        self.layer, self.stream, self.multiplier = layer, stream, multiplier
+
+    def __call__(self, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        """A forward hook."""
+        states = self.stream.states
+        skipped: Tensor = self.layer.first_skip(states)
+        self.stream.states = skipped + output.reshape(skipped.shape) * self.multiplier
+        onward: Tensor = self.layer.second_skip(self.stream.states) / self.multiplier
+        return onward.reshape(*output.shape[:-1], onward.shape[-1])
+
+
+def _slice(layer: Any, config: PreTrainedConfig, slicing: Slicing, index: int) -> None:
+    """Let a block read and write a stream of fewer dimensions."""
+    width, stream = slicing["width"], Stream()
+    for place, paths in enumerate(slicing["sublayers"]):
+        ends = index == slicing["blocks"] - 1 and place == len(slicing["sublayers"]) - 1
+        out = config.hidden_size if ends else width
+        for path in paths["norms"]:
+            owner, _, name = path.rpartition(".")
+            setattr(layer.get_submodule(owner), name, StreamNorm(layer.get_submodule(path), stream))
+        for path in paths["reads"]:
+            _replace(layer, path, columns=width)
+        for path in paths["writes"]:
+            _replace(layer, path, rows=out)
+        setattr(layer, SKIPS[place], nn.Linear(width, out, bias=False))
+    if len(slicing["sublayers"]) > 1:
+        (writes,) = slicing["sublayers"][0]["writes"]
+        multiplier = float(getattr(config, slicing["multiplier"])) if slicing["multiplier"] else 1.0
+        layer.get_submodule(writes).register_forward_hook(Between(layer, stream, multiplier))
+    if index == 0:
+        layer.entry_slice = nn.Linear(config.hidden_size, width, bias=False)
+    layer.narrow_stream = stream
+    layer.__class__ = _sliced(type(layer))
+
+
+_SLICED: dict[type, type] = {}
+
+
+def _sliced(layer_class: type[nn.Module]) -> type:
+    """A block's class that reads its stream beside the stock code; under the same name, for device maps."""
+    if layer_class in _SLICED.values():
+        return layer_class
+    if layer_class not in _SLICED:
+
+        def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if hasattr(self, "entry_slice"):
+                hidden_states = self.entry_slice(hidden_states)
+            self.narrow_stream.states = hidden_states
+            if hasattr(self, SKIPS[1]):
+                # What the stock code takes past attention is not the stream: `Between` is.
+                passed = hidden_states.new_zeros(*hidden_states.shape[:-1], self.second_skip.out_features)
+            else:
+                passed = self.first_skip(hidden_states)
+            output = layer_class.forward(self, passed, *args, **kwargs)
+            self.narrow_stream.states = None
+            return output
+
+        _SLICED[layer_class] = type(layer_class.__name__, (layer_class,), {"forward": forward})
+    return _SLICED[layer_class]
 
 
 # ---- attention whose queries and keys have a width of their own -------------------------------------------------

@@ -113,7 +113,7 @@ def test_the_recipes_that_are_shown_are_valid(tmp_path: Path):
         path = tmp_path / f"{index}.yaml"
         path.write_text(text)
         load_recipe(str(path))
-    assert len(shown) == 8
+    assert len(shown) == 9
 
 
 def docstrings() -> Iterator[tuple[str, str]]:

@@ -52,6 +52,7 @@ def inspect(
     check_supported(options.model, options.family, options.part, unknown=True)
 
     from ckpt_prune.architectures.hypothetical import checkpoint_of_config, config_of_folder, is_config_only
+    from ckpt_prune.architectures.part import part_of
     from ckpt_prune.containers.opening import Opening, described_as, open_checkpoint
     from ckpt_prune.description.describe import describe, describe_unknown
 
@@ -63,13 +64,13 @@ def inspect(
                 f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
             )
         if config_only:
-            if options.part is not None:
-                raise UserError(f"{folder} has no weights: --part is for checkpoints that have")
             config = described_as(config_of_folder(folder), options.family)
-            if not is_known(config):
+            if options.part is None and not is_known(config):
                 check_kind(config)
                 return describe_unknown(folder, config)
             checkpoint = checkpoint_of_config(folder, config)
+            if options.part is not None:
+                checkpoint = part_of(checkpoint, options.part)
         else:
             checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
             if not is_known(checkpoint.config):

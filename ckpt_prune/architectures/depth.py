@@ -110,7 +110,7 @@ def _differences(model: Model, kept: Sequence[int]) -> Iterator[tuple[int, int, 
     dense = _layers(model, model.checkpoint.config)
     short = _layers(model, shortened_config(model, kept))
     for new, old in enumerate(kept):
-        before, after = _facts(dense[old]), _facts(short[new])
+        before, after = facts_of(dense[old]), facts_of(short[new])
         for place in {**before, **after}:
             was, would = before.get(place), after.get(place)
             numbers = (was, would) == (old, new) and not isinstance(was, bool)  # a block's own number
@@ -122,10 +122,10 @@ def _layers(model: Model, config: dict[str, Any]) -> Any:
     return stock_names(config, model.family.architecture).model.get_submodule(model.family.layers)
 
 
-def _facts(block: nn.Module) -> dict[str, Any]:
-    """What a block's modules were built with: their classes, plain attributes and the shapes of their parameters."""
+def facts_of(whole: nn.Module) -> dict[str, Any]:
+    """What modules were built with, by path: their classes, plain attributes and the shapes of their parameters."""
     found: dict[str, Any] = {}
-    for path, module in block.named_modules():
+    for path, module in whole.named_modules():
         if "drop" in path:
             continue  # drawn in training alone, and more often the deeper a block is
         found[path or "its class"] = type(module).__name__

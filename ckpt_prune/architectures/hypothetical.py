@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ckpt_prune.architectures.composite import known_composites
+from ckpt_prune.architectures.part import composite_names
 from ckpt_prune.architectures.skeleton import stock_names
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.jsonfile import read_object
@@ -31,7 +33,7 @@ def config_of_folder(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> Checkpoint:
-    """The checkpoint a config describes, for counting; it cannot be read.
+    """The checkpoint a config describes, of a family or of a composite, for counting; it cannot be read.
 
     Args:
         folder: with the config.json.
@@ -41,8 +43,8 @@ def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> 
         UserError: the config cannot be read, or is of no known family.
     """
     config = config_of_folder(folder) if config is None else config
-    family = family_of(config)
-    known = stock_names(config, family.architecture)
+    whole = config.get("model_type") in known_composites()
+    known = composite_names(config) if whole else stock_names(config, family_of(config).architecture)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     tensors = {
         name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)

@@ -164,6 +164,8 @@ class Residual(Description):
         writes: linear modules whose output is added to the stream.
         starts: modules whose tables make up the stream before the first block.
         final: the norm before the head.
+        beside: whether attention and mlp read the same stream although a norm of its own feeds each, or the config key
+            that says so. Those that one norm feeds do.
         refused: settings under which none of this holds.
     """
 
@@ -172,6 +174,7 @@ class Residual(Description):
     writes: list[str]
     starts: list[str]
     final: str
+    beside: bool | str = False
     refused: list[Refusal] = Field(default_factory=list)
 
 

@@ -22,10 +22,11 @@ from ckpt_prune.report.figures import (
     unsolved,
     worse_on_held_out,
 )
+from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.model import Lora, Report
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.messages import asked_size_of
-from ckpt_prune.transform.request import Shortened
+from ckpt_prune.transform.request import Narrowed, Shortened
 from ckpt_prune.transform.settle import Settled
 
 COST_HEADERS = ["", "before", "after", "share"]
@@ -44,6 +45,8 @@ def kept_line(settled: Settled) -> str:
     model, recipe, widths = settled.model, settled.recipe, settled.widths
     if settled.request.shortened is not None:
         return _depth_line(settled, settled.request.shortened)
+    if settled.request.narrowed is not None:
+        return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
         return _foreseen_line(settled)
     if asked is not None and all(width[space] == model.units(space) for width in widths for space in width):
@@ -73,6 +76,14 @@ def _depth_line(settled: Settled, shortened: Shortened) -> str:
         what = "blocks stay" if record.part == "block" else f"blocks keep their {record.part}"
         return f"{len(record.kept)} of {record.blocks} {what}{why}: which ones is measured first"
     return f"gone: {named_all(record)}{why}"
+
+
+def _hidden_line(settled: Settled, narrowed: Narrowed) -> str:
+    """How many dimensions of the residual stream stay."""
+    size, record = narrowed.whole.recipe.size, narrowed.record
+    if size is not None and record.kept == record.dimensions:
+        return f"nothing is dropped: the model is within {size.words} as it is"
+    return dimensions_line(record) + ("" if size is None else f", for {size.words}")
 
 
 def _foreseen_line(settled: Settled) -> str:
@@ -110,6 +121,8 @@ def report_lines(report: Report) -> Iterable[str]:
     """All that is said of an output below its costs and widths, as far as one line each can say it."""
     if report.depth is not None:
         yield from depth_lines(report.depth)
+    if report.hidden is not None:
+        yield from hidden_lines(report.hidden)
     yield from error_lines(report.sites)
     yield from mask_lines(report)
     yield from factor_lines(report)

@@ -158,6 +158,9 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
     found = load_recipe(file)
     if found.mask is not None:
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
+    if found.depth is not None or found.hidden is not None:
+        what = "drops whole blocks" if found.depth is not None else "slices the residual stream"
+        raise UserError(f"recipe {name} {what}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
     if found.size is not None and ratio is None:
         raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
     # Whatever holds the shape: sizes are asked for, not a refusal.

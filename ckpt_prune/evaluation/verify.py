@@ -24,11 +24,13 @@ from ckpt_prune.checkpoint.digests import changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
+from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
@@ -267,10 +269,14 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
     if report.rotation is None:
         checkpoint, _ = fitted(checkpoint)
     if (report.recovery is not None or report.lora is not None) and report.rotation is None:
+        if report.hidden is not None:
+            return None, "the stream has another basis: the weights are not compared with the dense model's"
         norms = report.recovery is not None and report.recovery.trained_norms
         return _kept_outside(checkpoint, dense, whole_blocks=norms)
     if report.rotation is not None:
         return None, "the weights are rotated: they are not compared with the dense model's"
+    if report.hidden is not None:
+        return kept_ends(checkpoint, dense, report.hidden)
     if report.depth is not None:
         return kept_blocks(checkpoint, dense, report.depth)
     if report.factored:
@@ -377,7 +383,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
     spaces = model.family.spaces
-    compared, absorbing = 0, dict[str, int]()
+    compared, refits, absorbing = 0, 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = {_known(site, model): site for site in report.sites if site.block == block}
         for space, site in sites.items():
@@ -405,6 +411,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         if pairs is not None and not torch.equal(checkpoint.read([name])[name], pairs):
             return False, f"{name} does not name the rotary pairs that are kept"
         refitted = {m for space in sites if space in model.family.routers for m in _refitted(model, sites[space])}
+        refits += bool(refitted)
         moved = model.moved_experts(block, kept, refitted)
         for name, before in moved.items():
             if not _same(checkpoint.read([name])[name], model.checkpoint.read([before])[before]):
@@ -419,6 +426,8 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     more = "".join(
         f"; {names} of {blocks} blocks are rewritten and not compared" for names, blocks in absorbing.items()
     )
+    if refits:
+        more += f"; last projections of the experts of {counted(refits, 'block')} are refitted and not compared"
     if _rewritten(report):
         more += f"; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"

@@ -17,6 +17,7 @@ GOALS: dict[Goal, str] = {
     "vision": "Vision models, and any family without rotary positions",
     "cache": "A smaller cache of keys and values, for families with rotary positions",
     "depth": "Fewer blocks: less latency, loads with stock classes",
+    "hidden": "A narrower residual stream",
     "experts": "Fewer experts, for mixtures of them",
     "low-rank": "Two thin linears in the place of each, for any family but mixtures of experts",
     "zeros": "Zeros (masks): shapes stay",
@@ -75,6 +76,8 @@ def _goal(recipe: Recipe) -> Goal:
         return "depth"
     if recipe.low_rank is not None:
         return "low-rank"
+    if recipe.hidden is not None:
+        return "hidden"
     return "zeros" if recipe.mask is not None else "paper"
 
 
@@ -85,6 +88,8 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
         return ("text", "images")
     if recipe.depth is not None and recipe.needs_moments:
         return ("text",) if recipe.depth.choice == "loss" else ("text", "images")
+    if recipe.hidden is not None:
+        return ("text", "images")
     if recipe.refits_experts:
         return ("text",)
     if {"taylor", "rotary"} & set(recipe.collect) or "experts" in recipe.spaces:
@@ -94,6 +99,7 @@ def _data(recipe: Recipe) -> tuple[Data, ...]:
 
 def _loads(recipe: Recipe) -> Loads:
     turns = recipe.rotation is not None and recipe.rotation.kind == "per-layer"
+    turns = turns or (recipe.hidden is not None and recipe.hidden.kind == "per-block")
     unknown = any(not kind_of(space).stock for space in recipe.spaces) and recipe.container != "padded"
     if recipe.low_rank is not None or recipe.widths == "per_layer" or recipe.container == "remote" or turns or unknown:
         return "own code"

@@ -6,9 +6,15 @@ Backbone = Literal["magnitude", "wanda", "sparsegpt"]
 """Whose importance of single weights: a mask's, or the one that rotations concentrate."""
 Part = Literal["mlp", "attention"]
 """Which linear modules of a block, where a recipe does not mean all."""
-Goal = Literal["stock", "loss", "vision", "cache", "depth", "experts", "low-rank", "zeros", "recovery", "paper"]
+Goal = Literal[
+    "stock", "loss", "vision", "cache", "depth", "hidden", "experts", "low-rank", "zeros", "recovery", "paper"
+]
 """What a recipe is for: the groups of `recipe list`."""
 RotationKind = Literal["per-layer", "shared", "values"]
 """Which importance rotations there are: one R1 for every block, one for all blocks, or R2 alone."""
+SlicingKind = Literal["per-block", "shared"]
+"""Which bases a sliced residual stream has: one for every sub-layer, or one for the whole of it."""
+SlicingSignal = Literal["normed", "stream"]
+"""What principal directions are of: what norms make of the stream, or the stream itself."""
 RetractionName = Literal["cayley", "qr"]
 """How a matrix is kept orthogonal while it is learned."""

@@ -13,6 +13,7 @@ from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict
+from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
 from ckpt_prune.planning.low_rank_recipe import LowRankRecipe
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
@@ -87,6 +88,9 @@ class Recipe(Strict):
     depth: DepthRecipe | None = Field(
         None, description="Whole blocks that go, before anything else is done to those that stay."
     )
+    hidden: HiddenRecipe | None = Field(
+        None, description="Dimensions of the residual stream that go, in a basis that is measured."
+    )
     mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
     rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
     low_rank: LowRankRecipe | None = Field(
@@ -141,9 +145,11 @@ class Recipe(Strict):
                 "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice, "
                 "the mask last"
             )
-        if not self.spaces and self.mask is None and self.depth is None and self.low_rank is None:
-            raise ValueError("nothing to do: spaces, depth, low_rank or a mask is missing")
+        parts = (self.mask, self.depth, self.hidden, self.low_rank)
+        if not self.spaces and all(part is None for part in parts):
+            raise ValueError("nothing to do: spaces, depth, hidden, low_rank or a mask is missing")
         self._consistent_depth()
+        self._consistent_hidden()
         self._consistent_low_rank()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
@@ -162,7 +168,7 @@ class Recipe(Strict):
     def _consistent_low_rank(self) -> None:
         if self.low_rank is None:
             return
-        beside = [key for key in ("spaces", "mask", "depth", "recovery") if getattr(self, key)]
+        beside = [key for key in ("spaces", "mask", "depth", "hidden", "recovery") if getattr(self, key)]
         if beside:
             raise ValueError(f"low_rank factors linears of the dense model: {beside[0]} does not go with it")
         odd = [
@@ -189,16 +195,40 @@ class Recipe(Strict):
             )
         if self.recovery is not None:
             raise ValueError("depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`")
-        others = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
-        odd = next((key for key, value in others.items() if getattr(self, key) != value), None)
-        if odd is not None:
-            raise ValueError(f"{odd} speaks of units of spaces: it does not go with depth")
+        self._without_units("depth")
         if self.depth.blocks is not None and self.size is not None:
             raise ValueError("size and depth.blocks both say how much goes: leave one out")
         if self.depth.drop is not None and self.size is not None:
             raise ValueError("size and depth.drop both say how much goes: leave one out")
         if self.depth.blocks is not None and self.layers is not None:
             raise ValueError("layers says among which blocks to choose, and depth.blocks chooses: leave one out")
+
+    def _without_units(self, part: str) -> None:
+        """Refuse what speaks of units of spaces beside a part that has none."""
+        others = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
+        odd = next((key for key, value in others.items() if getattr(self, key) != value), None)
+        if odd is not None:
+            raise ValueError(f"{odd} speaks of units of spaces: it does not go with {part}")
+
+    def _consistent_hidden(self) -> None:
+        if self.hidden is None:
+            return
+        if self.spaces or self.mask is not None or self.depth is not None:
+            raise ValueError(
+                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune "
+                "twice, these first where the output needs code of its own (kind: per-block)"
+            )
+        if self.recovery is not None:
+            raise ValueError("hidden turns the residual stream into another basis, and recovery does not follow it")
+        self._without_units("hidden")
+        if self.layers is not None:
+            raise ValueError("hidden goes through all blocks: leave out layers")
+        if self.target == "drift":
+            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with hidden")
+        if self.target == "sequential" and self.hidden.kind == "shared":
+            raise ValueError("one basis for all blocks is known before any is sliced: say target: dense")
+        if self.hidden.drop is not None and self.size is not None:
+            raise ValueError("size and hidden.drop both say how much goes: leave one out")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -356,13 +386,21 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
-        optional = ("depth", "mask", "rotation", "low_rank", "recovery", "export", "size", "weigh_by", "layers")
+        optional = (
+            *("depth", "hidden", "mask", "rotation", "low_rank", "recovery", "export"),
+            *("size", "weigh_by", "layers"),
+        )
         return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
     def after_depth(self) -> "Recipe":
         """What is left to do once the blocks are gone."""
         return self.model_copy(update={"depth": None, "size": None})
+
+    @property
+    def after_hidden(self) -> "Recipe":
+        """What is left to do once the stream has lost its dimensions."""
+        return self.model_copy(update={"hidden": None, "size": None, "target": "dense"})
 
     @property
     def without_amount(self) -> str:
@@ -378,6 +416,7 @@ class Recipe(Strict):
         return (
             self.linears_need_moments
             or (self.depth is not None and self.depth.measures)
+            or self.hidden is not None
             or self.allocation == "least-error"
             or self.rotation_needs_moments
             or any(kind_of(space).needs_moments(self.wish(space)) for space in self.spaces)

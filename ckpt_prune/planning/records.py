@@ -235,6 +235,27 @@ class Depth(Fixed):
     gaps: list[Gap] = Field(default_factory=list)
 
 
+class Hidden(Fixed):
+    """What is left of a model's residual stream.
+
+    Attributes:
+        kind: per-block or shared.
+        signal: what its principal directions are of.
+        dimensions: of the dense stream.
+        kept: of them.
+        tied: of a shared basis, whether one table is still embedding and head; None where it was not.
+        energy: share of the signals' energy that lies in the kept directions, basis by basis: those of attention and
+            mlp of every block in order, or one of all; empty where nothing was measured.
+    """
+
+    kind: Literal["per-block", "shared"]
+    signal: Literal["normed", "stream"]
+    dimensions: Annotated[int, Field(ge=1, le=10**7)]
+    kept: Annotated[int, Field(ge=1, le=10**7)]
+    tied: bool | None = None
+    energy: list[Figure] = Field(default_factory=list)
+
+
 class StatisticsReference(Fixed):
     """Which statistics a plan was made from."""
 

@@ -13,6 +13,7 @@ from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import Likeness, cost_changes, factor_figures, mask_figures, recovery_figures
+from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
 
@@ -63,6 +64,7 @@ def model_card(report: Report) -> str:
         "",
         *_calibration(report),
         *_depth(report),
+        *_hidden(report),
         *_kept(report),
         *_coarse(report),
         *_mask(report),
@@ -132,6 +134,16 @@ def _depth(report: Report) -> list[str]:
         head = f"The {depth.part} of some blocks gives nothing: its last projection is zeros there"
     found = [f"{head}: {named_all(depth)}.", "", "```", what, "```"]
     return [*found, "", f"{told[0].upper()}{told[1:]}." if told else "", ""]
+
+
+def _hidden(report: Report) -> list[str]:
+    """How many dimensions of the residual stream are left, and in which bases."""
+    if report.hidden is None:
+        return []
+    told = "; ".join([dimensions_line(report.hidden), *hidden_lines(report.hidden)])
+    if report.hidden.kind == "per-block":
+        told += "; matrices on the skip connections take the stream from one basis to the next"
+    return [f"{told[0].upper()}{told[1:]}."]
 
 
 def _kept(report: Report) -> list[str]:
@@ -235,7 +247,9 @@ def _coarse(report: Report) -> list[str]:
 
 
 def _turns(report: Report) -> bool:
-    """Whether rotations stay in the model, as matrices between blocks."""
+    """Whether the stream changes its basis as the model runs, by matrices between blocks or inside them."""
+    if report.hidden is not None:
+        return report.hidden.kind == "per-block"
     return report.rotation is not None and report.rotation.turns
 
 
@@ -311,6 +325,8 @@ def _record(report: Report) -> str:
         return "The rank of every linear weight and the error at its output are in `ckpt_prune.json`."
     elif report.depth is not None and not report.recovery:
         return "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`."
+    elif report.hidden is not None and not report.recovery:
+        return "The share of the energy that stays in each basis is in `ckpt_prune.json`."
     elif report.recovery and not report.sites:
         return "Errors of every block before and after recovery are in `ckpt_prune.json`."
     else:

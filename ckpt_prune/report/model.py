@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, MaskedLinear, Origin, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, Origin, SiteRecord
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -265,6 +265,7 @@ class Report(Fixed):
         before, after: cost of the source and of the output.
         depth: which whole blocks are gone; None, and left out of JSON, where none was to go. All else that is said of
             blocks is by their numbers in the output.
+        hidden: what is left of the residual stream; None, and left out of JSON, where it is whole.
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
@@ -295,6 +296,7 @@ class Report(Fixed):
     before: Cost
     after: Cost
     depth: Depth | None = None
+    hidden: Hidden | None = None
     mask: Mask | None = None
     rotation: Rotation | None = None
     sites: list[SiteRecord]
@@ -315,7 +317,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        for key in ("origin", "lora", "depth", "factored"):
+        for key in ("origin", "lora", "depth", "hidden", "factored"):
             if not values[key]:
                 del values[key]
         return values

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
 from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, UsedRecipe
@@ -23,6 +23,7 @@ class Document:
         facts: label and text of what else there is to know, in order.
         before, after: cost of the source and of the output.
         depth: which whole blocks are gone; None where none was to go.
+        hidden: what is left of the residual stream; None where it is whole.
         sites: by block, then in the order of the report.
         layers: by block; empty where the report has none.
         mask: which weights were zeroed; None where units were dropped.
@@ -41,6 +42,7 @@ class Document:
     after: Cost
     sites: list[SiteRecord]
     depth: Depth | None = None
+    hidden: Hidden | None = None
     layers: list[RecoveredLayer] = field(default_factory=list)
     mask: Mask | None = None
     rotation: Rotation | None = None
@@ -92,6 +94,7 @@ def _of_report(report: Report) -> Document:
         after=report.after,
         sites=sorted(report.sites, key=lambda site: site.block),
         depth=report.depth,
+        hidden=report.hidden,
         layers=layers,
         mask=report.mask,
         rotation=report.rotation,

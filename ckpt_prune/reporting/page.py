@@ -17,6 +17,7 @@ from ckpt_prune.report.figures import (
     rotation_figures,
     verdict,
 )
+from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.document import Document
@@ -45,6 +46,7 @@ def page(document: Document) -> str:
         [
             *_header(document),
             *_depth(document),
+            *_hidden(document),
             *(over_depth(plots) if plots else [_nothing(document)]),
             *_site_tables(document.sites),
             *_linear_table(document.linears),
@@ -109,6 +111,18 @@ def _depth(document: Document) -> Iterable[str]:
     headers = ("gone", "map in", "form", "cosine distance", "predicted divergence", "error before", "after", "held out")
     if rows:
         yield f'<div class="scroll">{_table(headers, rows, left=3)}</div>'
+
+
+def _hidden(document: Document) -> Iterable[str]:
+    """How many dimensions of the residual stream are left, and what every basis keeps of its energy."""
+    hidden = document.hidden
+    if hidden is None:
+        return
+    lines = [dimensions_line(hidden), *hidden_lines(hidden)]
+    yield f"<h2>Residual stream</h2>\n<pre>{text(chr(10).join(lines))}</pre>"
+    if len(hidden.energy) > 1:
+        rows = [(str(index), "" if share is None else f"{share:.4%}") for index, share in enumerate(hidden.energy)]
+        yield details("Every basis", ("basis", "energy kept"), rows, left=1)
 
 
 def _costs(document: Document) -> str:

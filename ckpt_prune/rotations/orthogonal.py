@@ -208,6 +208,13 @@ def _householder(u: Tensor) -> Tensor:
     return unit
 
 
+def complement_of_ones(n: int) -> Tensor:
+    """Orthonormal columns, (n, n − 1) float64, that span all vectors of mean zero."""
+    normal = _householder(torch.ones(n, dtype=torch.float64))
+    mirror = torch.eye(n, dtype=torch.float64) - 2 * torch.outer(normal, normal)
+    return mirror[:, 1:].contiguous()
+
+
 def _reflected(matrix: Tensor, normal: Tensor) -> Tensor:
     """P M P with P = I − 2 n nᵀ, for products of order n²."""
     matrix = matrix - 2 * torch.outer(normal, normal @ matrix)

@@ -38,6 +38,10 @@ def not_learned(_block: int) -> BlockRotations:
 ENTRY, EXIT = "entry_rotation", "exit_rotation"
 """Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
 CONFIG_KEY = "ckpt_prune_rotations"
+_ROOM = (
+    "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model, or choose rotation kind "
+    "values"
+)
 _ROWS = 8192
 """Rows of a table that absorb a rotation together, in float64."""
 
@@ -183,7 +187,7 @@ class RotatedCheckpoint:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors outside the blocks, in their dtype."""
-        return {name: _fitting(name, self._outside(name)) for name in names}
+        return {name: fitting(name, self._outside(name), _ROOM) for name in names}
 
     def block(self, index: int) -> dict[str, Tensor]:
         """The tensors of block `index`, rotations absorbed in float64, in the dtype of the source."""
@@ -194,15 +198,14 @@ class RotatedCheckpoint:
         tensors = turned(self.family, index, tensors, residual, heads)
         # The norms that one number is left of add nothing to it.
         tensors |= {n: torch.full_like(tensors[n][:1], n.endswith(".weight")) for n in self._gainless if n in tensors}
-        dtype = self.source.tensors[self._values(index)].dtype
         if index in self.turns.get("entry", []):
             assert residual is not None
             tensors[self.family.tensor(index, ENTRY)] = self._entry(index, residual)
         if index in self.turns.get("exit", []):
             assert residual is not None
             tensors[self.family.tensor(index, EXIT)] = residual
-        dtypes = {name: self.source.tensors[name].dtype if name in self.source.tensors else dtype for name in tensors}
-        return {name: _fitting(name, tensor.to(dtypes[name]).cpu()) for name, tensor in tensors.items()}
+        dtypes = stored_dtypes(self.source, tensors, self._values(index))
+        return {name: fitting(name, tensor.to(dtypes[name]).cpu(), _ROOM) for name, tensor in tensors.items()}
 
     def on_device(self, index: int) -> BlockRotations:
         """A block's rotations where tensors absorb them."""
@@ -239,11 +242,13 @@ class RotatedCheckpoint:
         if name == self._head:
             table = name if name in self.source.tensors else self._embedding
             weight, gain = self.source.read([table])[table], gains(self.family, self._tensor(final))
-            return self._in_rows(weight, lambda part: (part if gain is None else part * gain) @ last)
+            return in_rows(weight, self.device, lambda part: (part if gain is None else part * gain) @ last)
         if name in starts:
             tensor = self.source.read([name])[name]
             layer = described.norm == "layer"
-            return self._in_rows(tensor, lambda part: (part - part.mean(1, keepdim=True) if layer else part) @ first)
+            return in_rows(
+                tensor, self.device, lambda part: (part - part.mean(1, keepdim=True) if layer else part) @ first
+            )
         if name == final:
             return no_gains(self.family, self.source.read([name])[name])
         if name == shift:
@@ -254,11 +259,6 @@ class RotatedCheckpoint:
 
     def _tensor(self, name: str) -> Tensor | None:
         return self.source.read([name])[name].to(self.device) if name in self.source.tensors else None
-
-    def _in_rows(self, table: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """A table changed row by row in float64, a few rows at a time, in its own dtype."""
-        runs = (table[start : start + _ROWS] for start in range(0, table.shape[0], _ROWS))
-        return torch.cat([change(run.to(self.device).double()).to(table.dtype).cpu() for run in runs])
 
     def check_final_norm(self) -> None:
         """Refuse a final norm that the head cannot absorb.
@@ -284,11 +284,35 @@ class RotatedCheckpoint:
         return (wide @ last).to(shift.dtype)
 
 
-def _fitting(name: str, tensor: Tensor) -> Tensor:
-    """A tensor that has absorbed something, if its dtype holds it."""
+def in_rows(table: Tensor, device: torch.device, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A table changed row by row in float64, a few rows at a time, in its own dtype and on CPU.
+
+    Args:
+        table: (rows, d).
+        device: where it is changed.
+        change: what becomes of some rows.
+    """
+    runs = (table[start : start + _ROWS] for start in range(0, table.shape[0], _ROWS))
+    return torch.cat([change(run.to(device).double()).to(table.dtype).cpu() for run in runs])
+
+
+def stored_dtypes(source: Checkpoint, names: Iterable[str], beside: str) -> dict[str, torch.dtype]:
+    """The dtype that each tensor is stored in: the source's own, or that of `beside` where the source has none."""
+    known = source.tensors
+    return {name: known[name if name in known else beside].dtype for name in names}
+
+
+def fitting(name: str, tensor: Tensor, room: str) -> Tensor:
+    """A tensor that has absorbed something, if its dtype holds it.
+
+    Args:
+        name: on disk.
+        tensor: in its dtype.
+        room: what to say and do where it is not finite, with a place for its dtype.
+
+    Raises:
+        UserError: it does not.
+    """
     if not torch.isfinite(tensor).all():
-        raise UserError(
-            f"{name}: with the gains of norms absorbed it does not fit its dtype {tensor.dtype}: start from a "
-            "bfloat16 or float32 copy of the model, or choose rotation kind values"
-        )
+        raise UserError(f"{name}: with the gains of norms absorbed {room.format(dtype=tensor.dtype)}")
     return tensor

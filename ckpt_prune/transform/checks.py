@@ -19,6 +19,7 @@ from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
+from ckpt_prune.transform.narrowing import check_hidden
 from ckpt_prune.transform.output import unlearned
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import check_depth
@@ -49,6 +50,8 @@ def check_fit(request: Request) -> None:
     request.recipe.blocks(request.model.blocks)
     if request.recipe.depth is not None:
         check_depth(request)
+    if request.recipe.hidden is not None:
+        check_hidden(request)
     _mask(request)
     _low_rank(request)
     _taylor(request)
@@ -192,7 +195,11 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
-    alone = {"rotates": recipe.rotation, "drops whole blocks": recipe.depth}
+    alone = {
+        "rotates": recipe.rotation,
+        "drops whole blocks": recipe.depth,
+        "slices the residual stream": recipe.hidden,
+    }
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
             raise UserError(f"recipe {recipe.name} {what}, which one process does alone: start it without torchrun")
@@ -317,7 +324,7 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, factors, or blocks that the loss chooses.
+        UserError: a mask, factors, a sliced stream, or blocks that the loss chooses.
     """
     if recipe.low_rank is not None:
         raise UserError(
@@ -327,6 +334,11 @@ def check_plannable(recipe: Recipe) -> None:
     if recipe.depth is not None and recipe.depth.choice == "loss":
         raise UserError(
             f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+        )
+    if recipe.hidden is not None:
+        raise UserError(
+            f"recipe {recipe.name} slices the residual stream, of which a plan says nothing: `ckpt-prune prune "
+            "--dry-run` tells its width and size"
         )
     if recipe.mask is not None:
         raise UserError(

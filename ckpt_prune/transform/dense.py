@@ -1,4 +1,4 @@
-"""The dense model in the basis of what is made from it: as it is stored, or under rotations."""
+"""The dense model in the basis of what is made from it: as it is stored, under rotations, or sliced."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.containers.container import Container
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.engine import fill_biases
 
 
@@ -24,7 +25,7 @@ class Dense:
     Args:
         model: the dense model.
         device: where blocks run.
-        rotated: it under rotations, or None.
+        rotated: it under rotations, or in bases of fewer dimensions; or None.
         container: what the model is built as where that is not the stock class of its config: the output's where it is
             rotated, whose `biases` have a slot in every block, filled or not.
         leaps: where blocks of it are left out: what it is whole, which is what is run.
@@ -32,7 +33,7 @@ class Dense:
 
     model: Model
     device: torch.device
-    rotated: RotatedCheckpoint | None = None
+    rotated: RotatedCheckpoint | SlicedCheckpoint | None = None
     container: Container | None = None
     leaps: Leaps | None = None
 

@@ -29,6 +29,7 @@ from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
+from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.measured_effects import SHALLOW
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.site_variants import POINTS, dropped_counts
@@ -167,6 +168,8 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         return None
     if request.shortened is not None:
         return _of_depth(settled)
+    if request.narrowed is not None:
+        return _of_hidden(settled)
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1
     if request.live is not None:
         samples, tokens, folds = len(request.live.samples), request.live.samples.tokens, request.live.folds
@@ -238,6 +241,37 @@ def _of_depth(settled: Settled) -> tuple[list[Stage], int] | None:
     disk = settled.output.cost.bytes
     written = settled.before.bytes + 2 * disk
     return [Stage("depth", work, held), Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0)], disk
+
+
+def _of_hidden(settled: Settled) -> tuple[list[Stage], int] | None:
+    """Stages of slicing the residual stream, and what is written."""
+    narrowed = settled.request.narrowed
+    assert narrowed is not None
+    view, live, model = narrowed.view, settled.request.live, settled.model
+    if live is None and model.family.modality == "image":
+        return None
+    shape, places = Shape.of(model), len(view.sublayers)
+    samples, tokens = (DEFAULT_WINDOWS, model.tokens) if live is None else (len(live.samples), live.samples.tokens)
+    count, d, k = samples * tokens, shape.hidden, view.kept
+    bases = places * shape.blocks
+    # A block runs once more for what its second sub-layer reads.
+    work = STARTING + (shape.read() + shape.run(samples, tokens) * places) * shape.blocks
+    work += Work(gemm=2 * count * d * d, moved=12 * count * d) * bases
+    if view.shared:
+        work += Work(eigen=d**3)
+    else:
+        work += Work(eigen=d**3) * bases
+        if narrowed.whole.recipe.target == "sequential":
+            work += Work(gemm=4 * count * d * k, moved=12 * count * d) * bases
+    # A Gram, its factors in float64, and the bases of a block.
+    held = shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens) + 8 * (4 + places) * d * d
+    scratch = 4 * d * k * (1 if view.shared else bases)
+    disk = settled.output.cost.bytes
+    written = settled.before.bytes + 2 * disk
+    # Every matrix is multiplied by its basis, in float64; a table a few rows at a time.
+    absorbing = Work(wide=2 * k * (shape.weights * shape.blocks + (2 * shape.outside if view.shared else 0)))
+    rest = Stage("rest", absorbing + Work(moved=4 * written, disk=disk, hashed=written), 16 * shape.weights)
+    return [Stage("hidden", work + Work(disk=scratch), held), rest], disk + scratch
 
 
 def of_job(settled: Settled) -> Estimate | None:
@@ -374,10 +408,12 @@ def _runs(recipe: Recipe, stages: int, *, sequential: bool) -> float:
     """Runs of a block by a sequential recipe: one for what is measured in each stage, and one to go on."""
     if not sequential:
         return 0
+    # Experts that stay are fitted to what the dense block gives and the pruned one does not.
+    again = 2 * SWEEPS if recipe.refits_experts else 0
     if recipe.target == "drift":
         # The dense block, the pruned one up to the end and once more to go on, and up to each site before the last.
-        return 3 + 0.6 * (stages - 1)
-    return (stages if recipe.true_sequential else 1) + 1
+        return 3 + 0.6 * (stages - 1) + again
+    return (stages if recipe.true_sequential else 1) + 1 + again
 
 
 def _blocks(settled: Settled, shape: Shape, data: tuple[int, int, int], *, sequential: bool, read: int) -> Stage:

@@ -24,7 +24,7 @@ def plan_layout(
         model: the source.
         widths: units kept per block and space.
         container: what the output is stored as.
-        added: tensors that the output has and the source has not, beside biases.
+        added: tensors that the output has and the source has not, beside biases, or that have another shape there.
         ranks: of linear modules whose weight two thin ones stand in for.
 
     Raises:
@@ -33,6 +33,9 @@ def plan_layout(
     narrow = [{space: count for space, count in own.items() if space not in container.padded} for own in widths]
     shapes = model.shapes_at(narrow)
     files = {name: info.file for name, info in model.checkpoint.tensors.items()}
+    for name, (beside, shape) in (added or {}).items():
+        shapes[name] = (shapes[beside][0], shape)
+        files[name] = files[beside]
     for block in range(len(widths)):
         for module in sorted(container.biases):
             weight, bias = model.tensor(block, module), model.tensor(block, module, "bias")
@@ -42,9 +45,6 @@ def plan_layout(
     for block in range(len(widths)):
         if model.pairs_name(block) in shapes:
             files[model.pairs_name(block)] = files[model.tensor(block, model.family.attention.query)]
-    for name, (beside, shape) in (added or {}).items():
-        shapes[name] = (shapes[beside][0], shape)
-        files[name] = files[beside]
     for block, own in enumerate(ranks):
         for module, rank in own.items():
             weight = model.tensor(block, module)

@@ -73,7 +73,15 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         for space in recipe.spaces
         if recipe.needs_gram(space)
     ]
-    depth = request.whole.recipe.depth
+    depth, hidden = request.whole.recipe.depth, request.whole.recipe.hidden
+    if hidden is not None:
+        width = model.dimension("hidden")
+        if tokens >= 2 * width:
+            return None
+        return (
+            f"{tokens} calibration tokens for {width} dimensions of the residual stream: principal directions of so "
+            "few are those of these tokens; use more samples"
+        )
     if depth is not None and depth.compensation.linear and request.whole.live is not None:
         widths = [model.dimension("hidden")]
     whitened = recipe.low_rank is not None and recipe.low_rank.whitens
@@ -150,19 +158,21 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
 def unmeasured_lines(settled: Settled) -> Iterable[str]:
     """What a dry run cannot tell, because it is to be measured: what, on what, and which command tells it before."""
     request, model, recipe = settled.request, settled.model, settled.recipe
-    depth = request.whole.recipe.depth
+    depth, hidden = request.whole.recipe.depth, request.whole.recipe.hidden
     if not settled.foreseen and not request.whole.lacks_moments:
         return
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
     if depth is not None:
         what = "how far blocks move the residual stream"
+    if hidden is not None:
+        what = "the residual stream, wherever a block reads it"
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if request.live is None:
         most = f"up to {MOST_IMAGES} images" if images else f"{DEFAULT_WINDOWS} windows of {model.tokens} tokens"
         option = "--images DIR" if images else "--text FILE"
-        others = ", or --statistics STATS" if depth is None else ""
+        others = ", or --statistics STATS" if depth is None and hidden is None else ""
         yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples){others}"
     else:
         samples = request.live.samples

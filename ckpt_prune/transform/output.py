@@ -12,8 +12,10 @@ from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.learning import RotationSizes
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.factoring import ranks_of
 from ckpt_prune.transform.layout import Layout, plan_layout
+from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.request import Request
 
 
@@ -49,6 +51,8 @@ def output_of(request: Request, widths: Widths) -> Output:
     Raises:
         UserError: no container can hold it.
     """
+    if request.narrowed is not None:
+        return sliced_output(request.model, request.narrowed.view, widths)
     model, rotated = request.model, unlearned(request)
     ranks = () if request.recipe.low_rank is None else ranks_of(request)
     container = _container(request, widths, rotated, ranks)
@@ -60,6 +64,32 @@ def output_of(request: Request, widths: Widths) -> Output:
     # The output's config: rotations may have untied the head.
     cost = cost_of(model.with_config(parse_config(container.config)), shapes)
     return Output(container, layout, aside, cost, ranks)
+
+
+def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Output:
+    """The output whose residual stream has lost dimensions.
+
+    Args:
+        model: the dense model.
+        view: it in other bases.
+        widths: units of its blocks, all of them.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
+    if view.turns:
+        container = choose_container(model, widths, biases, requested=REMOTE)
+        note = remote_note(container.model_type, "the residual stream changes its basis between blocks")
+        container = replace(container, config=view.config_values(container.config), note=note)
+        _check_part(model, container, rotated=True)
+        layout = plan_layout(model, widths, container, view.added)
+    else:
+        container, layout = narrow_container(model, view, biases)
+        _check_part(model, container, rotated=True)
+    shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
+    cost = cost_of(model.with_config(parse_config(container.config)), shapes)
+    return Output(container, layout, {}, cost)
 
 
 def _check_part(model: Model, container: Container, rotated: bool) -> None:

@@ -19,6 +19,7 @@ from ckpt_prune.planning.names import RotationKind
 from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
+from ckpt_prune.rotations.sliced import SLICING_KEY
 
 
 def container_of(pruned: Model) -> Container:
@@ -97,6 +98,11 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
     here, there = pruned.checkpoint.path, dense.checkpoint.path
     check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).names())
     check_source(dense)
+    if getattr(pruned.config, SLICING_KEY, None) is not None:
+        raise UserError(
+            f"{here} has a residual stream of fewer dimensions, in another basis wherever it is read: {why}, and "
+            "there is no dense stream in these bases"
+        )
     related = ours.model_type == theirs.model_type or ours.model_type in theirs.stand_ins
     if not related:
         raise UserError(f"{here} is of type {ours.model_type} and {there} of type {theirs.model_type}: {why}")

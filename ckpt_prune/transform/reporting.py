@@ -56,7 +56,7 @@ def report_of_prune(
         layers: what that did, block by block.
     """
     recipe, asked, output = settled.recipe, settled.request.asked, settled.output
-    whole, shortened = settled.request.whole, settled.request.shortened
+    whole, shortened, narrowed = settled.request.whole, settled.request.shortened, settled.request.narrowed
     mask = rotation = None
     if recipe.mask is not None:
         mask = Mask(method=recipe.mask.method, pattern=recipe.mask.pattern, ratio=recipe.ratio)
@@ -85,6 +85,7 @@ def report_of_prune(
         before=settled.before,
         after=output.cost,
         depth=None if shortened is None else shortened.record,
+        hidden=None if narrowed is None else narrowed.record,
         mask=mask,
         rotation=rotation,
         sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],

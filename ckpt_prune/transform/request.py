@@ -13,7 +13,8 @@ from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Depth, Origin
+from ckpt_prune.planning.records import Depth, Hidden, Origin
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,21 @@ class Shortened:
 
 
 @dataclass(frozen=True)
+class Narrowed:
+    """A residual stream that has lost dimensions before anything else is done.
+
+    Attributes:
+        whole: the request that asked for it.
+        record: how many stay.
+        view: the model in bases of so many dimensions, measured or not.
+    """
+
+    whole: "Request"
+    record: Hidden
+    view: SlicedCheckpoint
+
+
+@dataclass(frozen=True)
 class Request:
     """One model, one recipe, one source of moments.
 
@@ -102,6 +118,8 @@ class Request:
         by_default: whether nobody named the recipe.
         origin: where the recipe, or that of the plan, was fetched from; None for one that was here.
         shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
+        narrowed: where dimensions of the residual stream are gone: `model` is the dense one, and `recipe` what is left
+            to do.
     """
 
     model: Model
@@ -118,11 +136,13 @@ class Request:
     by_default: bool = False
     origin: Origin | None = None
     shortened: Shortened | None = None
+    narrowed: Narrowed | None = None
 
     @property
     def whole(self) -> "Request":
-        """The request as it was given, of the model with all its blocks."""
-        return self if self.shortened is None else self.shortened.whole
+        """The request as it was given, of the model with all its blocks and dimensions."""
+        earlier = self.shortened or self.narrowed
+        return self if earlier is None else earlier.whole
 
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
@@ -147,7 +167,7 @@ class Request:
         """Whether the unpruned model is measured on the live samples before anything is pruned."""
         if self.live is None or self.statistics is not None or not self.recipe.needs_moments:
             return False
-        if self.recipe.depth is not None:
+        if self.recipe.depth is not None or self.recipe.hidden is not None:
             return True
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
@@ -156,7 +176,7 @@ class Request:
     @property
     def widths_known(self) -> bool:
         """Whether widths can be told before anything is measured."""
-        if self.recipe.depth is not None:
+        if self.recipe.depth is not None or self.recipe.hidden is not None:
             return False
         known = self.statistics is not None or self.plan is not None or not self.recipe.needs_moments
         return known or (self.recipe.allocation == "uniform" and not self.recipe.shares_out)

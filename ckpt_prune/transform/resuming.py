@@ -76,6 +76,10 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         parts.append("blocks to drop chosen")
     elif counted("removal"):
         parts.append(f"{counted('removal')} blocks to drop chosen")
+    if "basis" in units:
+        parts.append("basis of the residual stream measured")
+    elif counted("basis"):
+        parts.append(f"bases of {counted('basis')} of {blocks} blocks measured")
     if "search" in units:
         parts.append("lambda chosen")
     if "rotations" in units or counted("rotation") == blocks:

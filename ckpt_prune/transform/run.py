@@ -24,6 +24,7 @@ from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.learning import Learner, WrittenRotations
 from ckpt_prune.transform.checks import check_together, check_trained
 from ckpt_prune.transform.depth import at_chosen_depth
+from ckpt_prune.transform.hidden import at_narrow_stream
 from ckpt_prune.transform.layout import with_rest
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
@@ -141,8 +142,10 @@ def run(
         report = group.once(complete)
         if report is not None:
             return Done(settled, report, finished=True)
-        # `check_together`: one process alone chooses blocks.
+        # `check_together`: one process alone chooses blocks, or bases of the stream.
         shorter = settled if staging is None else at_chosen_depth(settled, staging.scratch, staging.journal, stages)
+        if staging is not None:
+            shorter = at_narrow_stream(shorter, staging.scratch, staging.journal, stages)
         ready = measured(shorter, partial_of(out) / SCRATCH, journal, stages)
         # Found by each process for itself, of what the first one has measured.
         group.agree({"choice of widths": ready.widths})

@@ -28,6 +28,7 @@ from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.factoring import Factorer
 from ckpt_prune.transform.masking import Masker
+from ckpt_prune.transform.narrowing import unmeasured
 from ckpt_prune.transform.output import Output, output_of
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import standing_in
@@ -117,8 +118,9 @@ class Settled:
 
     @property
     def dense(self) -> Dense:
-        """The model that is pruned: the source, rotated where the recipe rotates."""
-        rotated = self.rotated
+        """The model that is pruned: the source, rotated or sliced where the recipe says so."""
+        narrowed = self.request.narrowed
+        rotated = self.rotated if narrowed is None else narrowed.view
         container = None if rotated is None else self.output.container
         return Dense(self.model, self.request.device, rotated, container)
 
@@ -231,7 +233,7 @@ class Settled:
         if request.live is not None:
             samples = request.live.samples
             return {
-                "target": request.recipe.target + ("" if request.recipe.true_sequential else ", once per block"),
+                "target": request.whole.recipe.target + ("" if request.recipe.true_sequential else ", once per block"),
                 "modality": request.model.family.modality,
                 "data": samples.fingerprint,
                 "samples": len(samples),
@@ -266,13 +268,15 @@ def foresee(request: Request) -> Settled:
         check_data(request)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
+    if request.recipe.hidden is not None:
+        return _decided(unmeasured(request))
     if request.widths_known:
         return _decided(request)
     return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)
 
 
 def _decided(request: Request) -> Settled:
-    if request.recipe.depth is not None:
+    if request.recipe.depth is not None or request.recipe.hidden is not None:
         return Settled(request, None)
     ranking = ranking_of(request)
     sized = at_size(request, ranking)

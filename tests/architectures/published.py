@@ -31,9 +31,56 @@ def _masked(model_type: str, architecture: str, parameters: int, **own: Any) -> 
     return {"model_type": model_type, "architectures": [architecture], **own}, parameters
 
 
+def _rotary(*sections: int) -> dict[str, Any]:
+    """Of text with images in it: how many pairs time, height and width turn."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(sections)}}
+
+
+def _eyes(hidden: int, mlp: int, layers: int, image: int, **own: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": 16}
+    return sizes | {"image_size": image, "patch_size": 14} | own
+
+
 _ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
 
 PUBLISHED: dict[str, Published] = {
+    "meta-llama/Llama-2-7b-hf": _of(
+        "llama", "LlamaForCausalLM", 6_738_415_616, **_sizes(32000, 4096, 11008, 32, 32, 32)
+    ),
+    "meta-llama/Llama-3.2-1B": _of(
+        "llama",
+        "LlamaForCausalLM",
+        1_235_814_400,
+        **_sizes(128256, 2048, 8192, 16, 32, 8),
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "mistralai/Mistral-7B-v0.1": _of(
+        "mistral", "MistralForCausalLM", 7_241_732_096, **_sizes(32000, 4096, 14336, 32, 32, 8)
+    ),
+    "Qwen/Qwen2.5-0.5B": _of(
+        "qwen2", "Qwen2ForCausalLM", 494_032_768, **_sizes(151936, 896, 4864, 24, 14, 2), tie_word_embeddings=True
+    ),
+    "Qwen/Qwen3-8B": _of(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        8_190_735_360,
+        **_sizes(151936, 4096, 12288, 36, 32, 8),
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "ByteDance-Seed/Seed-OSS-36B-Base": _of(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        36_151_104_512,
+        **_sizes(155136, 5120, 27648, 64, 80, 8),
+        head_dim=128,
+        attention_bias=True,
+        attention_out_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=False,
+    ),
+    "facebook/opt-125m": _only("opt", 125_239_296, architectures=["OPTForCausalLM"]),
     "google/gemma-2b": _of(
         "gemma",
         "GemmaForCausalLM",
@@ -315,6 +362,7 @@ PUBLISHED: dict[str, Published] = {
         parallel_attn=False,
     ),
     "mpt-7b": _only("mpt", 6_649_286_656, d_model=4096, n_heads=32, n_layers=32, vocab_size=50432),
+    "bert-base-uncased": _masked("bert", "BertForPreTraining", 110_106_428),
     "roberta-base": _masked("roberta", "RobertaForMaskedLM", 124_697_433, vocab_size=50265, **_ROBERTA),
     "xlm-roberta-base": _masked("xlm-roberta", "XLMRobertaForMaskedLM", 278_295_186, vocab_size=250002, **_ROBERTA),
     "camembert-base": _masked("camembert", "CamembertForMaskedLM", 110_655_493, vocab_size=32005, **_ROBERTA),
@@ -349,6 +397,11 @@ PUBLISHED: dict[str, Published] = {
         position_biased_input=False,
     ),
     "all-mpnet-base-v2": _masked("mpnet", "MPNetModel", 109_486_464, vocab_size=30527, max_position_embeddings=514),
+    "google/vit-base-patch16-224": _masked("vit", "ViTForImageClassification", 86_567_656, num_labels=1000),
+    "facebook/deit-base-distilled-patch16-224": _masked(
+        "deit", "DeiTForImageClassificationWithTeacher", 87_338_192, num_labels=1000
+    ),
+    "facebook/dinov2-base": _only("dinov2", 86_580_480, image_size=518, patch_size=14),
     "facebook/dinov2-with-registers-giant": _only(
         "dinov2_with_registers",
         1_136_486_912,
@@ -404,3 +457,46 @@ PUBLISHED: dict[str, Published] = {
     ),
 }
 """Model on the Hub → config.json as published, as far as it says what is computed, and parameters by its page."""
+
+COMPOSITES: dict[str, Published] = {
+    "Qwen/Qwen2.5-VL-7B-Instruct": _only(
+        "qwen2_5_vl",
+        8_292_166_656,
+        text_config=_sizes(152064, 3584, 18944, 28, 28, 4) | _rotary(16, 24, 24),
+        vision_config={"hidden_size": 1280, "out_hidden_size": 3584},
+    ),
+    "Qwen/Qwen2-VL-2B-Instruct": _only(
+        "qwen2_vl",
+        2_208_985_600,
+        text_config=_sizes(151936, 1536, 8960, 28, 12, 2) | _rotary(16, 24, 24),
+        vision_config={"hidden_size": 1536},
+        tie_word_embeddings=True,
+    ),
+    "google/gemma-3-4b-pt": _only(
+        "gemma3",
+        4_300_079_472,
+        text_config=_sizes(262208, 2560, 10240, 34, 8, 4) | {"head_dim": 256},
+        vision_config=_eyes(1152, 4304, 27, 896, vision_use_head=False),
+    ),
+    "llava-hf/llava-1.5-7b-hf": _only(
+        "llava",
+        7_063_427_072,
+        text_config={"model_type": "llama"} | _sizes(32064, 4096, 11008, 32, 32, 32),
+        vision_config={"model_type": "clip_vision_model"} | _eyes(1024, 4096, 24, 336),
+        tie_word_embeddings=False,
+    ),
+    "openai/clip-vit-large-patch14": _only(
+        "clip",
+        427_616_513,
+        text_config={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_attention_heads": 12,
+            "projection_dim": 768,
+        },
+        vision_config=_eyes(1024, 4096, 24, 224, projection_dim=768),
+        projection_dim=768,
+    ),
+    "google/siglip-base-patch16-224": _only("siglip", 203_155_970),
+}
+"""The same of models that are made of several."""

@@ -13,16 +13,21 @@ from torch import Tensor
 
 import ckpt_prune
 from ckpt_prune.architectures.blocks import module_paths
+from ckpt_prune.architectures.composite import load_composite
+from ckpt_prune.architectures.descriptions import known_families
+from ckpt_prune.architectures.hypothetical import checkpoint_of_config
+from ckpt_prune.architectures.part import part_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.mask_recipe import RotationKind
 from ckpt_prune.planning.recipe import Recipe
-from tests.architectures.published import PUBLISHED
+from tests.architectures.published import COMPOSITES, PUBLISHED
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case
 from tests.contract.whole import TARGETS, Whole, assert_same_outputs, outputs, plain
 from tests.families import model_of
+from tests.pairs import every
 from tests.transform.test_rotations import random_rotations, rotating
 
 
@@ -31,6 +36,27 @@ def test_a_published_config_has_as_many_parameters_as_its_page_counts(name: str)
     config, parameters = PUBLISHED[name]
     model = model_of(config)
     assert (model.family.model_type, cost_of(model).parameters) == (config["model_type"], parameters)
+
+
+def test_every_family_has_a_published_checkpoint() -> None:
+    """But those of which no count is known, and that are another's word for word."""
+    without = {"data2vec-text", "ernie", "roberta-prelayernorm", "xlm-roberta-xl"}
+    assert {config["model_type"] for config, _ in PUBLISHED.values()} == set(known_families()) - without
+
+
+@pytest.mark.parametrize("name", every(2, COMPOSITES))
+def test_a_published_composite_has_as_many_parameters_as_its_page_counts(name: str, tmp_path: Path) -> None:
+    """Its parts are parts of that, each by its config alone."""
+    config, parameters = COMPOSITES[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = checkpoint_of_config(tmp_path)
+    assert sum(info.numel for info in whole.tensors.values()) == parameters
+    for part in load_composite(config["model_type"]).parts:
+        described = ckpt_prune.inspect(str(tmp_path), part=part)
+        inside = part_of(whole, part).within
+        assert inside is not None
+        rest = sum(info.numel for info in inside.rest.values())
+        assert described.parameters == parameters - rest
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+"""Slicing the residual stream: its bases are measured block by block, and kept for a run that goes on (rotations)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ckpt_prune.architectures.sublayers import sublayers
+from ckpt_prune.calibration.slicing import SlicedStream
+from ckpt_prune.checkpoint.disk import sync
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.progress import track
+from ckpt_prune.report.stages import Stages
+from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.sliced import SlicedCheckpoint, tied_basis
+from ckpt_prune.rotations.slicing import keeping_ones, principal
+from ckpt_prune.transform.narrowing import hidden_of, narrowed, unmeasured
+from ckpt_prune.transform.request import Request
+from ckpt_prune.transform.settle import Settled, settle
+
+BASIS = "basis"
+"""Before the number of a block, of units of the journal; alone, the one basis of all blocks."""
+_SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class WrittenBases:
+    """Bases as they stand on disk, float32: a resumed run sees the same bits.
+
+    Args:
+        folder: where they are.
+        shared: whether one serves all blocks.
+        sublayers: of a block.
+    """
+
+    folder: Path
+    shared: bool
+    sublayers: int
+
+    def __call__(self, block: int) -> tuple[Tensor, ...]:
+        """Of the sub-layers of a block, (d, k) float64 each."""
+        found = load_file(self.folder / self.name(block))
+        own = [found[str(place)].double() for place in range(len(found))]
+        return tuple(own * self.sublayers if self.shared else own)
+
+    def name(self, block: int) -> str:
+        """The file of a block's bases."""
+        return f"{_SHARED if self.shared else block}.safetensors"
+
+    def write(self, block: int, bases: list[Tensor]) -> None:
+        """Keep a block's bases."""
+        path = self.folder / self.name(block)
+        save_file({str(place): basis.float().cpu().contiguous() for place, basis in enumerate(bases)}, path)
+        sync(path)
+
+
+def at_narrow_stream(settled: Settled, folder: Path, journal: Journal, stages: Stages) -> Settled:
+    """The job once its recipe's dimensions of the stream are gone: every later step sees the model in other bases.
+
+    Args:
+        settled: what to do; passed on where no dimension is to go.
+        folder: where bases are kept; it is made. The job needs it as long as it is worked on.
+        journal: of the run.
+        stages: of the run, to which measuring is added.
+    """
+    request = settled.request
+    if request.recipe.hidden is None:
+        return settled
+    hidden = request.recipe.hidden
+    bases = WrittenBases(folder / "bases", hidden.kind == "shared", len(sublayers(request.model)))
+    with stages.stage("hidden"):
+        with disk_failures(folder):
+            bases.folder.mkdir(parents=True, exist_ok=True)
+        energy = (_shared if bases.shared else _by_block)(request, bases, journal)
+    return settle(narrowed(request, bases, energy))
+
+
+def _stream(request: Request) -> SlicedStream:
+    live, model = request.live, request.model
+    assert live is not None
+    stream = Settled(request, None).live_stream(Settled(request, None).source)
+    centred = residual_of(model.family).norm == "layer"
+    return SlicedStream(stream, sublayers(model), normed=hidden_of(request).signal == "normed", centred=centred)
+
+
+def _by_block(request: Request, bases: WrittenBases, journal: Journal) -> list[float]:
+    """Measure the bases of every block, in the model whose blocks before are sliced where the recipe is sequential."""
+    model, view = request.model, _view_of(request)
+    centred, sequential = residual_of(model.family).norm == "layer", request.recipe.target == "sequential"
+    sliced = _stream(request)
+    shares: list[float] = []
+    for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
+        tensors, unit = model.read_block(block), f"{BASIS} {block}"
+        if unit in journal.units and sequential:
+            sliced.skip(block, tensors, bases(block))
+        elif unit in journal.units:
+            sliced.stream.advance(block, tensors)
+        else:
+            found: list[Tensor] = []
+            own: list[float] = []
+
+            def choose(_place: int, gram: Tensor, found: list[Tensor] = found, own: list[float] = own) -> Tensor | None:
+                basis, share = principal(gram.to(request.device), view.kept, centred=centred)
+                basis = basis.float().double()  # as it is read again
+                found.append(basis)
+                own.append(share)
+                return basis if sequential else None
+
+            sliced.block(block, tensors, choose)
+            with disk_failures(bases.folder):
+                bases.write(block, found)
+                journal.record(unit, note=own)
+        shares += journal.notes[unit]
+    return shares
+
+
+def _shared(request: Request, bases: WrittenBases, journal: Journal) -> list[float]:
+    """Measure one basis for all that reads the stream of the dense model."""
+    if BASIS in journal.units:
+        shares: list[float] = journal.notes[BASIS]
+        return shares
+    model, view = request.model, _view_of(request)
+    centred, sliced = residual_of(model.family).norm == "layer", _stream(request)
+    grams = _Sum()
+    for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
+        sliced.block(block, model.read_block(block), grams.add)
+    grams.add(0, sliced.end(sliced.stream.factory.skeleton.get_submodule(residual_of(model.family).final)))
+    gram = grams.whole.to(request.device)
+    basis, share = keeping_ones(gram, view.kept) if centred else principal(gram, view.kept, centred=False)
+    if view.keeps_tie:
+        basis = tied_basis(model, basis)
+    with disk_failures(bases.folder):
+        bases.write(0, [basis])
+        journal.record(BASIS, note=[share])
+    return [share]
+
+
+def _view_of(request: Request) -> SlicedCheckpoint:
+    own = unmeasured(request).narrowed
+    assert own is not None
+    return own.view
+
+
+class _Sum:
+    """Adds up Grams of all that reads the stream, each with the weight of its tokens."""
+
+    whole: Tensor
+
+    def __init__(self) -> None:
+        self._found: Tensor | None = None
+
+    def add(self, _place: int, gram: Tensor) -> None:
+        """Add one; nothing is projected."""
+        self._found = gram if self._found is None else self._found + gram
+        self.whole = self._found

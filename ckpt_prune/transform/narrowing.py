@@ -1,0 +1,154 @@
+"""How many dimensions of the residual stream stay, what stands in for its bases, and what cannot be sliced."""
+
+from dataclasses import replace
+
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.hidden_recipe import HiddenRecipe
+from ckpt_prune.planning.records import Cost, Hidden
+from ckpt_prune.planning.sizes import cost_in
+from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable, not_measured
+from ckpt_prune.transform.narrow_stock import embedding_scale, narrow_container
+from ckpt_prune.transform.output import sliced_output
+from ckpt_prune.transform.request import Narrowed, Request
+
+
+def hidden_of(request: Request) -> HiddenRecipe:
+    """What the recipe says of the residual stream."""
+    assert request.recipe.hidden is not None
+    return request.recipe.hidden
+
+
+def wanted_width(request: Request) -> int:
+    """How many dimensions of the stream are to stay.
+
+    Raises:
+        UserError: none would, or more are to go than there are, or the size is out of reach.
+    """
+    model, recipe, hidden = request.model, request.recipe, hidden_of(request)
+    width, step = model.dimension("hidden"), hidden.multiple_of
+    least = least_width(request)
+    if recipe.size is not None:
+        return _width_for_size(request, least)
+    if hidden.drop is not None and hidden.drop >= width:
+        raise UserError(f"recipe {recipe.name} drops {hidden.drop} of {width} dimensions of the residual stream")
+    # The share that stays in whole numbers: (1 − 0.3) · 640 is 448, whatever floating point says.
+    stay = width - hidden.drop if hidden.drop is not None else round((1 - recipe.ratio) * width, 6)
+    kept = width if stay == width else int(stay // step) * step
+    if kept < least:
+        raise UserError(
+            f"recipe {recipe.name} leaves {kept} of {width} dimensions of the residual stream, in multiples of {step}: "
+            f"at least {least} have to stay"
+        )
+    return kept
+
+
+def least_width(request: Request) -> int:
+    """The fewest dimensions that a model can have."""
+    step = hidden_of(request).multiple_of
+    least = 2 if hidden_of(request).kind == "shared" and _centred(request.model) else 1
+    return -(-least // step) * step
+
+
+def _centred(model: Model) -> bool:
+    return residual_of(model.family).norm == "layer"
+
+
+def _width_for_size(request: Request, least: int) -> int:
+    """The most dimensions with which a model is within the recipe's size."""
+    model, size, step = request.model, request.recipe.size, hidden_of(request).multiple_of
+    assert size is not None
+    limit, width = size.of(cost_of(model)), model.dimension("hidden")
+
+    def reached(kept: int) -> int:
+        return cost_in(size.kind, _cost(request, kept))
+
+    if cost_in(size.kind, cost_of(model)) <= limit:
+        return width
+    low, high = least // step, (width - 1) // step
+    if low > high or reached(low * step) > limit:
+        raise UserError(
+            f"{size.words}: out of reach of recipe {request.recipe.name}, which leaves "
+            f"{reached(max(low, 1) * step) if low <= high else cost_in(size.kind, cost_of(model)):,} at the least, of "
+            f"{cost_in(size.kind, cost_of(model)):,}{size.share_meant}"
+        )
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if reached(middle * step) <= limit else (low, middle - 1)
+    return low * step
+
+
+def _cost(request: Request, kept: int) -> Cost:
+    """What the output of some width costs.
+
+    Raises:
+        UserError: no container can hold it.
+    """
+    model = request.model
+    widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
+    return sliced_output(model, _view(request, kept, not_measured), widths).cost
+
+
+def check_hidden(request: Request) -> None:
+    """Refuse to slice a residual stream where that cannot be, before anything is measured.
+
+    Raises:
+        UserError: with the first thing that does not fit.
+    """
+    model, recipe, hidden = request.model, request.recipe, hidden_of(request)
+    if model.checkpoint.within is not None:
+        raise UserError(
+            f"recipe {recipe.name} slices the residual stream, and what feeds that of --part "
+            f"{model.checkpoint.within.part} from elsewhere does not follow: choose a recipe with spaces"
+        )
+    check_sliceable(model, hidden.kind)
+    if hidden.tied is not None and not model.tied:
+        raise UserError(f"recipe {recipe.name} says hidden.tied, and the head of this model is not its embedding")
+    if hidden.tied == "keep" and _centred(model):
+        raise UserError(
+            f"recipe {recipe.name} says hidden.tied: keep, and the mean that a LayerNorm subtracts leaves no basis in "
+            "which embedding and head are one table: leave it out"
+        )
+    if request.statistics is not None:
+        data = "--images" if model.family.modality == "image" else "--text"
+        raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
+    _cost(request, wanted_width(request))
+
+
+def unmeasured(request: Request) -> Request:
+    """The request as it goes on once the stream is sliced, its bases not yet known."""
+    return narrowed(request, not_measured, [])
+
+
+def narrowed(request: Request, bases: Bases, energy: list[float]) -> Request:
+    """The request for what is left to do once the stream is sliced.
+
+    Args:
+        request: the whole one.
+        bases: of every block.
+        energy: of their signals that they keep.
+    """
+    hidden, kept, width = hidden_of(request), wanted_width(request), request.model.dimension("hidden")
+    view = _view(request, kept, bases)
+    record = Hidden(
+        kind=hidden.kind,
+        signal=hidden.signal,
+        dimensions=width,
+        kept=kept,
+        tied=view.keeps_tie if view.shared and request.model.tied else None,
+        energy=list(energy),
+    )
+    return replace(request, recipe=request.recipe.after_hidden, narrowed=Narrowed(request, record, view))
+
+
+def _view(request: Request, kept: int, bases: Bases) -> SlicedCheckpoint:
+    model, hidden = request.model, hidden_of(request)
+    untied = hidden.tied == "untie" or (hidden.tied is None and _centred(model))
+    view = SlicedCheckpoint(model, hidden.kind, kept, bases, untied=untied, device=request.device)
+    if not view.shared:
+        return view
+    biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
+    container, _ = narrow_container(model, view, biases)
+    return replace(view, embedding_scale=embedding_scale(model, container))

@@ -1,0 +1,244 @@
+"""Dimensions of the residual stream that go, from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ckpt_prune
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, resumed, run, untimed
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.families import logits, stock, windows
+from tests.interrupting import interrupt_at
+
+SLICE = ("--set", "hidden.multiple_of=2")
+PER_BLOCK = ("prune", "tied", "--recipe", "slicegpt", *SLICE, *TEXT)
+SHARED = ("prune", "tied", "--recipe", "slicegpt-shared", *SLICE, *TEXT)
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A llama whose head is its embedding, with gains that differ."""
+    torch.manual_seed(3)
+    with quiet_transformers(), torch.no_grad():
+        model = tiny_llama(max_position_embeddings=32, tie_word_embeddings=True, num_hidden_layers=3)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+        model.save_pretrained("tied")
+    tiny_tokenizer("<s> $A").save_pretrained("tied")
+    return place
+
+
+def energy(folder: str) -> list[float]:
+    found: list[float] = read_json(f"{folder}/ckpt_prune.json")["hidden"]["energy"]
+    return found
+
+
+def test_a_basis_for_every_sub_layer(here) -> None:
+    said = ok(*PER_BLOCK, "-o", "out").splitlines()
+    shares = energy("out")
+    least = shares.index(min(shares))
+    assert len(shares) == 6
+    assert said[-3:] == [
+        "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
+        "attention and mlp of every block read it in bases of their own, principal directions of what norms make of it"
+        f": {sum(shares) / 6:.2%} of the energy stays on average, {min(shares):.2%} in basis {least}",
+        "written to out",
+    ]
+    assert said[0] == (
+        "stored as llama with remote code (the residual stream changes its basis between blocks): load with "
+        "ckpt_prune.load or trust_remote_code"
+    )
+    assert read_json("out/config.json")["hidden_size"] == 16
+    verified = run("verify", "out", "--against", "tied")
+    assert verified.exit_code == 0
+    assert verified.stdout.splitlines()[-1] == (
+        "kept units: 2 tensors outside the blocks are the dense ones, bit for bit; those inside have absorbed bases "
+        "and are not compared"
+    )
+    page = ok("report", "out", "-o", "page.html")
+    assert "page.html" in page
+    assert "12 of 16 dimensions stay" in Path("page.html").read_text()
+    assert "matrices on the skip connections" in Path("out/README.md").read_text()
+
+
+def test_one_basis_and_one_table(here) -> None:
+    """Of a tied model the table stays one; the output is an ordinary llama that can be pruned and masked again."""
+    said = ok(*SHARED, "-o", "out").splitlines()
+    assert said[-4:] == [
+        "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
+        "one basis for all blocks, principal directions of what norms make of it: "
+        f"{energy('out')[0]:.2%} of the energy stays",
+        "embedding and head stay one table",
+        "written to out",
+    ]
+    config = read_json("out/config.json")
+    assert (config["hidden_size"], config["head_dim"], config["tie_word_embeddings"]) == (12, 4, True)
+    assert run("verify", "out", "--against", "tied").exit_code == 0
+    model = stock(Path("out"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for recipe, more in (("rcpu", ("--ratio", "0.5")), ("wanda-50", ())):
+        ok("prune", "out", "--recipe", recipe, *more, *TEXT, "-o", f"again-{recipe}")
+    said = refused("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
+    assert "12 hidden dimensions and tied has 16" in said.replace(str(here), "").replace("/", "")
+
+
+@pytest.mark.parametrize("ratio", ["0", "0.25"])
+def test_a_tied_head_reads_what_an_untied_one_does_inside_the_basis(here, ratio: str) -> None:
+    """With nothing sliced nothing changes; else the tied head lacks what gains mix into the basis from outside it."""
+    for tied in ("keep", "untie"):
+        ok(*SHARED, "--ratio", ratio, "--set", f"hidden.tied={tied}", "-o", tied)
+    ids = windows()
+    kept, untied, dense = (logits(stock(Path(each)).double(), ids) for each in ("keep", "untie", "tied"))
+    if ratio == "0":
+        assert torch.allclose(kept, dense, atol=1e-4)
+        assert torch.allclose(untied, dense, atol=1e-4)
+        return
+    # By hand: the untied model's final states, through gains and projections of the dense model.
+    model, wide = (stock(Path(each)).double().requires_grad_(False) for each in ("untie", "tied"))
+    table, gain = wide.model.embed_tokens.weight, wide.model.norm.weight
+    head = model.lm_head.weight
+    back = torch.linalg.lstsq(table * gain, head).solution  # P / c
+    project = back @ torch.linalg.pinv(back)
+    states = ids_states(model, ids) @ (table * gain @ back).T
+    assert torch.allclose(states, untied, atol=1e-6)
+    inside = ids_states(model, ids) @ ((table @ project * gain) @ back).T
+    assert torch.allclose(kept, inside, atol=1e-4 * float(inside.abs().max()))
+    assert not torch.allclose(kept, untied, atol=1e-3)
+
+
+@torch.no_grad()
+def ids_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """What the head reads."""
+    found: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return found
+
+
+def test_a_size_takes_the_most_dimensions(here) -> None:
+    for recipe in ("slicegpt", "slicegpt-shared"):
+        job = ("prune", "tied", "--recipe", recipe, *SLICE, "--target-params", "85%", *TEXT)
+        said = ok(*job, "-o", recipe)
+        report = read_json(f"{recipe}/ckpt_prune.json")
+        kept, before, after = report["hidden"]["kept"], report["before"]["parameters"], report["after"]["parameters"]
+        assert kept < 16
+        assert after <= 0.85 * before
+        assert f"residual stream: {kept} of 16 dimensions stay" in said
+        assert ", for 85% of the parameters\n" in said
+        wider = ("--set", f"hidden.drop={14 - kept}", *TEXT, "--dry-run", "--json", "-o", "wider")
+        dry = json.loads(ok(*job[:4], *SLICE, *wider))
+        assert dry["after"]["parameters"] > 0.85 * before
+        # What the model itself holds.
+        stored = sum(p.numel() for p in ckpt_prune.load(recipe).parameters())
+        assert stored == after
+    said = ok("prune", "tied", "--recipe", "slicegpt", "--target-params", "100%", *TEXT, "-o", "whole")
+    assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in said
+
+
+def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
+    said = untimed(ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")).splitlines()
+    assert said[-3:] == [
+        "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
+        "to be measured: the residual stream, wherever a block reads it; give --text FILE for it (128 windows of 32 "
+        "tokens, unless you say --samples)",
+        "everything that needs no measuring is checked, nothing written",
+    ]
+    told = json.loads(ok(*PER_BLOCK, "--dry-run", "--json", "-o", "out"))
+    assert set(told["estimate"]["stages"]) == {"hidden", "rest"}
+    ok(*PER_BLOCK, "-o", "out")
+    assert told["after"] == read_json("out/ckpt_prune.json")["after"]
+
+
+@pytest.mark.parametrize(("job", "units"), [(PER_BLOCK, 1), (PER_BLOCK, 2), (PER_BLOCK, 4), (SHARED, 1)])
+def test_an_interrupted_run_goes_on(here, job: tuple[str, ...], units: int) -> None:
+    ok(*job, "-o", "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, Journal, "record", units + 1)
+        assert run(*job, "-o", "out").exit_code == 130
+    resumed(list(job))
+
+
+def test_what_is_not_the_dense_models_is_found(here) -> None:
+    ok(*PER_BLOCK, "-o", "out")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"][0] += 1
+
+    edit_weights("out", change)
+    said = run("verify", "out", "--against", "tied")
+    assert said.exit_code == 1
+    assert said.stdout.splitlines()[-1] == (
+        "kept units: model.norm.weight is outside the blocks and is not the dense model's"
+    )
+
+
+def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
+    ok(*PER_BLOCK, "-o", "out")
+    said = refused("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
+    assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
+    said = refused("compare", "tied", "out", *TEXT)
+    assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
+    for again in (("prune", "out", "--recipe", "wanda-50"), ("prune", "out", "--recipe", "slicegpt")):
+        said = refused(*again, *TEXT, "-o", "again")
+        assert "it cannot be pruned or measured again; start from the dense model" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            ["--ratio", "0.95"],
+            "recipe slicegpt leaves 0 of 16 dimensions of the residual stream, in multiples of 8: at least 8 have to "
+            "stay",
+        ),
+        (["--set", "hidden.drop=16"], "recipe slicegpt drops 16 of 16 dimensions of the residual stream"),
+        (
+            ["--target-params", "1"],
+            "1 parameters: out of reach of recipe slicegpt, which leaves ",
+        ),
+        (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
+        (
+            ["--set", "depth.drop=1"],
+            "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune twice, "
+            "these first where the output needs code of its own (kind: per-block)",
+        ),
+        (
+            ["--set", "recovery.epochs=1"],
+            "hidden turns the residual stream into another basis, and recovery does not follow it",
+        ),
+        (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with hidden"),
+        (["--set", "layers=0:1"], "hidden goes through all blocks: leave out layers"),
+        (
+            ["--set", "target=drift"],
+            "target drift is for spaces, whose consumers are refitted: say sequential with hidden",
+        ),
+        (
+            ["--set", "hidden.kind=shared"],
+            "one basis for all blocks is known before any is sliced: say target: dense",
+        ),
+    ],
+)
+def test_what_cannot_be(here, changes: list[str], why: str) -> None:
+    said = refused("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
+    assert why in said, said
+
+
+def test_statistics_plans_and_ratios_are_not_for_it(here) -> None:
+    said = refused("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
+    assert said == "recipe slicegpt measures the stream itself: give --text in place of --statistics"
+    said = refused("plan", "dense", "--recipe", "slicegpt", "--statistics", "stats")
+    assert said == (
+        "recipe slicegpt slices the residual stream, of which a plan says nothing: `ckpt-prune prune --dry-run` tells "
+        "its width and size"
+    )
+    said = refused("inspect", "dense", "--recipe", "slicegpt", "--ratio", "0.25")
+    assert said == (
+        "recipe slicegpt slices the residual stream: `ckpt-prune prune --recipe slicegpt --dry-run` tells the size"
+    )
+    said = refused("prune", "dense", "--recipe", "slicegpt-shared", "--set", "hidden.tied=keep", *TEXT, "-o", "out")
+    assert said == "recipe slicegpt-shared says hidden.tied, and the head of this model is not its embedding"

@@ -1,0 +1,87 @@
+"""Perplexity of a sliced residual stream beside columns and heads that go, at the same number of parameters.
+
+    python tools/bench_slicing.py --out slicing.jsonl --model MODEL --text CALIB --held-out TEXT [--recipes NAME ...]
+
+Sizes are the dense model's without a share of its blocks' parameters. Each line of the output is one measurement; a run
+goes on where the last one stopped, and ends by printing the table.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ckpt_prune as cp
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.planning.accounting import cost_of
+
+RECIPES = ["slicegpt", "slicegpt-code", "slicegpt-shared", "ridge", "best-uniform"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines to write, or to go on with")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, help="to calibrate on")
+    parser.add_argument("--held-out", type=Path, required=True, help="to measure on")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.2, 0.3], help="of the blocks' parameters")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--held-out-samples", type=int, default=64)
+    given = parser.parse_args()
+    done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.is_file() else []
+    model = Model.open(given.model)
+    inside = sum(model.checkpoint.tensors[n].numel for block in range(model.blocks) for n in model.block_names(block))
+    for share in given.shares:
+        for recipe in given.recipes:
+            key = {"model": given.model.name, "recipe": recipe, "share": share, "window": given.window}
+            key |= {"samples": given.samples, "held_out_samples": given.held_out_samples}
+            if any(key.items() <= each.items() for each in done):
+                continue
+            target = cost_of(model).parameters - round(share * inside)
+            same = {name: value for name, value in key.items() if name not in ("recipe", "share")}
+            dense = next((each["dense"] for each in done if same.items() <= each.items()), None)
+            found = key | measured(given, recipe, target, dense)
+            done.append(found)
+            with given.out.open("a") as file:
+                file.write(f"{json.dumps(found)}\n")
+    print("| model | share | recipe | parameters | perplexity | s |\n|---|---|---|---|---|---|")
+    for own in done:
+        print(
+            f"| {own['model']} (dense {own['dense']:.3f}) | {own['share']:.0%} | {own['recipe']} | "
+            f"{own['parameters'] / 1e6:.2f} M | {own['perplexity']:.3f} | {own['seconds']:.0f} |"
+        )
+
+
+def perplexity(given: argparse.Namespace, model: str) -> float:
+    """On the held-out text."""
+    data: dict[str, Any] = {"text": str(given.held_out), "window": given.window, "samples": given.held_out_samples}
+    return float(cp.evaluate(model, progress=False, **data).data()["perplexity"])
+
+
+def measured(given: argparse.Namespace, recipe: str, target: int, dense: float | None) -> dict[str, Any]:
+    """One model pruned to so many parameters, and what it loses; the dense model's figure where it is not known."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        data: dict[str, Any] = {"text": str(given.text), "samples": given.samples, "window": given.window}
+        made = cp.prune(
+            str(given.model), recipe=recipe, target_params=str(target), output=f"{folder}/out", progress=False, **data
+        )
+        seconds = time.monotonic() - start
+        report = made.report
+        assert report is not None
+        return {
+            "parameters": report.after.parameters,
+            "flops": report.after.flops,
+            "hidden": None if report.hidden is None else report.hidden.kept,
+            "perplexity": perplexity(given, str(made.path)),
+            "dense": perplexity(given, str(given.model)) if dense is None else dense,
+            "seconds": round(seconds, 1),
+        }
+
+
+if __name__ == "__main__":
+    main()
