@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
+from tests.pairs import every
 
 PRUNE = ("prune", "dense", "--recipe", "svd-llm-w", "--ratio", "0.4")
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -68,7 +69,7 @@ def test_verify_finds_another_factor(factored):
     assert " of its norm away from the product of its factors, ckpt_prune.json says " in found.stdout
 
 
-@pytest.mark.parametrize("recipe", ["svd-llm-w", "low-rank"])
+@pytest.mark.parametrize("recipe", every(2, ["low-rank", "svd-llm-w"]))
 def test_an_interrupted_run_goes_on(place, recipe):
     job = ["prune", "dense", "--recipe", recipe, "--ratio", "0.4", *TEXT]
     ok(*job, "-o", "whole")
