@@ -278,11 +278,24 @@ class RecipeOptions(SourceOptions):
     target_params: str | None = Field(None, description="Parameters to come down to, a number or a share.")
     target_bytes: str | None = Field(None, description="Bytes to come down to, a number or a share.")
     target_flops: str | None = Field(None, description="FLOPs to come down to, a number or a share.")
+    target_latency: str | None = Field(
+        None, description="Time to come down to on this machine, such as 12ms, or a share."
+    )
     overrides: Annotated[tuple[str, ...], BeforeValidator(_changes)] = Field(
         (), description="Changes of the recipe's keys, KEY=VALUE."
     )
     container: str | None = Field(None, description="What the output is stored as.")
     overwrite: bool = Field(False, description="Replace an existing output.")
+
+    @property
+    def sizes(self) -> dict[str, str | None]:
+        """Kind of size → what is asked for."""
+        return {
+            "params": self.target_params,
+            "bytes": self.target_bytes,
+            "flops": self.target_flops,
+            "latency": self.target_latency,
+        }
 
 
 class PlanOptions(RecipeOptions):

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.api.types import AnyModel, AnyPath
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.architectures.supported import check_supported
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.planning.sizes import asked_size
-from ckpt_prune.progress import progress_shown
+from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
     from ckpt_prune.calibration.statistics import Statistics
@@ -128,6 +129,7 @@ def plan(
     target_params: str | None = None,
     target_bytes: str | None = None,
     target_flops: str | None = None,
+    target_latency: str | None = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
     output: AnyPath | None = None,
@@ -149,6 +151,8 @@ def plan(
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
         target_bytes: bytes of tensors, likewise, such as "9.5GiB".
         target_flops: FLOPs of one forward pass, likewise.
+        target_latency: time on this machine as a table of its blocks foresees it, likewise, such as "12ms" or "70%@512"
+            for reading 512 tokens, "70%@token" for a single one.
         overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
         container: what the output is to be stored as.
         output: the plan file to write, if any.
@@ -164,7 +168,7 @@ def plan(
     """
     options = checked(PlanOptions, locals())
     # Before torch is imported, what can be told without it.
-    asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    asked_size(options.sizes, options.ratio)
     check_supported(options.model, options.family, options.part)
 
     from ckpt_prune.calibration.statistics import Statistics
@@ -176,7 +180,7 @@ def plan(
     from ckpt_prune.transform.shifts import Shifting
 
     with progress_shown(progress):
-        request = plan_request(options)
+        request = with_latencies(plan_request(options), Notices(), trust=options.trust_remote_code)
         settled = planned_depth(settle(request))
         request.model.checkpoint.check_finite()
         shifting = None if options.test is None else Shifting(settled, Statistics(options.test))

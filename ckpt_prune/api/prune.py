@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.api.latency import Timing, timing_of, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.resuming import resumable
@@ -44,6 +45,7 @@ class Pruned:
         graph: the ONNX graph of a recipe with `export`, or None.
         notices: lines that were said while it ran.
         pushed: where it was pushed to, or None.
+        timing: of the output beside the dense model, where its size was a latency.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class Pruned:
     graph: "Exported | None" = None
     notices: tuple[str, ...] = ()
     pushed: "Pushed | None" = None
+    timing: Timing | None = None
 
     @property
     def passed(self) -> bool:
@@ -69,6 +72,8 @@ class Pruned:
             data["messages"] = messages(self.settled)
         if self.graph is not None:
             data["onnx"] = self.graph.data()
+        if self.timing is not None:
+            data["latency"] = self.timing.data()
         return data if self.pushed is None else data | {"pushed": self.pushed.data()}
 
 
@@ -115,6 +120,7 @@ def prune(
     target_params: str | None = None,
     target_bytes: str | None = None,
     target_flops: str | None = None,
+    target_latency: str | None = None,
     overrides: Mapping[str, object] | Sequence[str] = (),
     container: str | None = None,
     dry_run: bool = False,
@@ -155,6 +161,8 @@ def prune(
         target_params: parameters to come down to, a number such as "5.0B" or a share such as "70%".
         target_bytes: bytes of tensors, likewise, such as "9.5GiB".
         target_flops: FLOPs of one forward pass, likewise.
+        target_latency: time on this machine as a table of its blocks foresees it, likewise, such as "12ms" or "70%@512"
+            for reading 512 tokens, "70%@token" for a single one.
         overrides: changes of the recipe's keys, dotted: {"spaces.mlp.ratio": 0.4}.
         container: what the output is stored as.
         dry_run: check everything and write nothing.
@@ -234,7 +242,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
             finished = here().alone(lambda: _missing_graph(asked, say, written))
             if finished is not None:
                 return finished
-        request = prune_request(asked, say)
+        request = with_latencies(prune_request(asked, say), say, trust=options.trust_remote_code)
         settled = foresee(request) if options.dry_run else settle(request)
         check_trained(settled.request)
         step = _graph_step(asked)
@@ -248,7 +256,10 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
                 say(told)
         with resumable(out, say):
             done = run(settled, out, resume=options.resume, overwrite=options.overwrite, announce=say)
-        pruned = Pruned(out, None if done.finished else done.settled, done.report, None, tuple(say.lines))
+        timing = None if done.finished else timing_of(done.settled, out, trust=options.trust_remote_code)
+        pruned = Pruned(
+            out, None if done.finished else done.settled, done.report, None, tuple(say.lines), timing=timing
+        )
         written(pruned)
         if step is None or here().once(lambda: done.finished and (out / GRAPH_FOLDER).exists()):
             return pruned
@@ -263,7 +274,7 @@ def _check_together(options: PruneOptions) -> None:
         raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     if options.plan is not None and (options.ratio is not None or size or options.overrides or options.container):
         raise UserError(
             "a plan has settled ratio and recipe: --ratio, --target-*, --set and --container do not go with it"

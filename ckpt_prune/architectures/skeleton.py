@@ -85,6 +85,13 @@ def shapes_alone() -> Iterator[None]:
 
 
 @contextmanager
+def without_weights() -> Iterator[None]:
+    """Models that are built in this context have parameters that nothing is written to, and real buffers."""
+    with no_init_weights(), warnings.catch_warnings(action="ignore"):
+        yield
+
+
+@contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules that are built in this context have real buffers, and parameters on the meta device.
 

@@ -251,7 +251,7 @@ def _run(seat: Seat, ready: Ready, memory: Memory, pair: Sequence[Entrant], cost
 def _machine(threads: int, devices: Sequence[str]) -> Machine:
     gpus = [torch.device(each) for each in devices if each != "cpu" and torch.cuda.is_available()]
     return Machine(
-        processor=_processor(),
+        processor=processor_name(),
         gpu=torch.cuda.get_device_name(gpus[0].index or 0) if gpus else None,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=threads,
@@ -259,7 +259,8 @@ def _machine(threads: int, devices: Sequence[str]) -> Machine:
     )
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The CPU's name, as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

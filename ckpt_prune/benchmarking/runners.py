@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckpt_prune.benchmarking.messages import Runtime, Seat, Timing
 from ckpt_prune.benchmarking.two_four import pack
@@ -35,26 +35,18 @@ class Runner(Protocol):
         """Most bytes that were allocated on the GPU, where that is known."""
 
 
-class TorchRunner:
-    """A checkpoint as transformers loads it, in inference mode.
+class TorchTimer:
+    """A model in PyTorch, in inference mode.
 
     Args:
-        seat: what to load.
-
-    Raises:
-        UserError: it does not load.
+        model: on its device.
+        device: which.
     """
 
     note = None
 
-    def __init__(self, seat: Seat) -> None:
-        torch.set_num_threads(seat.threads)
-        self._device = torch.device(seat.device)
-        self.device = seat.device
-        dtype = torch.float16 if seat.dtype == "fp16" else torch.float32
-        with spread(seat.spread):
-            folder, trust = Path(seat.folder), seat.trust
-            self._model: Any = load_model(folder, device=self._device, dtype=dtype, trust_remote_code=trust)
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device, self.device = model, device, str(device)
 
     @torch.inference_mode()
     def time(self, workload: Workload) -> Timing:
@@ -89,6 +81,30 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
+
+
+def timer_of(model: nn.Module, device: torch.device) -> TorchTimer:
+    """A model that is in memory, moved to a device."""
+    return TorchTimer(model.to(device), device)
+
+
+class TorchRunner(TorchTimer):
+    """A checkpoint as transformers loads it.
+
+    Args:
+        seat: what to load.
+
+    Raises:
+        UserError: it does not load.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        torch.set_num_threads(seat.threads)
+        device = torch.device(seat.device)
+        dtype = torch.float16 if seat.dtype == "fp16" else torch.float32
+        with spread(seat.spread):
+            folder, trust = Path(seat.folder), seat.trust
+            super().__init__(load_model(folder, device=device, dtype=dtype, trust_remote_code=trust), device)
 
 
 class TwoFourRunner(TorchRunner):

@@ -110,7 +110,7 @@ def _print_remote(found: "RemoteDescription") -> None:
     for key, value in facts.items():
         if value:
             click.echo(f"{key:<11} {value}")
-    click.echo("\nit cannot be pruned or measured again: start from the dense model")
+    click.echo("\nunits go of the dense model: of what is done to that, this takes masks alone")
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
 
@@ -146,7 +146,8 @@ def _print(found: "ModelDescription") -> None:
         "family": f"{found.family} ({found.architecture})",
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters) + (", tied head" if found.tied_head else ""),
-        "blocks": str(found.blocks),
+        "blocks": f"{found.blocks}, {human_count(found.block.parameters)} parameters each; "
+        + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe replaceme)"),
         "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
     }
     if found.cache:

@@ -141,6 +141,8 @@ def _print_done(pruned: Pruned) -> None:
             click.echo(kept_line(settled))
         for line in report_lines(report):
             click.echo(line)
+        if pruned.timing is not None:
+            click.echo(pruned.timing.line)
         click.echo(f"written to {pruned.path}")
 
 
@@ -167,7 +169,10 @@ def _print_dry(settled: Any) -> None:
                 f"to be rotated first, {rotation.kind}: {rotation.steps} steps of {settled.recipe.importance} "
                 "importance"
             )
-        click.echo(f"to be masked by {how}: {settled.recipe.ratio:.1%} of every linear weight in every block")
+        where = "of every linear weight in every block"
+        if mask.allocation != "uniform":
+            where = f"of all linear weights, shared out over blocks by {mask.allocation}"
+        click.echo(f"to be masked by {how}: {settled.recipe.ratio:.1%} {where}")
     recovery = settled.recipe.recovery
     if recovery is not None:
         blocks = recovery.blocks(settled.model.blocks)

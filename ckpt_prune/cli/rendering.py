@@ -18,6 +18,7 @@ from ckpt_prune.report.figures import (
     recovery_figures,
     relative_floor,
     rotation_figures,
+    shares_line,
     space_errors,
     unsolved,
     worse_on_held_out,
@@ -41,10 +42,32 @@ DRIFT = ", of what the dense model's residual stream asks for (target drift), al
 
 def kept_line(settled: Settled) -> str:
     """Units kept per block, with the share that goes or the size that this is for."""
+    recipe = settled.recipe
+    shortened = settled.request.shortened
+    if shortened is not None and not recipe.spaces:
+        return _depth_line(settled, shortened)
+    if shortened is not None and shortened.whole.recipe.joint:
+        return _joint_line(settled, shortened)
+    return _kept_units(settled)
+
+
+def _joint_line(settled: Settled, shortened: Shortened) -> str:
+    """Which whole blocks go, and what stays of the others."""
+    depth, record = shortened.whole.recipe.depth, shortened.record
+    blocks = f"{len(record.kept)} of {record.blocks} blocks stay"
+    if settled.foreseen and depth is not None and depth.auto:
+        blocks = "how many whole blocks go is measured first; were it none"
+    elif not record.gaps:
+        blocks = "no whole block goes"
+    elif not settled.foreseen:
+        blocks = f"gone: {named_all(record)}"
+    return f"{blocks}; {_kept_units(settled)}"
+
+
+def _kept_units(settled: Settled) -> str:
+    """Units kept per block."""
     asked = asked_size_of(settled)
     model, recipe, widths = settled.model, settled.recipe, settled.widths
-    if settled.request.shortened is not None:
-        return _depth_line(settled, settled.request.shortened)
     if settled.request.narrowed is not None:
         return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
@@ -227,6 +250,9 @@ def mask_lines(report: Report) -> Iterable[str]:
         return
     how = mask_words(report.mask.method, report.mask.pattern)
     yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
+    shared = shares_line(report.mask)
+    if shared is not None:
+        yield shared
     if mask.mean_error is not None:
         yield f"mean error of the outputs on the calibration samples {mask.mean_error:.4f}"
     if mask.damped:

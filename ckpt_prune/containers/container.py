@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.architectures.supported import family_of
@@ -83,6 +84,12 @@ def stored_container(checkpoint: Checkpoint) -> Container:
     remote = remote_class(checkpoint.config, checkpoint.path)
     architecture = "" if remote else fitting_family(checkpoint).architecture
     return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
+
+
+def container_of(model: Model) -> Container:
+    """What a model's checkpoint is stored as, with the linear modules that have a bias in it."""
+    biases = frozenset(module for module in model.family.linears if model.has(module, "bias"))
+    return replace(stored_container(model.checkpoint), biases=biases)
 
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:

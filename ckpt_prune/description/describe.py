@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.architectures.depth import check_shortened, shortened
 from ckpt_prune.architectures.fitting import fitted
 from ckpt_prune.architectures.likeness import likeness
 from ckpt_prune.architectures.model import Model
@@ -11,10 +12,11 @@ from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.description.model import (
+    BlockDescription,
     Description,
     ModelDescription,
     Origin,
@@ -96,6 +98,7 @@ def _model(
 ) -> ModelDescription:
     model = Model.of(checkpoint)
     family = model.family
+    check_stock(model, "units are counted alike in every block, and its blocks may differ")
     check_source(model)
     made = report_of(checkpoint.path)
     wanted: list[float | None] = [*ratios] or ([] if recipe is None else [None])
@@ -108,6 +111,7 @@ def _model(
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         files=len(checkpoint.files),
         blocks=model.blocks,
+        block=_block(model),
         tied_head=model.tied,
         spaces={name: _space(model, first) for name, first in first_of_experts(family.spaces).items()},
         **cost_of(model).model_dump(),
@@ -118,6 +122,22 @@ def _model(
         recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
     )
+
+
+def _block(model: Model) -> BlockDescription:
+    """What a whole block is, and whether it can go; the last one stands for all."""
+    stay = None
+    if model.checkpoint.within is not None:
+        stay = f"the {model.checkpoint.within.part} part of a composite keeps all of its own"
+    elif model.blocks < 2:
+        stay = "there is no other"
+    else:
+        try:
+            check_shortened(model, range(model.blocks))
+        except UserError as error:
+            stay = str(error)
+    less = 0 if model.blocks < 2 else cost_of(shortened(model, range(model.blocks - 1))).parameters
+    return BlockDescription(parameters=cost_of(model).parameters - less, stay=stay)
 
 
 def _space(model: Model, name: Any) -> SpaceDescription:
@@ -168,8 +188,8 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
 
 
 def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
+    check_spaces(model.family, recipe)
     request = Request(model, recipe)
-    check_spaces(model.family, request.recipe)
     widths = Decisions(request.recipe).widths(model)
     output = output_of(request, widths)
     container = output.container

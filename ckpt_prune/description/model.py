@@ -107,6 +107,18 @@ class _Any(_Fixed):
         return self.model_dump(exclude={"sparsity"} if self.sparsity is None else None)
 
 
+class BlockDescription(_Fixed):
+    """A whole block.
+
+    Attributes:
+        parameters: of the last one.
+        stay: why none can go; None where some can (recipes with depth).
+    """
+
+    parameters: int
+    stay: str | None
+
+
 class ModelDescription(_Any):
     """A model that can be pruned.
 
@@ -117,6 +129,7 @@ class ModelDescription(_Any):
         dtype: of its weights.
         files: safetensors files.
         blocks: of the model.
+        block: one of them.
         tied_head: whether the head is the embedding.
         spaces: by name.
         parameters, bytes, flops, tokens, cache: as in `planning.records.Cost`.
@@ -129,6 +142,7 @@ class ModelDescription(_Any):
     """
 
     blocks: int
+    block: BlockDescription
     tied_head: bool
     spaces: dict[str, SpaceDescription]
     parameters: int
@@ -144,7 +158,7 @@ class ModelDescription(_Any):
 
 
 class RemoteDescription(_Any):
-    """An output with remote code of this tool, which cannot be pruned again.
+    """An output with remote code of this tool, which loses no more units.
 
     Attributes:
         model: its folder.

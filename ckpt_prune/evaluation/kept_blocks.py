@@ -1,5 +1,8 @@
 """Comparing an output whose blocks are gone with the dense model's blocks that stay."""
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
 import torch
 
 from ckpt_prune.architectures.depth import outputs_of, shortened
@@ -31,6 +34,13 @@ def zeroed_parts(dense: Checkpoint, depth: Depth) -> list[str]:
     return [name for gap in depth.gaps if depth.part != "block" for name in outputs_of(model, gap.first, depth.part)]
 
 
+def mapped_tensors(depth: Depth | None, names: Iterable[str]) -> set[str]:
+    """Those of an output's tensors that maps of gaps are absorbed in: of experts all, which a record says by a `*`."""
+    into = [gap.into for gap in ([] if depth is None else depth.gaps) if gap.into is not None]
+    mapped = {name for each in into for name in names if fnmatchcase(name, each)}
+    return mapped | {f"{name.removesuffix('weight')}bias" for name in mapped}
+
+
 def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tuple[bool, str]:
     """Every tensor is the dense model's, but for those that the report says a map is absorbed in.
 
@@ -39,8 +49,7 @@ def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tupl
         dense: as `dense_at_depth` gives it.
         depth: the output's record.
     """
-    mapped = {gap.into for gap in depth.gaps if gap.into is not None}
-    mapped |= {f"{name.removesuffix('weight')}bias" for name in mapped}
+    mapped = mapped_tensors(depth, checkpoint.tensors)
     if checkpoint.tensors.keys() != dense.tensors.keys():
         return False, "the tensors are not those of the dense model's blocks that stay"
     zeroed = zeroed_parts(dense, depth)
@@ -54,7 +63,7 @@ def kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: Depth) -> tupl
             return False, f"{name} is not the dense model's tensor of the block that stays"
     if depth.part != "block":
         return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {len(zeroed)} are zeros"
-    maps = sum(gap.into is not None for gap in depth.gaps)
+    maps = sum(name.endswith("weight") for name in mapped)
     more = f"; {counted(maps, 'weight')} with a map absorbed not compared" if maps else ""
     return True, (
         f"{len(compared)} tensors of the {len(depth.kept)} blocks that stay and of what is outside them are the dense "

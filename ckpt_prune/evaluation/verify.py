@@ -29,7 +29,7 @@ from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import REMOTE_MODULE, remote_class
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks
+from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mapped_tensors
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
@@ -125,7 +125,21 @@ def _report(folder: Path) -> Report | None:
 
 def _groups(report: Report) -> GroupPattern | None:
     """N:M of the report's mask; None for unstructured, or without one. Raises ValueError where none can be meant."""
-    return parse_pattern(report.mask.pattern) if report.mask else None
+    groups = parse_pattern(report.mask.pattern) if report.mask else None
+    if groups is not None and report.mask is not None and report.mask.shares is not None:
+        kept = report.mask.shares.kept or []
+        if any(own > groups.of for own in kept) or any(linear.block >= len(kept) for linear in report.linears):
+            raise ValueError("shares of a mask that are not those of its blocks")
+    return groups
+
+
+def _groups_of(report: Report, linear: MaskedLinear) -> GroupPattern | None:
+    """N:M of one masked weight; None where it is unstructured, or its block has no zeros."""
+    groups = _groups(report)
+    if groups is None or report.mask is None or report.mask.shares is None:
+        return groups
+    own = (report.mask.shares.kept or [])[linear.block]
+    return None if own == groups.of else GroupPattern(own, groups.of)
 
 
 def _rewritten(report: Report) -> str | None:
@@ -226,11 +240,12 @@ def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | Non
         tensor = checkpoint.read([linear.weight])[linear.weight]
         own = int((tensor == 0).sum())
         zeros, weights = zeros + own, weights + tensor.numel()
-        if fault := _mask_fault(linear, tensor, own, groups):
+        if fault := _mask_fault(linear, tensor, own, _groups_of(report, linear)):
             faults.append(f"{linear.weight} {fault}")
     if faults:
         return False, f"{faults[0]}; {len(faults)} of {_count(report.linears)} do not hold their mask"
-    holds = f", {groups} holds in every group" if groups else ""
+    each = " with its block's N" if groups and report.mask.shares is not None else ""
+    holds = f", {groups}{each} holds in every group" if groups else ""
     return True, f"{_count(report.linears)}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
 
 
@@ -277,7 +292,7 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         return None, "the weights are rotated: they are not compared with the dense model's"
     if report.hidden is not None:
         return kept_ends(checkpoint, dense, report.hidden)
-    if report.depth is not None:
+    if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)
     if report.factored:
         return _kept_factors(checkpoint, dense, report)
@@ -382,6 +397,7 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
     model = Model.of(dense)
     padded = frozenset(report.container.padded)
     masked = {linear.weight for linear in report.linears}
+    mapped = mapped_tensors(report.depth, checkpoint.tensors)
     spaces = model.family.spaces
     compared, refits, absorbing = 0, 0, dict[str, int]()
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
@@ -395,7 +411,9 @@ def _kept_rows(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tup
         rewritten = {module for space, site in sites.items() for module in spaces[space].rewritten(site.method)}
         for module, kind, dim, lines in touched(model.stays(kept)):
             name = model.tensor(block, module, kind)
-            if module in rewritten or name not in model.checkpoint.tensors or (name in masked and _rewritten(report)):
+            if module in rewritten or name in mapped or name not in model.checkpoint.tensors:
+                continue
+            if name in masked and _rewritten(report):
                 continue
             held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
             ours, theirs = checkpoint.read([name])[name], model.checkpoint.read([name])[name]

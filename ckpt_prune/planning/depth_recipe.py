@@ -1,11 +1,12 @@
 """The part of a recipe that says which whole blocks go, and what makes up for them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ckpt_prune.compensation.methods import GRID
 from ckpt_prune.planning.fields import Strict
+from ckpt_prune.planning.sizes import SizeKind
 
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""
@@ -69,7 +70,17 @@ class DepthRecipe(Strict):
         description="What of a block goes: all of it, or its attention or mlp, whose last projection is then zeros. "
         "These load with a stock class and save nothing there.",
     )
-    drop: int | None = Field(None, ge=1, description="Blocks to drop. Default: the recipe's ratio of them, rounded.")
+    drop: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        None,
+        description="Blocks to drop. Default: the recipe's ratio of them, rounded. Beside spaces: a number, or auto "
+        "for as many as change the model's output least, what else goes of the same size included.",
+    )
+    under: list[SizeKind] | None = Field(
+        None,
+        min_length=1,
+        description="Only where the size that is asked for is one of params, bytes, flops and latency; else no block "
+        "goes. Default: always.",
+    )
     blocks: list[int] | None = Field(
         None, min_length=1, description="These blocks go, counted from 0; nothing is chosen."
     )
@@ -105,7 +116,16 @@ class DepthRecipe(Strict):
             raise ValueError(f"part: {self.part} goes one by one: choose influence, divergence or loss, without runs")
         if self.runs is not None and self.choice in ("influence", "loss"):
             raise ValueError(f"choose: {self.choice} takes blocks one by one: runs is for cosine and divergence")
+        if self.auto and self.part != "block":
+            raise ValueError(f"part: {self.part} saves nothing: drop: auto is for part: block")
+        if self.auto and self.choice == "loss":
+            raise ValueError("drop: auto compares numbers of blocks: choose influence, cosine or divergence")
         return self
+
+    @property
+    def auto(self) -> bool:
+        """Whether how many go is found by measuring, beside what goes of spaces."""
+        return self.drop == "auto"
 
     @property
     def choice(self) -> Choice | None:
@@ -117,6 +137,11 @@ class DepthRecipe(Strict):
     def most_runs(self) -> int:
         """Runs of consecutive blocks at most."""
         return 1 if self.runs is None else self.runs
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the model itself is run: maps are fitted to its states, numbers of blocks compared by its output."""
+        return self.compensation.linear or self.auto
 
     @property
     def measures(self) -> bool:

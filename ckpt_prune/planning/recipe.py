@@ -56,12 +56,15 @@ class Recipe(Strict):
         "1); false: once per block, as the released code of Wanda and RCPU does.",
     )
     size: TargetSize | None = Field(
-        None, description="Size to reach, in place of a ratio: params, bytes or flops, such as {params: 5.0B}."
+        None, description="Size to reach, in place of a ratio: params, bytes, flops or latency, as in {params: 5.0B}."
     )
-    allocation: Literal["uniform", "across-layers", "across-layers-and-spaces", "least-error"] = Field(
+    allocation: Literal[
+        "uniform", "across-layers", "across-layers-and-spaces", "across-layers-and-spaces-code", "least-error"
+    ] = Field(
         "uniform",
         description="uniform: same ratio everywhere; across-layers and across-layers-and-spaces: FLAP's AL-MM and "
-        "AL-AM; least-error: the widths of the least predicted error for the size that the ratio or size says.",
+        "AL-AM; across-layers-and-spaces-code: AL-AM as its released code cuts and weighs; least-error: the widths of "
+        "the least predicted error for the size that the ratio or size says.",
     )
     weigh_by: Literal["effect", "energy"] | None = Field(
         None,
@@ -153,6 +156,7 @@ class Recipe(Strict):
         self._consistent_low_rank()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
+        self._consistent_rotation()
         if self.mask is not None and self.layers is not None:
             raise ValueError("layers is for spaces: a mask zeroes weights of every block")
         if self.mask is not None and (self.allocation, self.widths, self.size) != ("uniform", "uniform", None):
@@ -188,14 +192,20 @@ class Recipe(Strict):
     def _consistent_depth(self) -> None:
         if self.depth is None:
             return
-        if self.spaces or self.mask is not None:
+        if self.mask is not None:
             raise ValueError(
-                "depth drops whole blocks: for spaces or a mask as well, prune twice, the blocks first, since the "
-                "others see another stream then"
+                "depth drops whole blocks: for a mask as well, prune twice, the blocks first, since the others see "
+                "another stream then"
             )
         if self.recovery is not None:
             raise ValueError("depth drops whole blocks: recover the others afterwards, with `ckpt-prune recover`")
-        self._without_units("depth")
+        if self.spaces:
+            self._consistent_joint(self.depth)
+            return
+        if self.depth.auto or self.depth.under is not None:
+            key = "drop: auto" if self.depth.auto else "under"
+            raise ValueError(f"depth.{key} is for recipes with spaces, which lose what the blocks do not")
+        self._without_units("depth alone")
         if self.depth.blocks is not None and self.size is not None:
             raise ValueError("size and depth.blocks both say how much goes: leave one out")
         if self.depth.drop is not None and self.size is not None:
@@ -229,6 +239,28 @@ class Recipe(Strict):
             raise ValueError("one basis for all blocks is known before any is sliced: say target: dense")
         if self.hidden.drop is not None and self.size is not None:
             raise ValueError("size and hidden.drop both say how much goes: leave one out")
+        if self.size is not None and self.size.kind == "latency":
+            raise ValueError(
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
+                "or flops with hidden"
+            )
+
+    def _consistent_joint(self, depth: DepthRecipe) -> None:
+        """Whole blocks, and units of those that stay."""
+        if depth.part != "block":
+            raise ValueError(f"depth.part: {depth.part} leaves zeros: beside spaces whole blocks go")
+        if depth.drop is None and depth.blocks is None:
+            raise ValueError(
+                "ratio and size speak of spaces here: say how many blocks go besides, depth.drop (a number, or auto) "
+                "or depth.blocks"
+            )
+        if self.layers is not None:
+            raise ValueError("layers could mean the blocks that may go or those that are pruned: leave it out")
+        if depth.auto and not self.weighed_by_effect:
+            raise ValueError(
+                "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
+                "allocation: least-error, without weigh_by"
+            )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -285,6 +317,23 @@ class Recipe(Strict):
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
         return self
 
+    def _consistent_rotation(self) -> None:
+        if self.rotation is None or self.mask is None:
+            return
+        if self.rotation.entropy == "groups" and self.mask.groups is None:
+            raise ValueError("rotation.entropy groups is of an N:M pattern's groups: say mask.pattern, such as 2:4")
+        if self.rotation.measured == "dense":
+            return
+        if self.importance == "magnitude":
+            raise ValueError("rotation.measured is of inputs, which magnitude's importance does not see: leave it out")
+        if self.rotation.kind == "shared":
+            raise ValueError(
+                "rotation.measured pruned needs rotations that are learned block by block, and kind shared has one of "
+                "all blocks before the first is pruned: say kind: per-layer or values"
+            )
+        if self.target != "sequential":
+            raise ValueError("rotation.measured pruned is of what is pruned before a block: say target: sequential")
+
     def _consistent_budget(self) -> None:
         if self.layers is not None and self.allocation != "uniform":
             raise ValueError(f"allocation {self.allocation} chooses among all blocks: leave out layers")
@@ -323,8 +372,13 @@ class Recipe(Strict):
     def at(self, family: Family) -> "Recipe":
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
-        What the family has not stays as it is.
+        What the family has not stays as it is, but for what is optional.
         """
+        able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
+        lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
+        if lacking:
+            left = {name: own for name, own in self.spaces.items() if name not in lacking}
+            return self.model_copy(update={"spaces": left}).at(family)
         here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
         if not here:
             return self
@@ -386,6 +440,11 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
+            if own["optional"] is None:
+                del own["optional"]
+        for part, keys in _LATER.items():
+            if values[part] is not None:
+                values[part] = {k: v for k, v in values[part].items() if k not in keys or v != keys[k]}
         optional = (
             *("depth", "hidden", "mask", "rotation", "low_rank", "recovery", "export"),
             *("size", "weigh_by", "layers"),
@@ -394,8 +453,21 @@ class Recipe(Strict):
 
     @property
     def after_depth(self) -> "Recipe":
-        """What is left to do once the blocks are gone."""
-        return self.model_copy(update={"depth": None, "size": None})
+        """What is left to do once the blocks are gone. A size stays where spaces have to meet it."""
+        return self.model_copy(update={"depth": None, "size": self.size if self.spaces else None})
+
+    @property
+    def joint(self) -> bool:
+        """Whether whole blocks go, and units of the others."""
+        return self.depth is not None and bool(self.spaces)
+
+    @property
+    def at_its_size(self) -> "Recipe":
+        """The recipe without `depth`, where that is for other sizes than the one it has."""
+        under = None if self.depth is None else self.depth.under
+        if under is None or (self.size is not None and self.size.kind in under):
+            return self
+        return self.model_copy(update={"depth": None})
 
     @property
     def after_hidden(self) -> "Recipe":
@@ -413,8 +485,12 @@ class Recipe(Strict):
     @property
     def needs_moments(self) -> bool:
         """Whether any score, compensation, mask or rotation needs statistics."""
+        masked = self.mask is not None and (
+            self.mask.method != "magnitude" or self.mask.allocation in ("owl", "divergence")
+        )
         return (
-            self.linears_need_moments
+            masked
+            or self.linears_need_moments
             or (self.depth is not None and self.depth.measures)
             or self.hidden is not None
             or self.allocation == "least-error"
@@ -433,6 +509,11 @@ class Recipe(Strict):
     def rotation_needs_moments(self) -> bool:
         """Whether rotations are learned from statistics of the dense model."""
         return self.rotation is not None and self.importance != "magnitude"
+
+    @property
+    def rotates_in_turn(self) -> bool:
+        """Whether every block's rotations are learned on what is pruned before it."""
+        return self.rotation is not None and self.rotation.measured == "pruned"
 
     def wish(self, space: SpaceName) -> Wish:
         """What the recipe says about a space, in the form that its kind is asked in."""
@@ -505,6 +586,13 @@ class Recipe(Strict):
             space["ratio"] = None
         return Recipe.model_validate(values)
 
+    def with_size(self, size: TargetSize) -> "Recipe":
+        """A copy with this size in place of every ratio."""
+        values = self.model_dump(by_alias=True) | {"ratio": Recipe.model_fields["ratio"].default, "size": size}
+        for space in values["spaces"].values():
+            space["ratio"] = None
+        return Recipe.model_validate(values)
+
     @property
     def at_one_ratio(self) -> "Recipe":
         """A copy that takes as much from every block: how large the output gets, where widths are still to be found."""
@@ -529,6 +617,13 @@ class Recipe(Strict):
             if space["compensation"]["lambda_by"] == "perplexity":
                 space["compensation"] |= {"lambda": strength, "lambda_grid": None, "lambda_by": None}
         return Recipe.model_validate(values)
+
+
+_LATER: dict[str, dict[str, Any]] = {
+    "mask": {"allocation": "uniform", "threshold": None, "spread": None},
+    "rotation": {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"},
+}
+"""Keys that parts of a recipe have gained, and their defaults: a recipe that says nothing else keeps its digest."""
 
 
 def _without(values: dict[str, Any], *optional: str) -> dict[str, Any]:

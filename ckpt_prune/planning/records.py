@@ -3,6 +3,7 @@
 Nothing here needs torch: reading a report must not take seconds.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -118,6 +119,21 @@ class SiteRecord(Fixed):
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
+class MaskShares(Fixed):
+    """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
+
+    Attributes:
+        ratios: share of zeros of every block.
+        kept: N of every block's N:M; None where the mask is unstructured.
+        figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
+            predicted to do to the model's output, in nats a sample.
+    """
+
+    ratios: list[Annotated[float, Field(ge=0, lt=1)]]
+    kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
+    figures: Sequence[Figure] = ()
+
+
 class MaskedLinear(Fixed):
     """What a mask did to one linear module of one block.
 
@@ -194,7 +210,8 @@ class Gap(Fixed):
 
     Attributes:
         first, blocks: the first of them, as the dense model counts, and how many.
-        into: on-disk name, in the output, of the weight that the map was absorbed in; None where there is no map.
+        into: on-disk name, in the output, of the weight that the map was absorbed in, of experts with `*` for their
+            numbers; None where there is no map.
         method: none (the stream goes on as it is), bias, ridge or affine: the form of the map.
         strength: of ridge and affine, relative; None for others.
         distance: mean cosine distance of a token's hidden states before and after the run; None where it was not
@@ -217,6 +234,21 @@ class Gap(Fixed):
     error_held_out: Figure = None
 
 
+class TriedDepth(Fixed):
+    """A number of blocks that was tried, the rest of the size met by the widths of the others.
+
+    Attributes:
+        blocks: that were gone.
+        predicted: what that was predicted to do to the model's own output, blocks and units added up; None where it was
+            not known.
+        measured: what it did, on samples that no refit had seen.
+    """
+
+    blocks: Annotated[int, Field(ge=0, le=10**6)]
+    predicted: Figure = None
+    measured: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class Depth(Fixed):
     """Which blocks of a model are gone, or which have zeros in place of a part.
 
@@ -226,6 +258,7 @@ class Depth(Fixed):
         kept: those that stay, ascending; in the output they are numbered anew.
         choose: how the others were chosen; None where they were given.
         gaps: runs of those that are gone, in order.
+        tried: numbers of blocks that were held against each other, ascending; empty where one was given.
     """
 
     part: Literal["block", "attention", "mlp"] = "block"
@@ -233,6 +266,7 @@ class Depth(Fixed):
     kept: list[Block]
     choose: str | None = None
     gaps: list[Gap] = Field(default_factory=list)
+    tried: list[TriedDepth] = Field(default_factory=list)
 
 
 class Hidden(Fixed):

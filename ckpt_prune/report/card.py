@@ -12,7 +12,14 @@ from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.depth import depth_lines, named_all
-from ckpt_prune.report.figures import Likeness, cost_changes, factor_figures, mask_figures, recovery_figures
+from ckpt_prune.report.figures import (
+    Likeness,
+    cost_changes,
+    factor_figures,
+    mask_figures,
+    recovery_figures,
+    shares_line,
+)
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
@@ -167,6 +174,9 @@ def _mask(report: Report) -> list[str]:
         f"Mask by {mask.method}, pattern {mask.pattern}: {figures.share:.2%} zeros in {figures.linears} linear "
         f"weights of {human_count(figures.size)} parameters."
     ]
+    shared = shares_line(mask)
+    if shared is not None:
+        sentences.append(f"{shared.capitalize()}.")
     if figures.zeros:
         sentences.append(
             "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless "
@@ -323,7 +333,7 @@ def _record(report: Report) -> str:
         found = f"{what} and the error at its output are" if measured else f"{what} is"
     elif report.factored:
         return "The rank of every linear weight and the error at its output are in `ckpt_prune.json`."
-    elif report.depth is not None and not report.recovery:
+    elif report.depth is not None and not report.recovery and not report.sites:
         return "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`."
     elif report.hidden is not None and not report.recovery:
         return "The share of the energy that stays in each basis is in `ckpt_prune.json`."

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ckpt_prune.planning.records import Cost, FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.model import Learned, Perplexity, Recovery
+from ckpt_prune.report.model import Learned, Mask, Perplexity, Recovery
 
 CostKey = Literal["parameters", "bytes", "flops", "cache"]
 _COSTS: tuple[CostKey, ...] = ("parameters", "bytes", "flops")
@@ -180,6 +180,18 @@ class MaskFigures:
     def share(self) -> float:
         """The share of zeros."""
         return self.zeros / self.size
+
+
+def shares_line(mask: Mask | None) -> str | None:
+    """How a mask's zeros are shared out over blocks, in words; None where all blocks have as many."""
+    if mask is None or mask.shares is None or not mask.shares.ratios:
+        return None
+    if mask.shares.kept:
+        of = mask.pattern.partition(":")[2]
+        kept = f"{min(mask.shares.kept)} to {max(mask.shares.kept)} of {of} weights kept"
+    else:
+        kept = f"{min(mask.shares.ratios):.1%} to {max(mask.shares.ratios):.1%} zeros"
+    return f"zeros shared out over blocks by {mask.allocation}: {kept}"
 
 
 def mask_figures(linears: Sequence[MaskedLinear], asked: float | None) -> MaskFigures | None:

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
-from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, UsedRecipe
+from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, StrengthSearch, UsedRecipe
 from ckpt_prune.report.reading import AnyPlan, read_report_or_plan
 
 
@@ -52,6 +52,7 @@ class Document:
     recovery: Recovery | None = None
     recovered: RecoveryFigures | None = None
     stages: list[Stage] = field(default_factory=list)
+    search: StrengthSearch | None = None
 
 
 def read_document(path: Path) -> Document:
@@ -104,6 +105,7 @@ def _of_report(report: Report) -> Document:
         recovery=report.recovery,
         recovered=recovered,
         stages=report.stages,
+        search=report.lambda_search,
     )
 
 

@@ -15,11 +15,13 @@ from ckpt_prune.report.figures import (
     relative_change,
     relative_floor,
     rotation_figures,
+    shares_line,
     verdict,
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.reporting.charts import draw, swatch
+from ckpt_prune.reporting.curves import curves
 from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
 from ckpt_prune.reporting.place import MARKER
@@ -48,6 +50,7 @@ def page(document: Document) -> str:
             *_depth(document),
             *_hidden(document),
             *(over_depth(plots) if plots else [_nothing(document)]),
+            *_tried(document),
             *_site_tables(document.sites),
             *_linear_table(document.linears),
             *_factor_table(document.factored),
@@ -75,11 +78,17 @@ def shell(title: str, body: Iterable[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def over_depth(plots: Sequence[Figure]) -> Iterable[str]:
+def over_depth(plots: Sequence[Figure], heading: str = "Over depth") -> Iterable[str]:
     """The part of a page that holds its plots."""
-    yield '<h2>Over depth</h2>\n<div class="plots">'
+    yield f'<h2>{heading}</h2>\n<div class="plots">'
     yield from (_figure(plot) for plot in plots)
     yield "</div>"
+
+
+def _tried(document: Document) -> Iterable[str]:
+    """Plots over what was tried or trained."""
+    found = curves(document.learned, document.search, document.layers)
+    return over_depth(found, "While it was made") if found else ()
 
 
 def _header(document: Document) -> Iterable[str]:
@@ -175,6 +184,9 @@ def _masked(document: Document) -> Iterable[str]:
         f"{found.share:.2%} of {human_count(found.size)} weights in {count} were zeroed{how}. Shapes stay as they "
         "were: parameters, bytes and FLOPs count zeros like any other weight."
     )
+    shared = shares_line(mask)
+    if shared is not None:
+        yield f"{shared.capitalize()}."
     if found.mean_error is not None and found.worst is not None:
         worst, most = found.worst
         yield (

@@ -24,7 +24,7 @@ from ckpt_prune.planning.recipe_places import RecipeFile, locate_recipe
 from ckpt_prune.planning.records import Origin
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.planning.sizes import asked_size
-from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces
+from ckpt_prune.transform.checks import check_again, check_plannable, check_planned, check_spaces
 from ckpt_prune.transform.publish import wanted_names
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 
@@ -60,7 +60,7 @@ def read_asked(options: PruneOptions) -> Asked:
         UserError: options that do not go together, or what cannot be read.
     """
     data = has_data(options, options)
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
     if plan is not None:
@@ -89,7 +89,7 @@ def _recipe(file: RecipeFile, options: RecipeOptions, size: Mapping[str, str] | 
     changes = options.overrides
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
-    return load_recipe(file, changes, options.ratio, size)
+    return load_recipe(file, changes, options.ratio, size).at_its_size
 
 
 def plan_request(options: PlanOptions) -> Request:
@@ -101,7 +101,7 @@ def plan_request(options: PlanOptions) -> Request:
     Raises:
         UserError: options that do not go together, what cannot be read, or what no plan can say.
     """
-    size = asked_size(options.target_params, options.target_bytes, options.target_flops, options.ratio)
+    size = asked_size(options.sizes, options.ratio)
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)
     device, file = resolve_device(options.device), _recipe_file(options)
@@ -119,6 +119,7 @@ def plan_request(options: PlanOptions) -> Request:
     model = open_model(options.model, Opening.of(options))
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
+    check_spaces(model.family, recipe)
     statistics = None if options.statistics is None else Statistics(options.statistics)
     by_default = options.recipe is None
     return Request(
@@ -174,6 +175,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     statistics = _statistics(options.statistics, model, plan)
     # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
     check_source(model)
+    check_again(model, recipe)
     check_spaces(model.family, recipe)
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
@@ -201,8 +203,8 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
 
 
 def _maps(recipe: Recipe) -> bool:
-    """Whether a recipe fits maps on the model itself, beside any statistics that its blocks are chosen by."""
-    return recipe.depth is not None and recipe.depth.compensation.linear
+    """Whether a recipe runs the model itself, beside any statistics that its blocks are chosen by."""
+    return recipe.depth is not None and recipe.depth.runs_model
 
 
 def _file(given: str | Path) -> Path | None:

@@ -13,16 +13,25 @@ from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoment
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
-from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import BudgetError, Crossing, Curve, least_error, merged, total_error
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, kind_of
-from ckpt_prune.planning.sizes import SizeKind, cost_in
+from ckpt_prune.planning.sizes import SizeKind
 from ckpt_prune.progress import track
 from ckpt_prune.transform.decisions import Decision, Decisions, Losses, kept_units
-from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked, standardised_scores
 from ckpt_prune.transform.request import Ranked, Request
-from ckpt_prune.transform.sizing import ROUNDS, Crossed, Ranking, cost_at, crossed_spaces, taken_up, unit_costs
+from ckpt_prune.transform.sizing import (
+    ROUNDS,
+    Crossed,
+    Ranking,
+    crossed_spaces,
+    dense_size,
+    limit_of,
+    output_size,
+    size_at,
+    taken_up,
+    unit_costs,
+)
 from ckpt_prune.transform.solvers import solver_of
 
 
@@ -95,7 +104,10 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                 if recipe.allocation == "least-error":
                     errors = solver.errors(block, tensors, own, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
-                    errors = scaled(errors, effects_on(statistics, model.site_name(block, space), score))
+                    effects = effects_on(statistics, model.site_name(block, space), score)
+                    counts = [count for count, _ in effects]
+                    predicted = solver.tried_errors(block, tensors, own, counts, errors, metric[name])
+                    errors = scaled(errors, effects, predicted)
                 ranked.append(Ranked(score, scores.cpu(), errors))
         return found
 
@@ -159,14 +171,16 @@ def weighed_by_energy(curve: Tensor) -> Tensor:
     return curve / curve[-1] if curve[-1] > 0 else curve
 
 
-def scaled(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor:
+def scaled(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:
     """A curve of predicted divergences, through measured ones where there are any, in its own shape between them.
 
     Args:
         curve: (units + 1,).
         effects: (units dropped, divergence of the model's output), ascending.
+        predicted: for each of them what it was predicted to be; by default, what the curve says.
     """
-    known = [(k, effect / float(curve[k])) for k, effect in effects if curve[k] > 0]
+    told = [float(curve[k]) for k, _ in effects] if predicted is None else predicted
+    known = [(k, effect / own) for (k, effect), own in zip(effects, told, strict=True) if own > 0]
     if not known:
         return curve
     # Measured over predicted changes slowly with k: linear between the measured points, constant outside.
@@ -182,12 +196,11 @@ def scaled(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor:
 
 def _least_error(request: Request) -> Decisions:
     recipe, model = request.recipe, request.model
-    assert request.statistics is not None
     ranking = dense_ranking(request) if request.ranked is None else request.ranked
     kind: SizeKind = "params" if recipe.size is None else recipe.size.kind
-    curves = _curves(request, ranking, kind)
+    curves = curves_of(request, ranking, kind)
     dense = sum(curve.units * curve.unit_cost for curve in curves.values())
-    whole = cost_in(kind, cost_of(model))
+    whole = dense_size(request, kind)
     limit = _limit(request)
     budget = limit - (whole - dense)
     crossed = crossed_spaces(request, kind)
@@ -201,12 +214,12 @@ def _least_error(request: Request) -> Decisions:
         # Sequential moments differ from these: there, units are ranked anew when their block is reached.
         decisions = Decisions(recipe, {site: _decision(request, n, ranking[site]) for site, n in counts.items()})
         widths = decisions.widths(model)
-        found = cost_in(kind, output_of(request, widths).cost)
+        found = output_size(request, kind, widths)
         # A ratio speaks of weights, not of the biases that a container adds.
         if recipe.size is None or found <= limit:
             losses = _losses(curves, counts, budget, crossed) if recipe.widths == "uniform" else None
             return replace(decisions, losses=losses)
-        budget = min(budget - 1, limit - (found - cost_in(kind, cost_at(request, widths))) - (whole - dense))
+        budget = min(budget - 1, limit - (found - size_at(request, kind, widths)) - (whole - dense))
     raise UserError(taken_up(request))
 
 
@@ -217,7 +230,7 @@ def _decision(request: Request, keep: int, own: Sequence[Ranked]) -> Decision:
     return Decision(keep, scores=None if again else best.scores, score=best.score)
 
 
-def _curves(request: Request, ranking: Mapping[Site, Sequence[Ranked]], kind: SizeKind) -> dict[Site, Curve]:
+def curves_of(request: Request, ranking: Mapping[Site, Sequence[Ranked]], kind: SizeKind) -> dict[Site, Curve]:
     """What every site loses with its units, by the best score at every width, and what a unit costs."""
     costs = unit_costs(request, kind)
     curves: dict[Site, Curve] = {}
@@ -263,6 +276,11 @@ def _with_experts(site: Site) -> Site:
     return site._replace(space=known_space(site.space))
 
 
+def crossings_of(request: Request, curves: Mapping[Site, Curve], kind: SizeKind) -> list[Crossing[Site]]:
+    """Which sites of a request's blocks cross."""
+    return _crossings(curves, crossed_spaces(request, kind))
+
+
 def _crossings(curves: Mapping[Site, Curve], crossed: Sequence[Crossed]) -> list[Crossing[Site]]:
     """Which sites of every block cross."""
     return [
@@ -288,8 +306,8 @@ def _losses(
 def _limit(request: Request) -> int:
     """The size to keep to: the recipe's, or what its ratio leaves in every block."""
     if request.recipe.size is not None:
-        return request.recipe.size.of(cost_of(request.model))
-    return cost_in("params", cost_at(request, Decisions(request.recipe).widths(request.model)))
+        return limit_of(request)
+    return size_at(request, "params", Decisions(request.recipe).widths(request.model))
 
 
 def check_effects(request: Request, statistics: Statistics) -> None:

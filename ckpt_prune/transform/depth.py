@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ckpt_prune.architectures.depth import check_shortened, outputs_of, shortened
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.spaces import Kind
 from ckpt_prune.calibration.distances import SAMPLES, Distances, measure_distances
 from ckpt_prune.calibration.fisher import LIMITS
-from ckpt_prune.calibration.gaps import map_space, observe_gap
+from ckpt_prune.calibration.gaps import map_spaces, observe_gap
 from ckpt_prune.calibration.losses import TOKENS, losses_without
 from ckpt_prune.calibration.part_distances import measure_parts
 from ckpt_prune.calibration.samples import Part
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
@@ -27,6 +29,8 @@ from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import least_blocks, least_runs
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
+from ckpt_prune.transform.joint import Weighing, ranked_at
+from ckpt_prune.transform.measuring import measure_first
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.settle import Settled, settle
 from ckpt_prune.transform.shortening import Wanted, at_depth, depth_of, depth_record, wanted_depth
@@ -35,6 +39,8 @@ DEPTH = "depth"
 """Unit of the journal: which blocks go, and the maps in their place."""
 _REMOVED = "removal"
 """Before the number of a block that the loss chose, of units of the journal."""
+_WHOLE = "statistics of all blocks"
+"""Unit of the journal: what numbers of blocks are held against each other by."""
 _MAPS = "depth.safetensors"
 
 
@@ -53,35 +59,68 @@ def at_chosen_depth(settled: Settled, folder: Path, journal: Journal, stages: St
     request = settled.request
     if request.recipe.depth is None:
         return settled
+    with disk_failures(folder):
+        folder.mkdir(exist_ok=True)
+    weighing = _weighing(request, folder, journal, stages) if depth_of(request).auto else None
     if DEPTH in journal.units:
         record = Depth.model_validate(journal.notes[DEPTH])
     else:
         with stages.stage("depth"):
-            record, found = _measured(request, journal)
+            record = chosen_depth(request, journal) if weighing is None else weighing.record()
+            record = _made_up_for(request, record, folder / _MAPS)
             with disk_failures(folder):
-                folder.mkdir(exist_ok=True)
-                if found:
-                    save_file(found, folder / _MAPS)
-                    sync(folder / _MAPS)
                 journal.record(DEPTH, note=record.model_dump(mode="json"))
-    model = shortened(request.model, record.kept) if record.part == "block" else request.model
-    if (folder / _MAPS).is_file():
-        file = folder / _MAPS
-        maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
-        model = replace(model, checkpoint=replace(model.checkpoint, replaced=maps))
-    return settle(at_depth(request, record, model))
+    short = at_depth(request, record, _left(request.model, record, folder / _MAPS))
+    if weighing is not None:
+        # The widths are those that were tried. Where all blocks stay, so do what they were measured on.
+        known = None if record.gaps else weighing.statistics
+        short = replace(short, ranked=ranked_at(weighing.ranking, record), statistics=known)
+    return settle(short)
 
 
-def _measured(request: Request, journal: Journal) -> tuple[Depth, dict[str, Tensor]]:
-    """Which blocks go, and the tensors of the output that maps are absorbed in."""
-    depth, record = depth_of(request), chosen_depth(request, journal)
-    gaps = record.gaps
-    maps: dict[str, Tensor] = {}
+def _weighing(request: Request, folder: Path, journal: Journal, stages: Stages) -> Weighing:
+    """What numbers of blocks are held against each other by: the unpruned model is measured, where it was not."""
+    whole, plain = folder / "whole", replace(request, recipe=request.recipe.after_depth)
+    statistics = request.statistics
+    if statistics is None and _WHOLE in journal.units:
+        statistics = Statistics(whole)
+    elif statistics is None:
+        with stages.stage("measuring"):
+            statistics = measure_first(plain, _live(request), whole, None)
+        with disk_failures(folder):
+            journal.record(_WHOLE)
+
+    def shorten(few: Request, record: Depth) -> tuple[Depth, Model]:
+        file = folder / f"without-{record.blocks - len(record.kept)}.safetensors"
+        told = _made_up_for(few, record, file)
+        return told, _left(few.model, told, file)
+
+    with stages.stage("ranking"):
+        return Weighing(request, statistics, chosen_depth, shorten, journal)
+
+
+def _made_up_for(request: Request, record: Depth, file: Path) -> Depth:
+    """The record of what makes up for blocks that go; the tensors of the output that this changes go into a file."""
+    depth, gaps = depth_of(request), record.gaps
+    found: dict[str, Tensor] = {}
     if depth.part != "block":
-        maps = _zeros(request.model, record)
+        found = _zeros(request.model, record)
     elif depth.compensation.linear and gaps:
-        gaps, maps = _mapped(request, gaps)
-    return record.model_copy(update={"gaps": gaps}), maps
+        gaps, found = _mapped(request, gaps)
+    with disk_failures(file.parent):
+        if found:
+            save_file(found, file)
+            sync(file)
+    return record.model_copy(update={"gaps": gaps})
+
+
+def _left(model: Model, record: Depth, file: Path) -> Model:
+    """What stays of a model, with the tensors of a file in place of its own where there is one."""
+    left = shortened(model, record.kept) if record.part == "block" else model
+    if not file.is_file():
+        return left
+    maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
+    return replace(left, checkpoint=replace(left.checkpoint, replaced=maps))
 
 
 def chosen_depth(request: Request, journal: Journal | None = None) -> Depth:
@@ -274,7 +313,7 @@ def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str,
         stream.advance(block, tensors)
         if block + 1 in stops and waiting is not None:
             solved, new = _map_of(request, stream, waiting)
-            name = _consumer(model, numbers[waiting.block])
+            name = _all_of(_consumers(model, numbers[waiting.block]))
             found.append(_with_map(stops[block + 1], solved, name))
             if not solved.identity:
                 maps |= {_renamed(model, each, waiting.block, numbers[waiting.block]): t for each, t in new.items()}
@@ -289,11 +328,9 @@ def _mapped(request: Request, gaps: Sequence[Gap]) -> tuple[list[Gap], dict[str,
 def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
     """The map of a gap that the stream is behind of, and what it is absorbed in."""
     model, own = request.model, depth_of(request).compensation
-    space = map_space(model.family)
-    assert space is not None
-    folds = observe_gap(stream, waiting.block, waiting.tensors, space, waiting.entering, stream.states)
-    consumer = model.family.columns[space].consumer
-    name, bias = (model.tensor(waiting.block, consumer, kind) for kind in ("weight", "bias"))
+    spaces = map_spaces(model.family)
+    folds = observe_gap(stream, waiting.block, waiting.tensors, spaces, waiting.entering, stream.states)
+    names, bias = _consumers(model, waiting.block), _consumers(model, waiting.block, "bias")[0]
     by_folds = own.lambda_by is not None
     solved = fit_map(
         [each.to(request.device) for each in folds],
@@ -303,8 +340,10 @@ def _map_of(request: Request, stream: Any, waiting: _Waiting) -> tuple[GapMap, d
     )
     if solved.identity:
         return solved, {}
-    weight, added = absorbed(solved, waiting.tensors[name].to(request.device), waiting.tensors.get(bias))
-    new = {name: weight} if added is None else {name: weight, bias: added}
+    new: dict[str, Tensor] = {}
+    for name in names:
+        new[name], added = absorbed(solved, waiting.tensors[name].to(request.device), waiting.tensors.get(bias))
+        new |= {} if added is None else {bias: added}
     cast = {each: tensor.cpu().to(waiting.tensors[each].dtype).contiguous() for each, tensor in new.items()}
     for each, tensor in cast.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -326,10 +365,19 @@ def _with_map(gap: Gap, solved: GapMap, into: str) -> Gap:
     return gap.model_copy(update=figures)
 
 
-def _consumer(model: Model, block: int) -> str:
-    space = map_space(model.family)
-    assert space is not None
-    return model.tensor(block, model.family.columns[space].consumer)
+def _consumers(model: Model, block: int, kind: Kind = "weight") -> list[str]:
+    """On-disk names of what a map is absorbed in: of the mlp's last projection, or of every expert's."""
+    columns = model.family.columns
+    return [model.tensor(block, columns[space].consumer, kind) for space in map_spaces(model.family)]
+
+
+def _all_of(names: Sequence[str]) -> str:
+    """One name for what is the same in every expert: `*` in place of its number."""
+    if len(names) == 1:
+        return names[0]
+    first, second = names[:2]
+    place = next(at for at, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    return f"{first[:place]}*{first[place + 1 :]}"
 
 
 def _renamed(model: Model, name: str, old: int, new: int) -> str:

@@ -24,6 +24,7 @@ from ckpt_prune.transform.site_variants import (
     Variants,
     check_finite,
     counts_of,
+    without_units,
 )
 
 SHALLOW = 12
@@ -36,7 +37,7 @@ fall short of what tiny ones lose (calibration/README.md, section 5).
 
 def measured_singly(model: Model) -> bool:
     """Whether effects of single sites are measured: of shallow models, whose blocks have a few sites each."""
-    return model.blocks <= SHALLOW and model.family.experts is None
+    return model.blocks <= SHALLOW and model.family.experts is None and not model.own_code
 
 
 def measure_effects(
@@ -136,7 +137,7 @@ def measure_effects(
             values = group.dealt(divergences(readout, dense, few, [(readout, states) for states in pruned]))
             for (space, count), value in zip(variants, values, strict=True):
                 name = model.site_name(site, space)
-                check_finite(value, count, name, compute_dtype)
+                check_finite(value, without_units(count, name), compute_dtype)
                 found.setdefault(name, []).append((count, value))
             if journal is not None:
                 own = {model.site_name(site, space) for space in counts}

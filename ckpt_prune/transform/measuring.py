@@ -39,12 +39,19 @@ def measured(settled: Settled, folder: Path, journal: Journal | None, stages: St
     if not request.measures_first or request.live is None:
         return settled
     with (stages or Stages(request.device)).stage("measuring"):
-        statistics = _measure(request, request.live, folder, journal)
+        statistics = measure_first(request, request.live, folder, journal)
     return settle(replace(request, statistics=statistics))
 
 
-def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:
-    """Moments of the unpruned model, and what errors do to its output where widths are weighed by that."""
+def measure_first(request: Request, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:
+    """Moments of the unpruned model, and what errors do to its output where widths are weighed by that.
+
+    Args:
+        request: what to measure for.
+        live: samples.
+        folder: where; it is made.
+        journal: of the run, in which what is done is entered; None where it is not to be gone on with.
+    """
     recipe, group = request.recipe, here()
     known = group.once(lambda: set[str]() if journal is None else set(journal.units))
 
@@ -69,10 +76,11 @@ def _measure(request: Request, live: LiveSamples, folder: Path, journal: Journal
             device=request.device,
             compute_dtype=live.compute_dtype,
             allocate=live.allocate,
+            skeleton=None if request.stored is None else request.stored.skeleton(),
             journal=journal,
         )
         _done(journal, STATISTICS)
-    if not recipe.weighed_by_effect:
+    if not recipe.weighed_by_effect or request.ranked is not None:
         return statistics
     if not statistics.index.fisher:
         # An interrupted pass back has to start at the last block again: the index tells only of the whole.

@@ -1,7 +1,9 @@
 """What a user should know of a job beside its sizes, in lines."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from itertools import product
 from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
@@ -9,17 +11,19 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.devices import multiplies_bfloat16
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.selection import units_kept
 from ckpt_prune.planning.shares import gap
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE, WIDER_CHOICE
-from ckpt_prune.planning.sizes import TargetSize, cost_in
+from ckpt_prune.planning.sizes import TargetSize, size_words
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.sparsity.patterns import mask_words
 from ckpt_prune.transform.decisions import rounding_of
 from ckpt_prune.transform.settle import Settled
+from ckpt_prune.transform.sizing import dense_size, output_size
 
 _NEAR = 0.005
 """A size that is missed by no more than this share of the dense model is met."""
@@ -41,6 +45,12 @@ def messages(settled: Settled) -> list[str]:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
         told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
         found.append(f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used")
+    rotation = recipe.rotation
+    if rotation is not None and rotation.compute_dtype == "bfloat16" and not multiplies_bfloat16(request.device):
+        found.append(
+            f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
+            "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
+        )
     if settled.output.container.note:
         found.append(settled.output.container.note)
     made = report_of(settled.model.checkpoint.path)
@@ -86,7 +96,8 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         widths = [model.dimension("hidden")]
     whitened = recipe.low_rank is not None and recipe.low_rank.whitens
     if whitened or (recipe.mask is not None and recipe.mask.method == "sparsegpt"):
-        widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
+        weights = (model.tensor(block, m) for block, m in product(range(model.blocks), model.family.linears))
+        widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
     if not widths or tokens >= 2 * max(widths):
         return None
     return (
@@ -110,10 +121,11 @@ def size_lines(settled: Settled) -> Iterable[str]:
         return
     size = request.asked.size
     assert size is not None
-    dense, reached = (cost_in(size.kind, cost) for cost in (settled.before, settled.after))
-    if request.larger is None or (size.of(settled.before) - reached) / dense <= _NEAR:
+    dense, reached = dense_size(request.whole, size.kind), output_size(request, size.kind, settled.widths)
+    if request.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
         return
-    show = human_bytes if size.kind == "bytes" else human_count
+    shown: dict[str, Callable[[int], str]] = {"bytes": human_bytes, "latency": partial(size_words, "latency")}
+    show = shown.get(size.kind, human_count)
     below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, request.larger))
     yield (
         f"{size.words} lies between two sizes that recipe {settled.recipe.name} gives: {below}, taken here, and {above}"
@@ -164,7 +176,8 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
     if depth is not None:
-        what = "how far blocks move the residual stream"
+        also = f", and then {what}" if settled.recipe.spaces else ""
+        what = f"how far blocks move the residual stream{also}"
     if hidden is not None:
         what = "the residual stream, wherever a block reads it"
     if recipe.weighed_by_effect:

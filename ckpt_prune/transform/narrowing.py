@@ -60,7 +60,7 @@ def _width_for_size(request: Request, least: int) -> int:
     """The most dimensions with which a model is within the recipe's size."""
     model, size, step = request.model, request.recipe.size, hidden_of(request).multiple_of
     assert size is not None
-    limit, width = size.of(cost_of(model)), model.dimension("hidden")
+    limit, width = size.of(cost_in(size.kind, cost_of(model))), model.dimension("hidden")
 
     def reached(kept: int) -> int:
         return cost_in(size.kind, _cost(request, kept))

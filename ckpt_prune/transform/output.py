@@ -14,7 +14,7 @@ from ckpt_prune.rotations.learning import RotationSizes
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.transform.factoring import ranks_of
-from ckpt_prune.transform.layout import Layout, plan_layout
+from ckpt_prune.transform.layout import Layout, layout_of, plan_layout
 from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.request import Request
 
@@ -54,6 +54,10 @@ def output_of(request: Request, widths: Widths) -> Output:
     if request.narrowed is not None:
         return sliced_output(request.model, request.narrowed.view, widths)
     model, rotated = request.model, unlearned(request)
+    if request.stored is not None:
+        # Masks alone go into it (`checks`), and leave every shape as it is.
+        note = remote_note(request.stored.model_type, "as it was")
+        return Output(replace(request.stored, note=note), layout_of(model), {}, cost_of(model))
     ranks = () if request.recipe.low_rank is None else ranks_of(request)
     container = _container(request, widths, rotated, ranks)
     layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None, ranks)

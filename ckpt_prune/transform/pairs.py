@@ -1,6 +1,5 @@
 """Two checkpoints of one model, a pruned one and what it was made from, run side by side."""
 
-from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -10,8 +9,8 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
-from ckpt_prune.containers.checking import check_source, check_stored
-from ckpt_prune.containers.container import Container, stored_container
+from ckpt_prune.containers.checking import check_source, check_stock, check_stored
+from ckpt_prune.containers.container import stored_container
 from ckpt_prune.containers.remote import RANKS_KEY
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
@@ -20,12 +19,6 @@ from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.rotations.sliced import SLICING_KEY
-
-
-def container_of(pruned: Model) -> Container:
-    """What a pruned checkpoint is stored as, with the linear modules that have a bias in it."""
-    biases = frozenset(m for m in pruned.family.linears if pruned.has(m, "bias"))
-    return replace(stored_container(pruned.checkpoint), biases=biases)
 
 
 def refuse_factored(pruned: Model) -> None:
@@ -97,6 +90,7 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
     ours, theirs = pruned.family, dense.family
     here, there = pruned.checkpoint.path, dense.checkpoint.path
     check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).names())
+    check_stock(dense, "no other model is held against it")
     check_source(dense)
     if getattr(pruned.config, SLICING_KEY, None) is not None:
         raise UserError(

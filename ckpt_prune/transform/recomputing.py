@@ -74,6 +74,8 @@ def _not_by_blocks(report: Report, made_from: object) -> str | None:
     """Why an output cannot be made again from statistics, one block without the others."""
     if report.part is not None:
         return "it is a part of another model"
+    if report.depth is not None and report.sites:
+        return "whole blocks are gone, and the others were measured without them"
     if report.rotation is not None or report.recovery is not None:
         return "its weights were rotated or trained"
     if made_from is None:

@@ -59,7 +59,15 @@ def report_of_prune(
     whole, shortened, narrowed = settled.request.whole, settled.request.shortened, settled.request.narrowed
     mask = rotation = None
     if recipe.mask is not None:
-        mask = Mask(method=recipe.mask.method, pattern=recipe.mask.pattern, ratio=recipe.ratio)
+        shares = settled.shares
+        allocation = None if shares is None else recipe.mask.allocation
+        mask = Mask(
+            method=recipe.mask.method,
+            pattern=recipe.mask.pattern,
+            ratio=recipe.ratio,
+            allocation=allocation,
+            shares=shares,
+        )
     if recipe.rotation is not None and learned is not None:
         rotation = Rotation(
             kind=recipe.rotation.kind,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Container, container_of
+from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.planning.records import Depth, Hidden, Origin
@@ -120,6 +123,7 @@ class Request:
         shortened: where blocks are gone: `model` is what stays of it, and `recipe` what is left to do.
         narrowed: where dimensions of the residual stream are gone: `model` is the dense one, and `recipe` what is left
             to do.
+        latencies: of this machine, where the recipe's size is a latency.
     """
 
     model: Model
@@ -137,12 +141,18 @@ class Request:
     origin: Origin | None = None
     shortened: Shortened | None = None
     narrowed: Narrowed | None = None
+    latencies: Latencies | None = None
 
     @property
     def whole(self) -> "Request":
         """The request as it was given, of the model with all its blocks and dimensions."""
         earlier = self.shortened or self.narrowed
         return self if earlier is None else earlier.whole
+
+    @cached_property
+    def stored(self) -> Container | None:
+        """What the model is stored as, where that carries code of its own."""
+        return container_of(self.model) if self.model.own_code else None
 
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
@@ -152,7 +162,7 @@ class Request:
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
         by_linears = self.recipe.mask is not None or self.recipe.low_rank is not None
-        needed = not by_linears or self.recipe.linears_need_moments
+        needed = not by_linears or self.recipe.linears_need_moments or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property
@@ -169,6 +179,8 @@ class Request:
             return False
         if self.recipe.depth is not None or self.recipe.hidden is not None:
             return True
+        if self.ranked is not None and self.sequential:
+            return False
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
         return shared or self.recipe.shares_out or not self.sequential
@@ -178,5 +190,6 @@ class Request:
         """Whether widths can be told before anything is measured."""
         if self.recipe.depth is not None or self.recipe.hidden is not None:
             return False
-        known = self.statistics is not None or self.plan is not None or not self.recipe.needs_moments
+        known = self.statistics is not None or self.plan is not None or self.ranked is not None
+        known = known or not self.recipe.needs_moments
         return known or (self.recipe.allocation == "uniform" and not self.recipe.shares_out)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_prune._version import __version__
@@ -18,7 +18,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.records import Cost, MaskShares
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
 from ckpt_prune.transform.budgets import decide, ranking_of
@@ -46,6 +46,7 @@ class Settled:
         request: as it was given; where one ratio reaches its recipe's size, with that ratio.
         known: decisions and output; None where widths are found once the model is measured.
         rotations: of a block, once they are learned.
+        shares: of a mask's zeros, once they are shared out over blocks; None where all have the recipe's.
         foreseen: whether the widths are only those of one ratio everywhere, in place of those that measuring finds, or
             the blocks that are gone only as many as will be.
     """
@@ -53,6 +54,7 @@ class Settled:
     request: Request
     known: tuple[Decisions, Output] | None
     rotations: Rotations = not_learned
+    shares: MaskShares | None = None
     foreseen: bool = False
 
     @property
@@ -121,13 +123,13 @@ class Settled:
         """The model that is pruned: the source, rotated or sliced where the recipe says so."""
         narrowed = self.request.narrowed
         rotated = self.rotated if narrowed is None else narrowed.view
-        container = None if rotated is None else self.output.container
+        container = self.request.stored if rotated is None else self.output.container
         return Dense(self.model, self.request.device, rotated, container)
 
     @property
     def source(self) -> Dense:
         """The source as it is stored."""
-        return Dense(self.model, self.request.device)
+        return Dense(self.model, self.request.device, container=self.request.stored)
 
     def engine(self) -> Pruner | Masker | Factorer:
         """What prunes a block."""
@@ -139,9 +141,11 @@ class Settled:
                 self.model.family,
                 request.recipe.mask,
                 request.recipe.ratio,
+                request.recipe.mask.groups,
                 container.biases,
                 request.device,
                 request.diagnostics,
+                self.shares.ratios if self.shares is not None else None,
             )
         return self.unit_engine()
 
@@ -211,6 +215,8 @@ class Settled:
             request.device.type,
             request.diagnostics,
         ]
+        if request.latencies is not None:
+            parts.append(asdict(request.latencies))
         if request.training is not None:
             training = request.training
             parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
@@ -266,10 +272,16 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
+    if request.recipe.joint:
+        return replace(_foreseen(standing_in(request)), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
     if request.recipe.hidden is not None:
         return _decided(unmeasured(request))
+    return _foreseen(request)
+
+
+def _foreseen(request: Request) -> Settled:
     if request.widths_known:
         return _decided(request)
     return Settled(request, _decided(replace(request, recipe=request.recipe.at_one_ratio)).known, foreseen=True)

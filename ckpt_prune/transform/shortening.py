@@ -5,16 +5,17 @@ from dataclasses import dataclass, replace
 
 from ckpt_prune.architectures.depth import check_shortened, movable, shortened
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.gaps import map_space
+from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.depth_recipe import DepthRecipe
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.records import Depth, Gap
 from ckpt_prune.planning.runs import runs_of
-from ckpt_prune.planning.sizes import cost_in
+from ckpt_prune.planning.sizes import TargetSize, size_words
+from ckpt_prune.transform.decisions import Decisions
 from ckpt_prune.transform.request import Request, Shortened
+from ckpt_prune.transform.sizing import check_reachable, dense_size, limit_of, size_at
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Wanted:
     """What is asked of a model's depth.
 
     Attributes:
-        count: blocks that go.
+        count: blocks that go; the most that may where how many is found by measuring.
         allowed: blocks that may; where they are given, these alone.
     """
 
@@ -50,12 +51,15 @@ def wanted_depth(request: Request) -> Wanted:
             raise UserError(f"recipe {name} drops block {beyond[0]}: the model has blocks 0 to {blocks - 1}")
         _check_some_stay(name, len(depth.blocks), blocks)
         return Wanted(len(depth.blocks), depth.blocks)
-    allowed = _allowed(request)
+    allowed = allowed_blocks(request)
+    if depth.auto:
+        return Wanted(_most(request, allowed), allowed)
     if recipe.size is not None and depth.part != "block":
         raise UserError(f"depth.part: {depth.part} leaves zeros, which save nothing: say --ratio, or part: block")
-    if recipe.size is not None:
+    if recipe.size is not None and not recipe.spaces:
         count = _count_for_size(request, allowed)
     else:
+        assert depth.drop != "auto"
         count = depth.drop or round(recipe.ratio * blocks)
         if not count:
             raise UserError(
@@ -75,7 +79,7 @@ def _check_some_stay(name: str, count: int, blocks: int) -> None:
         raise UserError(f"recipe {name} drops {count} of {counted(blocks, 'block')}: one has to stay at the least")
 
 
-def _allowed(request: Request) -> list[int]:
+def allowed_blocks(request: Request) -> list[int]:
     """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
     model = request.model
     found = list(request.recipe.blocks(model.blocks))
@@ -87,17 +91,44 @@ def _allowed(request: Request) -> list[int]:
 
 def _count_for_size(request: Request, allowed: Sequence[int]) -> int:
     """The fewest blocks without which a model is within the recipe's size."""
+    size = request.recipe.size
+    assert size is not None
+    count, reached = _fewest(request, allowed)
+    if count is not None:
+        return count
+    dense = dense_size(request, size.kind)
+    raise UserError(
+        f"{size.words}: out of reach of recipe {request.recipe.name}, whose blocks leave "
+        f"{size_words(size.kind, reached)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
+    )
+
+
+def _fewest(request: Request, allowed: Sequence[int]) -> tuple[int | None, int]:
+    """The fewest blocks without which a model is within the recipe's size, None where none are, and what is left."""
     model, size = request.model, request.recipe.size
     assert size is not None
-    limit = size.of(cost_of(model))
-    for count in range(len(allowed) + 1):
-        reached = cost_in(size.kind, cost_of(without(model, allowed[:count])))
+    limit, reached = limit_of(request), 0
+    for count in range(min(len(allowed), model.blocks - 1) + 1):
+        reached = dense_size(replace(request, model=without(model, allowed[:count])), size.kind)
         if reached <= limit:
-            return count
-    raise UserError(
-        f"{size.words}: out of reach of recipe {request.recipe.name}, whose blocks leave {reached:,.0f} at the least, "
-        f"of {cost_in(size.kind, cost_of(model)):,}{size.share_meant}"
-    )
+            return count, reached
+    return None, reached
+
+
+def _most(request: Request, allowed: Sequence[int]) -> int:
+    """Blocks that may go at the most where their number is found by measuring: then nothing else has to."""
+    count, _ = _fewest(at_own_size(request), allowed)
+    return min(len(allowed), request.model.blocks - 1) if count is None else count
+
+
+def at_own_size(request: Request) -> Request:
+    """The request with a size in place of a ratio: the parameters that one ratio leaves of all spaces."""
+    recipe = request.recipe
+    if recipe.size is not None:
+        return request
+    plain = replace(request, recipe=recipe.after_depth.at_one_ratio)
+    left = size_at(plain, "params", Decisions(plain.recipe).widths(request.model))
+    return replace(request, recipe=recipe.with_size(TargetSize.model_validate({"params": left})))
 
 
 def without(model: Model, gone: Sequence[int]) -> Model:
@@ -126,10 +157,15 @@ def check_depth(request: Request) -> None:
             f"recipe {recipe.name} drops whole blocks, and --part {model.checkpoint.within.part} of a composite keeps "
             "all of its own: choose a recipe with spaces"
         )
-    if depth.compensation.linear and map_space(family) is None:
+    if depth.auto and family.experts is not None:
         raise UserError(
-            f"recipe {recipe.name} maps what one projection gives, and a block of {family.model_type} ends in several "
-            "(experts): say --set depth.compensation.method=none"
+            f"recipe {recipe.name} compares numbers of blocks beside what spaces lose, and experts are not tried out "
+            "so: say a number, depth.drop, or --set depth=null"
+        )
+    if depth.compensation.linear and not map_spaces(family):
+        raise UserError(
+            f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
+            "tokens share add to it with a factor of their own: say --set depth.compensation.method=none"
         )
     several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
     if several and depth.choice in ("influence", "divergence"):
@@ -147,6 +183,9 @@ def check_depth(request: Request) -> None:
     wanted = wanted_depth(request)
     if depth.part != "block":
         return
+    if recipe.joint:
+        gone = wanted.allowed[len(wanted.allowed) - wanted.count :]
+        check_reachable(at_depth(request, depth_record(model, gone, depth)))
     check_shortened(model, range(model.blocks))
     if depth.blocks is not None:
         if depth.compensation.linear and 0 in depth.blocks:
@@ -193,6 +232,9 @@ def standing_in(request: Request) -> Request:
     if request.plan is not None and request.plan.depth is not None:
         return at_depth(request, request.plan.depth)
     wanted, model = wanted_depth(request), request.model
+    if depth_of(request).auto:
+        # None in their place: what spaces lose instead makes up the same size.
+        wanted = replace(wanted, count=0)
     gone = wanted.allowed[-wanted.count :] if wanted.count else []
     return at_depth(request, depth_record(model, gone, depth_of(request)))
 
@@ -217,7 +259,7 @@ def at_depth(request: Request, record: Depth, model: Model | None = None) -> Req
     return replace(
         request,
         model=short,
-        recipe=request.recipe.after_depth,
+        recipe=at_own_size(request).recipe.after_depth if depth_of(request).auto else request.recipe.after_depth,
         statistics=None,
         plan=None,
         shortened=Shortened(request, record),

@@ -59,25 +59,34 @@ def _check_moments(statistics: Statistics, kinds: set[str]) -> None:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
 
 
-def check_finite(effect: float, count: int, name: str, compute_dtype: torch.dtype) -> None:
+def check_finite(effect: float, what: str, compute_dtype: torch.dtype) -> None:
     """Refuse an effect that is no number.
 
+    Args:
+        effect: what was measured.
+        what: it is of, for the message.
+        compute_dtype: in which blocks ran.
+
     Raises:
-        UserError: with the site, and how many of its units are dropped.
+        UserError: with what it is of.
     """
     if not math.isfinite(effect):
-        raise UserError(
-            f"the output with {count} units of {name} dropped is not finite: the model overflows in {compute_dtype}"
-        )
+        raise UserError(f"{what} is not finite: the model overflows in {compute_dtype}")
 
 
-class _Known(NoMoments):
+def without_units(count: int, name: str) -> str:
+    """What is measured where units of a site, or of a space, are dropped."""
+    return f"the output with {count} units of {name} dropped"
+
+
+class Known(NoMoments):
     """Moments of one block, read once for all its variants."""
 
     def __init__(self, moments: Mapping[SpaceName, SpaceMoments]) -> None:
         self._moments = moments
 
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        """Those that were read."""
         return {key: self._moments[cast(SpaceName, key)] for key in keys}
 
 
@@ -109,7 +118,7 @@ class Variants:
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 # Each of several processes has variants of its own.
                 with working_in(ALONE):
-                    found, _ = pruner.block(block, tensors, _Known(moments))
+                    found, _ = pruner.block(block, tensors, Known(moments))
                 yield found
 
 
@@ -125,7 +134,19 @@ def trial_recipe(
         tensors: its own, by on-disk name.
         score: in place of the usual one.
     """
-    description = model.family.spaces[space]
-    biased = model.tensor(block, description.measured, "bias") in tensors
-    own = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0} | ({} if score is None else {"score": score})
-    return Recipe.model_validate({"version": 1, "name": "effect", "spaces": {space: own}})
+    own = trial_spaces(model, block, [space], tensors)
+    if score is not None:
+        own[space]["score"] = score
+    return Recipe.model_validate({"version": 1, "name": "effect", "spaces": own})
+
+
+def trial_spaces(
+    model: Model, block: int, spaces: Collection[SpaceName], tensors: Mapping[str, Tensor]
+) -> dict[SpaceName, dict[str, Any]]:
+    """What the recipe of a trial says of spaces, as `trial_recipe`."""
+    found: dict[SpaceName, dict[str, Any]] = {}
+    for space in spaces:
+        description = model.family.spaces[space]
+        biased = model.tensor(block, description.measured, "bias") in tensors
+        found[space] = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
+    return found

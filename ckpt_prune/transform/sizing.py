@@ -13,10 +13,10 @@ from ckpt_prune.containers.container import Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.budget import Crossing
+from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.shares import allowed_widths, ratio_for
-from ckpt_prune.planning.sizes import SizeKind, cost_in
+from ckpt_prune.planning.sizes import SizeKind, cost_in, size_words
 from ckpt_prune.transform.decisions import Decisions, keep_count, kept_units, rounding_of
 from ckpt_prune.transform.output import output_of
 from ckpt_prune.transform.rankings import ranked
@@ -70,7 +70,7 @@ def at_size(request: Request, ranking: Ranking | None = None) -> Request:
         return request
     if not request.widths_known:
         return request
-    limit, kind = recipe.size.of(cost_of(model)), recipe.size.kind
+    limit, kind = limit_of(request), recipe.size.kind
 
     def at(step: int) -> Recipe:
         return recipe.with_ratio(step / _RATIO_STEPS)
@@ -81,7 +81,7 @@ def at_size(request: Request, ranking: Ranking | None = None) -> Request:
         return found.widths(model)
 
     def cost(found: Widths) -> int:
-        return cost_in(kind, cost_at(request, found))
+        return size_at(request, kind, found)
 
     most, budget = _largest_step(request), limit
     least = cost(widths(most))
@@ -93,7 +93,7 @@ def at_size(request: Request, ranking: Ranking | None = None) -> Request:
         if ranking is None and step:
             reached = _made_up(request, [at(step - 1), at(step)], kind, budget) or reached
         # What the container adds is known only where it is chosen: elsewhere no class might have the shape.
-        whole = cost_in(kind, output_of(request, reached.widths).cost)
+        whole = output_size(request, kind, reached.widths)
         if whole <= limit:
             larger = None if reached.larger is None else cost(reached.larger) + whole - cost(reached.widths)
             return replace(request, recipe=reached.recipe, asked=recipe, larger=larger)
@@ -122,7 +122,7 @@ def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, 
         own = dict.fromkeys(alike, width)
         return [{**kept, **own} if block in pruned else kept for block, kept in enumerate(given)]
 
-    fitting = bisect_right(allowed, budget, key=lambda width: cost_in(kind, cost_at(request, widths(width))))
+    fitting = bisect_right(allowed, budget, key=lambda width: size_at(request, kind, widths(width)))
     if not fitting:
         return None
     width = allowed[fitting - 1]
@@ -165,11 +165,11 @@ def check_reachable(request: Request) -> None:
         UserError: with the least size there is.
     """
     recipe, model = request.recipe, request.model
-    if recipe.size is None or recipe.allocation != "least-error":
-        return
+    if recipe.size is None or recipe.allocation != "least-error" or recipe.depth is not None:
+        return  # what spaces can reach once blocks are gone is looked at then
     smallest = {space: min(model.units(space), own.multiple_of) for space, own in recipe.spaces.items()}
-    least = cost_in(recipe.size.kind, cost_at(request, [smallest] * model.blocks))
-    if least > recipe.size.of(cost_of(model)):
+    least = size_at(request, recipe.size.kind, [smallest] * model.blocks)
+    if least > limit_of(request):
         raise UserError(unreachable(request, least))
 
 
@@ -177,9 +177,11 @@ def unreachable(request: Request, least: float) -> str:
     """What to say of a size below the least there is."""
     size = request.recipe.size
     assert size is not None
+    dense = dense_size(request.whole, size.kind)
+    what = "spaces" if request.shortened is None else "blocks and spaces"
     return (
-        f"{size.words}: out of reach of recipe {request.recipe.name}, whose spaces leave {least:,.0f} at the least, of "
-        f"{cost_in(size.kind, cost_of(request.model)):,}{size.share_meant}"
+        f"{size.words}: out of reach of recipe {request.recipe.name}, whose {what} leave "
+        f"{size_words(size.kind, least)} at the least, of {size_words(size.kind, dense)}{size.share_meant}"
     )
 
 
@@ -194,7 +196,7 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
     model = request.model
     units = {space: model.units(space) for space in request.recipe.spaces}
     found: dict[SpaceName, float] = {}
-    whole = cost_in(kind, cost_of(model))
+    whole = dense_size(request, kind)
     for space in units:
         first = next(name for name in units if known_space(name) == known_space(space))
         if first != space:
@@ -205,7 +207,7 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
             continue
         widths = [dict(units) for _ in range(model.blocks)]
         widths[0][space] -= 1
-        found[space] = float(whole - cost_in(kind, cost_at(request, widths)))
+        found[space] = float(whole - size_at(request, kind, widths))
     return found
 
 
@@ -228,20 +230,47 @@ def _in_common(request: Request, kind: SizeKind, spaces: Sequence[SpaceName]) ->
     """Two spaces or more → what lies in one unit of each in one block, by inclusion and exclusion."""
     model = request.model
     units = {space: model.units(space) for space in request.recipe.spaces}
-    whole = cost_in(kind, cost_of(model))
+    whole = dense_size(request, kind)
     known: dict[tuple[SpaceName, ...], float] = {}
     for size in range(1, len(spaces) + 1):
         for own in combinations(spaces, size):
             widths = [dict(units) for _ in range(model.blocks)]
             for space in own:
                 widths[0][space] -= 1
-            gone = whole - cost_in(kind, cost_at(request, widths))
+            gone = whole - size_at(request, kind, widths)
             parts = (part for less in range(1, size) for part in combinations(own, less))
             rest = gone - sum((-1) ** (len(part) + 1) * known[part] for part in parts)
             known[own] = (-1) ** (size + 1) * rest
     return {own: common for own, common in known.items() if len(own) > 1 and common}
 
 
-def cost_at(request: Request, widths: Widths) -> Cost:
-    """Cost at some widths, before the container adds biases."""
-    return cost_of(request.model, request.model.shapes_at(widths))
+def limit_of(request: Request) -> int:
+    """The size to keep to, of the recipe's kind. A share is of the model with all its blocks."""
+    size = request.recipe.size
+    assert size is not None
+    return size.of(dense_size(request.whole, size.kind))
+
+
+def dense_size(request: Request, kind: SizeKind) -> int:
+    """The size of a request's own model before anything goes."""
+    if kind == "latency":
+        return _latencies(request).of(request.model.blocks)
+    return cost_in(kind, cost_of(request.model))
+
+
+def size_at(request: Request, kind: SizeKind, widths: Widths) -> int:
+    """The size at some widths, before the container adds biases."""
+    if kind == "latency":
+        return _latencies(request).at(request.model.units, widths)
+    return cost_in(kind, cost_of(request.model, request.model.shapes_at(widths)))
+
+
+def output_size(request: Request, kind: SizeKind, widths: Widths) -> int:
+    """The size of the output at some widths; biases take no time that a table of a machine could tell."""
+    output = output_of(request, widths)
+    return size_at(request, kind, widths) if kind == "latency" else cost_in(kind, output.cost)
+
+
+def _latencies(request: Request) -> Latencies:
+    assert request.latencies is not None
+    return request.latencies

@@ -14,7 +14,7 @@ from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import CANDIDATES, kind_of
 from ckpt_prune.progress import track
 from ckpt_prune.transform.refits import Refits
-from ckpt_prune.transform.site_variants import check_finite, dropped_counts
+from ckpt_prune.transform.site_variants import check_finite, dropped_counts, without_units
 
 SPACE_POINTS = (0.25, 0.5)
 """Shares of units that are dropped from every block at once: more would leave nothing to be told from anything."""
@@ -85,7 +85,7 @@ def measure_spaces(
     singles: dict[SpaceName, dict[str, float]] = {}
     values = group.dealt(divergences(readout, stream.states, samples, [(readout, own) for own in states]))
     for (space, count, single), value in zip(variants, values, strict=True):
-        check_finite(value, count, f"the {space} of every block", compute_dtype)
+        check_finite(value, without_units(count, f"the {space} of every block"), compute_dtype)
         if single is None:
             found.setdefault(space, {})[count] = value
         else:

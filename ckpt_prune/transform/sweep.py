@@ -1,35 +1,83 @@
-"""The size/error curve of a recipe: plans at several ratios, from one ranking of the units."""
+"""The size/error curve of a recipe: plans at several values of a key; of ratios from one ranking of the units."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from ckpt_prune.architectures.depth import movable
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
+from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.runs import least_runs
 from ckpt_prune.transform.budgets import dense_ranking
 from ckpt_prune.transform.planned import make_plan
 from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.settle import settle
+from ckpt_prune.transform.shortening import without
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a recipe gives at one ratio.
+    """What a recipe gives at one value of a key.
 
     Attributes:
-        ratio: share of units to drop.
+        value: of the key: a share of units to drop, or what else varies.
         after: cost of the output.
         widths: space → least and most units kept in a block.
         errors: space → mean predicted error of its sites after compensation, relative to each output's energy (on
             held-out folds where the statistics have several and something is chosen on them); None without second
             moments.
+        divergence: what all errors together are predicted to do to the model's own output; None where that was not
+            measured.
+        perplexity: of the pruned model on held-out text; None where it was not measured, or is not finite.
     """
 
-    ratio: float
+    value: float | str
     after: Cost
     widths: dict[SpaceName, tuple[int, int]]
     errors: dict[SpaceName, float | None]
+    divergence: float | None = None
+    perplexity: float | None = None
+
+
+@dataclass(frozen=True)
+class DepthPoint:
+    """What whole blocks in place of units are predicted to do at one ratio: the run of the least divergence.
+
+    Attributes:
+        ratio: share of the blocks that go.
+        gone: how many that is.
+        after: cost of the output.
+        divergence: predicted of the model's own output, without a map in their place.
+    """
+
+    ratio: float
+    gone: int
+    after: Cost
+    divergence: float
+
+
+def depth_points_at(request: Request, ratios: Sequence[float]) -> list[DepthPoint]:
+    """Drop whole blocks instead, at several ratios; nothing where the statistics do not say what that does.
+
+    Args:
+        request: with dense statistics.
+        ratios: shares of the blocks to drop; those that round to none, or leave none, are left out.
+    """
+    model, statistics = request.model, request.statistics
+    known = None if statistics is None else statistics.index.stream
+    if known is None or known.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
+        return []
+    allowed = [block for block in range(model.blocks) if block or movable(model, range(1, model.blocks))]
+    found: list[DepthPoint] = []
+    for ratio in ratios:
+        count = round(ratio * model.blocks)
+        gone = least_runs(known.divergence, count, 1, allowed) if 0 < count < model.blocks else None
+        if gone is not None and movable(model, [block for block in range(model.blocks) if block not in gone]):
+            after = cost_of(without(model, gone))
+            found.append(DepthPoint(ratio, count, after, known.divergence[gone[0]][gone[-1] + 1]))
+    return found
 
 
 def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
@@ -42,19 +90,25 @@ def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
     Raises:
         UserError: a ratio leaves nothing of a space.
     """
-    model, recipe = request.model, request.recipe
+    recipe = request.recipe
     if recipe.needs_moments and request.statistics is not None and not recipe.ranks_blocks:
         request = replace(request, ranked=dense_ranking(request))
-    found: list[Point] = []
-    for ratio in ratios:
-        plan = make_plan(settle(replace(request, recipe=recipe.with_ratio(ratio))))
-        first = first_of_experts(recipe.spaces)
-        spaces = {space: [site for site in plan.sites if site.space == space] for space in first}
-        kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
-        widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
-        errors = {space: _mean_error(sites) for space, sites in spaces.items()}
-        found.append(Point(ratio, plan.after, widths, errors))
-    return found
+    return [point_of(ratio, replace(request, recipe=recipe.with_ratio(ratio))) for ratio in ratios]
+
+
+def point_of(value: float | str, request: Request) -> Point:
+    """Plan a request at a value that its recipe has.
+
+    Raises:
+        UserError: the recipe leaves nothing of a space.
+    """
+    model, plan = request.model, make_plan(settle(request))
+    first = first_of_experts(request.recipe.spaces)
+    spaces = {space: [site for site in plan.sites if site.space == space] for space in first}
+    kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
+    widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
+    errors = {space: _mean_error(sites) for space, sites in spaces.items()}
+    return Point(value, plan.after, widths, errors, plan.divergence)
 
 
 def _mean_error(sites: list[SitePlan]) -> float | None:

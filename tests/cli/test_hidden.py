@@ -183,9 +183,11 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
     said = refused("compare", "tied", "out", *TEXT)
     assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
-    for again in (("prune", "out", "--recipe", "wanda-50"), ("prune", "out", "--recipe", "slicegpt")):
-        said = refused(*again, *TEXT, "-o", "again")
-        assert "it cannot be pruned or measured again; start from the dense model" in said
+    turns = "its residual stream turns between blocks"
+    again = {"units are counted alike": "prune --recipe slicegpt", turns: "prune --recipe wanda-50"}
+    for why, command in {**again, f"{turns}, which": "calibrate"}.items():
+        name, *options = command.split()
+        assert f"(remote code): {why}" in refused(name, "out", *options, *TEXT, "-o", "again")
 
 
 @pytest.mark.parametrize(
@@ -220,6 +222,11 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
         (
             ["--set", "hidden.kind=shared"],
             "one basis for all blocks is known before any is sliced: say target: dense",
+        ),
+        (
+            ["--target-latency", "80%"],
+            "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes or "
+            "flops with hidden",
         ),
     ],
 )

@@ -28,7 +28,7 @@ model       dense
 family      llama (LlamaForCausalLM)
 weights     float32, 20.3 KiB in 1 file(s)
 parameters  5.20K
-blocks      2
+blocks      2, 1.95K parameters each; whole ones can go (--recipe replaceme)
 FLOPs       418K for one sample of 32 tokens
 KV cache    128 B a token
 

@@ -68,6 +68,18 @@ def test_every_shipped_recipe_loads():
     assert load_recipe("flap-global").widths == "per_layer"
 
 
+def test_flap_of_its_released_code():
+    """Attention's metric squared, columns rounded down as heads are, and the code's own threshold."""
+    uniform, ranked = load_recipe("flap-code"), load_recipe("flap-global-code")
+    assert {s: (own.score, own.rounding) for s, own in uniform.spaces.items()} == {
+        "heads": ("flap-squared", None),
+        "mlp": ("flap", "floor"),
+    }
+    assert {s: own.score for s, own in ranked.spaces.items()} == {"heads": "flap-squared", "mlp": "flap"}
+    assert (ranked.allocation, ranked.widths) == ("across-layers-and-spaces-code", "per_layer")
+    assert {own.compensation.method for r in (uniform, ranked) for own in r.spaces.values()} == {"bias"}
+
+
 def test_what_a_recipe_needs():
     needs = {name: (load_recipe(name).needs_moments, load_recipe(name).needs_gram("mlp")) for name in SHIPPED}
     assert needs["magnitude"] == (False, False)
@@ -167,6 +179,7 @@ def test_denoise_rotator_learns_as_its_paper_says_and_ours_differ_in_nothing_els
         load_recipe(f"{name}-{mask}") for name in ("denoise-rotator", "cayley-rotator", "cayley-rotator-shared")
     )
     learned = {"retraction": "qr", "learning_rate": 0.01, "steps": 2000, "tolerance": 0.0, "patience": 2000}
+    learned |= {"compute_dtype": "bfloat16"} | ({} if mask.startswith("magnitude") else {"measured": "pruned"})
     assert paper.rotation == RotationRecipe(kind="per-layer", **learned)
     assert ours.rotation == RotationRecipe(kind="per-layer")
     assert shared.rotation == RotationRecipe(kind="shared")
@@ -242,8 +255,10 @@ spaces:
 
 def test_shipped_best_recipes_say_what_they_are():
     best, uniform = load_recipe("best"), load_recipe("best-uniform")
-    described = {"name", "summary", "source", "goal", "time", "widths"}
+    described = {"name", "summary", "source", "goal", "time", "widths", "depth"}
     assert best.model_dump(exclude=described) == uniform.model_dump(exclude=described)
+    assert best.depth is not None
+    assert (best.depth.auto, best.depth.under, uniform.depth) == (True, ["latency"], None)
     assert (best.widths, uniform.widths) == ("per_layer", "uniform")
     assert (best.target, best.true_sequential, best.allocation, best.container) == ("drift", True, "least-error", "any")
     assert best.weighed_by_effect
@@ -372,7 +387,8 @@ SIZE = "size={params: 5B}"
         (
             ("spaces.queries={score: taylor1}",),
             "spaces.queries: score taylor1 does not rank its units; allowed here: magnitude, activation-energy, "
-            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, corp, obs, auto",
+            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, flap-squared, corp, obs, "
+            "auto",
         ),
         (
             ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),
@@ -394,10 +410,13 @@ def test_contradictions_of_a_budget(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("{}", "size: a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
-        ("{params: 5B, flops: 1T}", "size: a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
-        ("{parms: 5B}", "unknown key size.parms: did you mean 'params'? allowed here: params, bytes, flops"),
-        ("5B", "size: keys are expected (params, bytes, flops), got '5B'"),
+        ("{}", "size: a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"),
+        (
+            "{params: 5B, flops: 1T}",
+            "size: a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}",
+        ),
+        ("{parms: 5B}", "unknown key size.parms: did you mean 'params'? allowed here: params, bytes, flops, latency"),
+        ("5B", "size: keys are expected (params, bytes, flops, latency), got '5B'"),
         (
             "{params: 5GiB}",
             "size.params: '5GiB' is not a size in parameters: allowed are 5.0B (K, M, B or T), 5000000000, or a share "

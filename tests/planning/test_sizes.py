@@ -11,6 +11,7 @@ from ckpt_prune.planning.records import Cost
 from ckpt_prune.planning.sizes import Size, TargetSize, cost_in, parse_size
 from ckpt_prune.planning.yaml12 import Yaml12Loader
 
+NONE = "Value error, a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"
 COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)
 ALLOWED = {
     "params": "5.0B (K, M, B or T), 5000000000",
@@ -176,7 +177,7 @@ def test_a_size_is_a_number_or_a_share(fields):
 )
 def test_a_target_in_a_recipe(written, kind, text, value):
     target = TargetSize.model_validate(yaml.load(written, Yaml12Loader))
-    assert (target.kind, target.text, target.of(COST)) == (kind, text, value)
+    assert (target.kind, target.text, target.of(cost_in(target.kind, COST))) == (kind, text, value)
     assert target.model_dump() == target.model_dump(mode="json") == {kind: text}
     assert json.loads(target.model_dump_json()) == {kind: text}
     assert TargetSize.model_validate(target.model_dump()) == target
@@ -186,12 +187,16 @@ def test_a_target_in_a_recipe(written, kind, text, value):
 @pytest.mark.parametrize(
     ("values", "place", "message"),
     [
-        ({}, (), "Value error, a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
-        ({"params": None}, (), "Value error, a target size has exactly one of params, bytes and flops: {params: 5.0B}"),
+        ({}, (), "Value error, a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"),
+        (
+            {"params": None},
+            (),
+            NONE,
+        ),
         (
             {"params": "5B", "bytes": "9GB"},
             (),
-            "Value error, a target size has exactly one of params, bytes and flops: {params: 5.0B}",
+            NONE,
         ),
         ({"parameters": "5B"}, ("parameters",), "Extra inputs are not permitted"),
         ({"params": True}, ("params",), "Input should be a valid string"),

@@ -1,0 +1,215 @@
+"""What a block of a model and a unit of its spaces take on this machine, for sizes in time (`planning.latency`).
+
+Models of a few of its blocks, with weights that are drawn, are timed in turns in PyTorch: as many blocks as fit into
+`MOST_BYTES`, half as many, and as many with half the units of each space. Time is taken to be additive over blocks and
+linear in the widths of each. One more model, of half of everything, says how far off that is.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import nn
+
+from ckpt_prune._version import __version__
+from ckpt_prune.architectures.depth import shortened
+from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.skeleton import parse_config, without_weights
+from ckpt_prune.architectures.spaces import SpaceName, known_space
+from ckpt_prune.benchmarking.run import processor_name, take_turns
+from ckpt_prune.benchmarking.runners import TorchTimer, timer_of
+from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, reads_of
+from ckpt_prune.checkpoint.staging import write_whole
+from ckpt_prune.containers.choosing import ANY, REMOTE, choose_container
+from ckpt_prune.containers.remote import remote_model_class, with_block_facts
+from ckpt_prune.errors import UserError
+from ckpt_prune.planning.accounting import cost_of
+from ckpt_prune.planning.latency import Latencies
+from ckpt_prune.planning.sizes import Timed
+from ckpt_prune.progress import meter
+
+MOST_BYTES = 2**30
+"""Of the weights of one of the models that are timed."""
+ROUNDS, WARMUP = 12, 2
+"""Of each of them; the fastest counts: what else runs on the machine only slows one down."""
+CHECKED_BYTES = 4 * 2**30
+"""Weights of the largest model that a table is held against whole."""
+
+
+class Table(BaseModel):
+    """What was measured, as it is kept.
+
+    Attributes:
+        rest, block, units: as `Latencies` has them, in nanoseconds.
+        blocks: of the models that were timed.
+        half: what a model of half of everything took.
+        told: what the table says of it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rest: float
+    block: float
+    units: dict[str, float]
+    blocks: int
+    half: float
+    told: float
+
+    @property
+    def latencies(self) -> Latencies:
+        """For the size of a model."""
+        return Latencies(self.rest, self.block, self.units)
+
+    @property
+    def line(self) -> str:
+        """In words."""
+        return (
+            f"latency table: {self.block / 1e6:.4g} ms a block, {self.rest / 1e6:.4g} ms for the rest; of half of "
+            f"everything it says {self.told / 1e6:.4g} ms, which took {self.half / 1e6:.4g} ms"
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model that is timed: so many blocks, with so many units of some spaces."""
+
+    blocks: int
+    kept: dict[SpaceName, int]
+
+
+def workload_of(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
+    """What is timed of a model.
+
+    Args:
+        folder: its checkpoint.
+        timed: reading a text, or a single token after one; of other models one pass.
+        trust: run the checkpoint's own code for its config.
+
+    Raises:
+        UserError: the model cannot do that.
+    """
+    reads = reads_of(folder, None, trust=trust)
+    if timed.single and not reads.cached:
+        raise UserError(f"{folder} generates no text, of which a single token could be timed: leave @token out")
+    if timed.tokens is not None and reads.modality == "image":
+        raise UserError(f"{folder} reads images: leave out what stands behind the @")
+    steps = STEPS if timed.single and timed.tokens is not None else None if timed.single else 0
+    if timed.tokens is not None and reads.context is not None and timed.tokens + (steps or 0) > reads.context:
+        after = f" and {steps} after it" if steps else ""
+        raise UserError(f"@: a text of {timed.tokens} tokens{after} is more than the context of {reads.context}")
+    (found,) = choose_workloads([reads, reads], [str(folder)] * 2, batches=(1,), tokens=timed.tokens, steps=steps)
+    return found
+
+
+def table_of(model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device) -> Table:
+    """The table of a model: what is kept of it in the user's cache, or measured now.
+
+    Args:
+        model: the dense model.
+        spaces: of which units may go.
+        workload: what is timed.
+        device: where.
+    """
+    wanted = [space for space in spaces if model.units(space) > 1]
+    place = _folder() / f"{_key(model, wanted, workload, device)}.json"
+    try:
+        return Table.model_validate_json(place.read_bytes())
+    except (OSError, ValidationError):
+        pass
+    found = _measured(model, wanted, workload, device)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, found.model_dump_json(indent=2) + "\n")
+    except (OSError, UserError):  # it is measured again next time
+        pass
+    return found
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(base) / "ckpt-prune" / "latency"
+
+
+def _key(model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device) -> str:
+    """sha256 of all that the table depends on: machine, versions, the model's shape and what is timed."""
+    where = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    config = {key: value for key, value in model.checkpoint.config.items() if not key.startswith("_")}
+    facts = [__version__, torch.__version__, transformers.__version__, where, torch.get_num_threads(), str(device)]
+    return hashlib.sha256(json.dumps([facts, config, list(spaces), asdict(workload)]).encode()).hexdigest()[:32]
+
+
+def _measured(model: Model, spaces: Sequence[SpaceName], workload: Workload, device: torch.device) -> Table:
+    blocks = _blocks(model)
+    few = max(1, blocks // 2)
+    known = list(dict.fromkeys(map(known_space, spaces)))
+    alike = {name: [space for space in spaces if known_space(space) == name] for name in known}
+    halves = {name: {space: max(1, model.units(space) // 2) for space in own} for name, own in alike.items()}
+    every = {space: kept for own in halves.values() for space, kept in own.items()}
+    variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
+    variants.append(Variant(few, every))
+    timers = [timer_of(built(model, variant), device) for variant in variants]
+    whole, part, *others, half = fastest(timers, workload, "timing blocks")
+    block = max((whole - part) / (blocks - few), whole * 1e-6) if blocks > few else whole
+    units = {
+        name: max((whole - took) / blocks, 0.0) / (model.units(own[0]) - halves[name][own[0]])
+        for (name, own), took in zip(alike.items(), others, strict=True)
+    }
+    units = _within(units, block, {name: model.units(own[0]) for name, own in alike.items()})
+    found = Latencies(max(0.0, whole - blocks * block), block, units)
+    told = found.at(model.units, [every] * few)
+    return Table(rest=found.rest, block=block, units=units, blocks=blocks, half=half, told=told)
+
+
+def _within(units: dict[str, float], block: float, counts: dict[str, int]) -> dict[str, float]:
+    """Times of units above zero, and all together no more than nearly the block's, whatever noise there was."""
+    least = {name: max(own, 1e-4 * block / counts[name]) for name, own in units.items()}
+    together = sum(own * counts[name] for name, own in least.items())
+    scale = min(1.0, 0.95 * block / together) if together else 1.0
+    return {name: own * scale for name, own in least.items()}
+
+
+def _blocks(model: Model) -> int:
+    """How many blocks are timed: all, or as many as fit; two at the least where there are two."""
+    whole = 4 * cost_of(model).parameters
+    one = whole - 4 * cost_of(shortened(model, range(1, model.blocks))).parameters if model.blocks > 1 else whole
+    fit = int((MOST_BYTES - (whole - model.blocks * one)) // max(one, 1))
+    return max(min(2, model.blocks), min(model.blocks, fit))
+
+
+def built(model: Model, variant: Variant) -> nn.Module:
+    """A model of a variant's shape on the CPU, in float32, its weights drawn."""
+    short = shortened(model, range(variant.blocks))
+    widths = [variant.kept] * variant.blocks
+    biases = {module for module in model.family.linears if model.has(module, "bias")}
+    try:
+        container = choose_container(short, widths, biases, requested=ANY)
+    except UserError:
+        container = choose_container(short, widths, biases, requested=REMOTE)
+    config = parse_config(container.config)
+    with without_weights():
+        if container.remote_class is not None:
+            made: Any = remote_model_class(container.remote_class)(with_block_facts(config, container.remote_class))
+        else:
+            made = getattr(transformers, container.architecture or model.family.architecture)(config)
+    made.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    found: nn.Module = made.float().eval()
+    for parameter in found.parameters():
+        parameter.data.uniform_(-0.02, 0.02, generator=generator)
+    return found
+
+
+def fastest(timers: Sequence[TorchTimer], workload: Workload, say: str) -> list[float]:
+    """Nanoseconds of each, timed in turns."""
+    phase = workload.phases[-1]
+    with meter(ROUNDS + WARMUP, say, unit="round") as bar:
+        rounds = iter(range(1, ROUNDS + WARMUP + 1))
+        timings = take_turns(timers, workload, rounds=ROUNDS, warmup=WARMUP, tick=lambda: bar.to(next(rounds)))
+    return [1e9 * min(min(each[phase]) for each in own) for own in timings]

@@ -1,0 +1,44 @@
+"""What a model takes in time, as a table of a machine foresees it: so much a block, less for every unit that goes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_prune.architectures.spaces import SpaceName, known_space
+
+Units = Callable[[SpaceName], int]
+"""A space → its units in a dense block."""
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Additive over blocks, and linear in the widths of each. Nanoseconds.
+
+    Attributes:
+        rest: of what stands outside the blocks: embeddings, final norm, head, and what calling a model takes.
+        block: of a dense block.
+        units: space → of one unit of it, by its name without an expert's number.
+    """
+
+    rest: float
+    block: float
+    units: Mapping[str, float]
+
+    def of(self, blocks: int) -> int:
+        """A model of so many dense blocks."""
+        return round(self.rest + self.block * blocks)
+
+    def at(self, units: Units, widths: Sequence[Mapping[SpaceName, int]]) -> int:
+        """A model of blocks of these widths.
+
+        Args:
+            units: of a dense block.
+            widths: units kept per block and space; a space that is not there is whole.
+        """
+        # Experts of a block share one figure: of each, its share of it.
+        gone = 0.0
+        for own in widths:
+            alike: dict[str, list[int]] = {}
+            for space, kept in own.items():
+                alike.setdefault(known_space(space), []).append(units(space) - kept)
+            gone += sum(self.units[space] * sum(lost) / len(lost) for space, lost in alike.items() if any(lost))
+        return round(self.rest + self.block * len(widths) - gone)

@@ -1,0 +1,212 @@
+"""Whole blocks and units of the others under one size, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.transform.joint import counts_beside, tried_counts
+from tests.cli.running import TEXT, ok, read_json, refused, resumed, run, same_files, untimed
+from tests.cli.test_depth import windows
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.families import stock
+from tests.interrupting import interrupt_at
+
+RECIPE = """\
+version: 1
+name: mine
+allocation: least-error
+container: any
+depth: {choose: divergence, drop: auto}
+spaces:
+  heads: {score: rcpu, compensation: {method: ridge}}
+  mlp: {score: rcpu, compensation: {method: ridge}}
+"""
+WIDTHS = RECIPE.replace("depth: {choose: divergence, drop: auto}\n", "")
+JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
+
+
+@pytest.fixture
+def here(place: Path) -> Path:
+    """A llama of six blocks, of which the middle four do little, and a recipe for blocks and spaces."""
+    Path("mine.yaml").write_text(RECIPE)
+    Path("widths.yaml").write_text(WIDTHS)
+    torch.manual_seed(3)
+    with quiet_transformers():
+        model = tiny_llama(max_position_embeddings=32, num_hidden_layers=6)
+        for block in (1, 2, 3, 4):
+            for weight in (model.model.layers[block].self_attn.o_proj, model.model.layers[block].mlp.down_proj):
+                weight.weight.data *= 0.02
+        model.save_pretrained("deep")
+    tiny_tokenizer("<s> $A").save_pretrained("deep")
+    return place
+
+
+def test_numbers_that_are_tried() -> None:
+    assert tried_counts(0) == [0]
+    assert tried_counts(3) == [0, 1, 2, 3]
+    assert tried_counts(12) == [0, 3, 6, 9, 12]
+    assert counts_beside(6, [0, 3, 6, 9, 12]) == [4, 7]
+    assert counts_beside(0, [0, 3, 6]) == [1]
+    assert counts_beside(1, [0, 1, 2]) == []
+
+
+def test_blocks_that_do_little_go_first(here) -> None:
+    """What was measured without blocks, and without anything else gone, is the divergence of stock transformers."""
+    said = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    depth, tried = report["depth"], report["depth"]["tried"]
+    gone = 6 - len(depth["kept"])
+    measured = {each["blocks"]: each["measured"] for each in tried}
+    assert measured[gone] == min(measured.values())
+    assert gone >= 1
+    assert set(depth["kept"]) >= {0, 5}
+    assert report["after"]["parameters"] <= 0.7 * report["before"]["parameters"]
+    told = ", ".join(f"{each['blocks']} {each['measured']:.4f}" for each in tried)
+    assert f"blocks gone and the divergence that was measured, the size met by the widths of the others: {told}" in said
+    most = tried[-1]["blocks"]
+    ok(
+        "prune",
+        "deep",
+        *JOB[2:6],
+        "--recipe",
+        "depth",
+        "--set",
+        f"depth={{choose: divergence, drop: {most}}}",
+        "-o",
+        "d",
+    )
+    ids = windows()[4:]
+    with torch.no_grad():
+        dense, short = (
+            torch.log_softmax(stock(Path(name)).double()(input_ids=ids, use_cache=False).logits, -1)
+            for name in ("deep", "d")
+        )
+    expected = float((dense.exp() * (dense - short)).sum(-1).mean())
+    assert read_json("d/ckpt_prune.json")["depth"]["gaps"][0].get("blocks") == most
+    assert tried[-1]["measured"] == pytest.approx(expected, rel=1e-4)
+    assert run("verify", "out", "--against", "deep").exit_code == 0
+
+
+def test_where_no_block_goes_it_is_the_recipe_without_depth(here) -> None:
+    """Every block of this one does much."""
+    job = (*JOB[2:], "--target-params", "80%")
+    ok("prune", "dense", "--recipe", "widths.yaml", *job, "-o", "plain")
+    said = ok("prune", "dense", "--recipe", "mine.yaml", *job, "-o", "out")
+    assert read_json("out/ckpt_prune.json")["depth"]["gaps"] == []
+    assert "no whole block goes; kept per block: " in said
+    assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
+
+
+def test_a_given_number_beside_spaces(here) -> None:
+    """A share of the size is of the model with all its blocks; a ratio is of the blocks that stay."""
+    ok("prune", "deep", *JOB, "--set", "depth.drop=2", "--target-params", "60%", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert len(report["depth"]["kept"]) == 4
+    assert report["depth"]["tried"] == []
+    assert {site["block"] for site in report["sites"]} == {0, 1, 2, 3}
+    assert 0.5 * report["before"]["parameters"] < report["after"]["parameters"] <= 0.6 * report["before"]["parameters"]
+    uniform = ("--set", "allocation=uniform", "--set", "depth.drop=1", "--ratio", "0.5")
+    ok("prune", "deep", *JOB, *uniform, "-o", "half")
+    sites = read_json("half/ckpt_prune.json")["sites"]
+    assert {(len(site["kept"]), site["units"]) for site in sites if site["space"] == "mlp"} == {(12, 24)}
+
+
+def test_an_interrupted_choice_goes_on(here) -> None:
+    job = ["prune", "deep", *JOB, "--target-params", "70%"]
+    ok(*job, "-o", "whole")
+    for call in (2, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, Journal, "record", call)
+            assert run(*job, "-o", "out").exit_code == 130
+        resumed(job)
+
+
+def test_a_dry_run(here) -> None:
+    said = untimed(ok("prune", "deep", *JOB, "--target-params", "70%", "--dry-run", "-o", "out")).splitlines()
+    assert said[-4] == (
+        "how many whole blocks go is measured first; were it none; kept per block at one ratio everywhere: heads 2/2, "
+        "mlp 10/24 (70% of the parameters); measuring finds widths of that size that lose less"
+    )
+
+
+def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
+    ok("prune", "deep", *JOB, "--ratio", "0.5", "-o", "out")
+    ok("prune", "deep", "--recipe", "widths.yaml", *JOB[2:], "--ratio", "0.5", "-o", "plain")
+    after = [read_json(f"{folder}/ckpt_prune.json")["after"]["parameters"] for folder in ("out", "plain")]
+    dense = read_json("out/ckpt_prune.json")["before"]["parameters"]
+    assert after[0] < dense
+    assert abs(after[0] - after[1]) < 0.1 * dense
+
+
+def recipe(**changes: Any) -> str:
+    Path("other.yaml").write_text(json.dumps({**read_yaml(), **changes}))
+    return "other.yaml"
+
+
+def read_yaml() -> dict[str, Any]:
+    import yaml
+
+    values: dict[str, Any] = yaml.safe_load(Path("mine.yaml").read_text())
+    return values
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"depth": {"choose": "cosine"}},
+            "ratio and size speak of spaces here: say how many blocks go besides, depth.drop (a number, or auto) or "
+            "depth.blocks",
+        ),
+        (
+            {"allocation": "uniform"},
+            "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
+            "allocation: least-error, without weigh_by",
+        ),
+        (
+            {"depth": {"drop": "auto", "choose": "loss"}},
+            "depth: drop: auto compares numbers of blocks: choose influence, cosine or divergence",
+        ),
+        (
+            {"depth": {"drop": "auto", "part": "mlp"}},
+            "depth: part: mlp saves nothing: drop: auto is for part: block",
+        ),
+        (
+            {"depth": {"drop": 1, "part": "mlp"}},
+            "depth.part: mlp leaves zeros: beside spaces whole blocks go",
+        ),
+        ({"layers": "1:3", "widths": "per_layer", "allocation": "uniform", "depth": {"drop": 1}}, "leave it out"),
+        (
+            {"spaces": {}, "allocation": "uniform", "container": "auto"},
+            "depth.drop: auto is for recipes with spaces, which lose what the blocks do not",
+        ),
+        ({"depth": {"drop": 6}}, "recipe mine drops 6 of 6 blocks: one has to stay at the least"),
+    ],
+)
+def test_recipes_that_contradict_themselves(here, changes: dict[str, Any], why: str) -> None:
+    said = refused("prune", "deep", "--recipe", recipe(**changes), *JOB[2:], "-o", "out")
+    assert said.endswith(why), said
+
+
+def test_what_cannot_be(here) -> None:
+    said = refused("plan", "deep", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
+    assert said == (
+        "recipe mine drops blocks and then prunes spaces of those that stay, which are measured without the others: "
+        "use `ckpt-prune prune --text` (or --images)"
+    )
+    said = refused("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
+    assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks and spaces leave "), said
+    ok("calibrate", "deep", *TEXT, "--folds", "2", "-o", "deep-stats")
+    bare = ("prune", "deep", "--recipe", "mine.yaml", "--statistics", "deep-stats", "--target-params", "70%")
+    said = refused(*bare, "-o", "out")
+    assert said == "recipe mine compares numbers of blocks by running the model itself: give --text as well"
+    ok(*bare, *TEXT, "--folds", "2", "-o", "both")
+    ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "live")
+    kept = [read_json(f"{folder}/ckpt_prune.json")["depth"]["kept"] for folder in ("both", "live")]
+    assert kept[0] == kept[1]
+    assert not same_files("both", "deep")

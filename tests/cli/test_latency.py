@@ -1,0 +1,140 @@
+"""Sizes in time, by a table of this machine: the times are made up here, which no test could rely on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_prune.benchmarking import table
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, ok, read_json, refused, run
+from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+
+REST, ATTENTION, COLUMN, HEAD = 5e6, 1e6, 1e5, 2e6
+"""Nanoseconds that are made up."""
+
+
+def made_up(model: Any) -> float:
+    """What a model takes: so much a block, a column of its mlp and a KV group."""
+    layers = model.model.layers
+    total = REST
+    for layer in layers:
+        groups = layer.self_attn.k_proj.weight.shape[0] // layer.self_attn.head_dim
+        total += ATTENTION + groups * HEAD + layer.mlp.down_proj.weight.shape[1] * COLUMN
+    return total
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """How many models were timed, and on what."""
+    calls: list[tuple[int, str]] = []
+
+    def fastest(timers: Sequence[Any], workload: Any, say: str) -> list[float]:
+        calls.append((len(timers), f"{workload.tokens} tokens, {workload.steps} steps"))
+        return [made_up(timer._model) for timer in timers]
+
+    monkeypatch.setattr(table, "fastest", fastest)
+    return calls
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place.parent / "cache"))
+    torch.manual_seed(3)
+    with quiet_transformers():
+        tiny_llama(max_position_embeddings=32, num_hidden_layers=6).save_pretrained("deep")
+    tiny_tokenizer("<s> $A").save_pretrained("deep")
+    return place
+
+
+JOB = ("--recipe", "ridge", *TEXT, "--target-latency")
+
+
+def test_widths_by_time(here, timed) -> None:
+    said = ok("prune", "deep", *JOB, "70%", "-o", "out").splitlines()
+    report = read_json("out/ckpt_prune.json")
+    widths = [len(site["kept"]) for site in report["sites"] if site["space"] == "mlp"]
+    groups = [len(site["kept"]) for site in report["sites"] if site["space"] == "heads"]
+    dense = REST + 6 * (ATTENTION + 2 * HEAD + 24 * COLUMN)
+    took = REST + 6 * ATTENTION + sum(groups) * HEAD + sum(widths) * COLUMN
+    assert took <= 0.7 * dense < took + 6 * COLUMN
+    share = f"{took / dense:.1%}"
+    assert said[-2] == (
+        f"latency of one pass: foreseen {took / 1e6:.4g} ms ({share} of the dense model's), measured "
+        f"{took / 1e6:.4g} ms ({share} of {dense / 1e6:.4g} ms): the share foreseen is +0.0% off"
+    )
+    # A dense model, half as deep, half of each space, half of everything; then the two whole ones.
+    assert timed == [(5, "32 tokens, 0 steps"), (2, "32 tokens, 0 steps")]
+
+
+def test_a_table_is_kept_and_told_apart(here, timed) -> None:
+    for asked in ("70%", "30ms", "70%@8", "70%@token:8"):
+        ok("plan", "deep", "--recipe", "magnitude", "--target-latency", asked)
+    assert timed == [(5, "32 tokens, 0 steps"), (5, "8 tokens, 0 steps"), (5, "8 tokens, 16 steps")]
+    kept = list((here.parent / "cache").rglob("*.json"))
+    assert len(kept) == 3
+    for path in kept:
+        path.write_text("{")
+    ok("plan", "deep", "--recipe", "magnitude", "--target-latency", "70%")
+    assert len(timed) == 4
+
+
+def test_blocks_by_time(here, timed) -> None:
+    """The fewest that reach it."""
+    said = ok("prune", "deep", "--recipe", "shortgpt", *TEXT, "--target-latency", "60%@token", "-o", "out")
+    assert len(read_json("out/ckpt_prune.json")["depth"]["kept"]) == 3
+    assert ", for 60% of the latency of a single token\n" in said
+
+
+def test_best_holds_blocks_against_units_under_a_latency_alone(here, timed) -> None:
+    said = ok("prune", "deep", "--recipe", "best", *TEXT, "--target-latency", "60%", "-o", "out")
+    depth = read_json("out/ckpt_prune.json")["depth"]
+    assert [each["blocks"] for each in depth["tried"]] == sorted({each["blocks"] for each in depth["tried"]})
+    assert "blocks gone and the divergence that was measured" in said
+    ok("prune", "deep", "--recipe", "best", *TEXT, "--target-params", "80%", "-o", "plain")
+    assert read_json("plain/ckpt_prune.json").get("depth") is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("70%@", "behind the @ stands what is timed: 512 for a text of 512 tokens"),
+        ("70%@0", "behind the @ stands what is timed"),
+        ("12", "'12' is not a size in latency: allowed are 12ms (ns, us, ms or s), or a share of the dense model: 50%"),
+        ("70%@64", "@: a text of 64 tokens is more than the context of 32"),
+        ("70%@token:24", "@: a text of 24 tokens and 16 after it is more than the context of 32"),
+    ],
+)
+def test_what_is_no_latency(here, timed, asked: str, why: str) -> None:
+    assert why in refused("prune", "deep", *JOB, asked, "-o", "out")
+
+
+def test_what_is_out_of_reach(here, timed) -> None:
+    told = run("prune", "deep", *JOB, "1ns", "-o", "out")
+    assert told.exit_code == 2
+    assert told.stderr.splitlines() == [
+        "latency table: 7.4 ms a block, 5 ms for the rest; of half of everything it says 17.6 ms, which took 17.6 ms",
+        "Error: 1ns latency of one pass: out of reach of recipe ridge, whose spaces leave 23.6 ms at the least, of "
+        "49.4 ms",
+    ]
+
+
+def test_times_that_noise_has_made_absurd_are_kept_in_bounds() -> None:
+    found = table._within({"heads": -1.0, "mlp": 10.0}, 100.0, {"heads": 2, "mlp": 24})
+    assert found["heads"] > 0
+    assert 2 * found["heads"] + 24 * found["mlp"] == pytest.approx(95.0)
+    assert table._within({"mlp": 1.0}, 100.0, {"mlp": 24}) == {"mlp": 1.0}
+
+
+def test_a_variant_has_the_shape_that_is_timed(here) -> None:
+    from ckpt_prune.architectures.model import Model
+
+    model = Model.open("deep")
+    found: nn.Module = table.built(model, table.Variant(2, {"mlp": 12, "heads": 1}))
+    assert made_up(found) == REST + 2 * (ATTENTION + HEAD + 12 * COLUMN)
+    with torch.no_grad():
+        logits = found(input_ids=torch.arange(8)[None]).logits  # type: ignore[operator]
+    assert bool(torch.isfinite(logits).all())
