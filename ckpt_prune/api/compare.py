@@ -107,7 +107,7 @@ def compare(
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         for source in (theirs, ours):
             source.checkpoint.check_finite()
-        container = container_of(ours)
+        container = container_of(ours).unfactored
         rotated = rotated_as(ours, theirs, target, report)
         found = comparing.compare(
             Dense(beside, target, rotated, None if rotated is None else container, leaps),

@@ -13,10 +13,14 @@ from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_confi
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
+from ckpt_prune.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
+
+
+Ranks = Sequence[Mapping[str, int]]
+"""Of each block, linear modules that two thin ones stand in for → their rank."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,19 @@ class Container:
     note: str | None = None
     architecture: str = ""
     padded: frozenset[SpaceName] = frozenset()
+
+    @property
+    def unfactored(self) -> "Container":
+        """The same with one linear in the place of two: what runs where factors are read as their product."""
+        if RANKS_KEY not in self.config:
+            return self
+        config = {key: value for key, value in self.config.items() if key != RANKS_KEY}
+        if "per_layer_config" in config:
+            own = config["per_layer_config"].items()
+            config["per_layer_config"] = {
+                index: {key: value for key, value in values.items() if key != RANKS_KEY} for index, values in own
+            }
+        return replace(self, config=config)
 
     def skeleton(self) -> nn.Module:
         """The container's model on the meta device."""

@@ -15,6 +15,7 @@ from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
+from ckpt_prune.planning.low_rank_recipe import LowRankRecipe
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone, Goal
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
@@ -95,6 +96,9 @@ class Recipe(Strict):
     )
     mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
     rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
+    low_rank: LowRankRecipe | None = Field(
+        None, description="Two thin linears in the place of each, instead of spaces or a mask."
+    )
     recovery: RecoveryRecipe | None = Field(
         None, description="Train what stays of each block right after it is pruned (LaCo)."
     )
@@ -144,10 +148,12 @@ class Recipe(Strict):
                 "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice, "
                 "the mask last"
             )
-        if not self.spaces and self.mask is None and self.depth is None and self.hidden is None:
-            raise ValueError("nothing to do: spaces, depth, hidden or a mask is missing")
+        parts = (self.mask, self.depth, self.hidden, self.low_rank)
+        if not self.spaces and all(part is None for part in parts):
+            raise ValueError("nothing to do: spaces, depth, hidden, low_rank or a mask is missing")
         self._consistent_depth()
         self._consistent_hidden()
+        self._consistent_low_rank()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
         self._consistent_rotation()
@@ -162,6 +168,26 @@ class Recipe(Strict):
         if self.mask is not None and "ratio" not in self.model_fields_set:
             raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
         return self
+
+    def _consistent_low_rank(self) -> None:
+        if self.low_rank is None:
+            return
+        beside = [key for key in ("spaces", "mask", "depth", "hidden", "recovery") if getattr(self, key)]
+        if beside:
+            raise ValueError(f"low_rank factors linears of the dense model: {beside[0]} does not go with it")
+        odd = [
+            key
+            for key in ("allocation", "widths", "weigh_by", "layers", "size")
+            if getattr(self, key) != Recipe.model_fields[key].default
+        ]
+        if odd:
+            raise ValueError(f"{odd[0]} speaks of units of spaces: it does not go with low_rank")
+        if self.target == "drift":
+            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
+        if self.container not in ("auto", "any", "remote"):
+            raise ValueError(f"low_rank needs remote code, which container {self.container} rules out")
+        if self.ratio == 0:
+            raise ValueError("low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes")
 
     def _consistent_depth(self) -> None:
         if self.depth is None:
@@ -366,6 +392,18 @@ class Recipe(Strict):
         return self.allocation.startswith("across")
 
     @property
+    def shares_out(self) -> bool:
+        """Whether what was measured decides how much every block, or every linear, loses."""
+        return self.allocation == "least-error" or (self.low_rank is not None and self.low_rank.allocation == "energy")
+
+    @property
+    def linears_need_moments(self) -> bool:
+        """Whether a mask or factors are chosen by moments of every linear module's input."""
+        if self.low_rank is not None:
+            return self.low_rank.whitens
+        return self.mask is not None and self.mask.method != "magnitude"
+
+    @property
     def refits_experts(self) -> bool:
         """Whether experts that stay make up for those that go."""
         return "experts" in self.spaces and self.spaces["experts"].compensation.method != "none"
@@ -407,7 +445,10 @@ class Recipe(Strict):
         for part, keys in _LATER.items():
             if values[part] is not None:
                 values[part] = {k: v for k, v in values[part].items() if k not in keys or v != keys[k]}
-        optional = ("depth", "hidden", "mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
+        optional = (
+            *("depth", "hidden", "mask", "rotation", "low_rank", "recovery", "export"),
+            *("size", "weigh_by", "layers"),
+        )
         return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
@@ -449,6 +490,7 @@ class Recipe(Strict):
         )
         return (
             masked
+            or self.linears_need_moments
             or (self.depth is not None and self.depth.measures)
             or self.hidden is not None
             or self.allocation == "least-error"
@@ -499,6 +541,8 @@ class Recipe(Strict):
             found |= kind_of(space).collects(self.wish(space))
         if self.weighed_by_effect or (self.depth is not None and self.depth.choice not in (None, "loss")):
             found.add("fisher")
+        if self.low_rank is not None and self.low_rank.whitens:
+            found |= {"gram", "linears"}
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}
         return tuple(each for each in get_args(Collect) if each in found)
@@ -556,6 +600,8 @@ class Recipe(Strict):
         for space in values["spaces"].values():
             if space["score"] == CHOSEN:  # sizes depend on none
                 space["score"] = CANDIDATES[0]
+        if values["low_rank"] is not None:
+            values["low_rank"]["allocation"] = "uniform"
         return Recipe.model_validate(values)
 
     def with_own_ratio(self, space: SpaceName, ratio: float) -> "Recipe":

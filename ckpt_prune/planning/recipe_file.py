@@ -46,7 +46,7 @@ def load_recipe(
     values, lines = parse_yaml(recipe_text(path), path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
-    if not {"spaces", "mask", "depth", "hidden", "name"} & values.keys():
+    if not {"spaces", "mask", "depth", "hidden", "low_rank", "name"} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
         keys = _apply_override(values, override)

@@ -9,7 +9,16 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, Depth, Hidden, MaskedLinear, MaskShares, Origin, SiteRecord
+from ckpt_prune.planning.records import (
+    Cost,
+    Depth,
+    FactoredLinear,
+    Hidden,
+    MaskedLinear,
+    MaskShares,
+    Origin,
+    SiteRecord,
+)
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -294,6 +303,7 @@ class Report(Fixed):
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
+        factored: what became two thin linears; left out of JSON where nothing did.
         lora: what LoRA did after pruning, absent without it.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
@@ -325,6 +335,7 @@ class Report(Fixed):
     rotation: Rotation | None = None
     sites: list[SiteRecord]
     linears: list[MaskedLinear] = Field(default_factory=list)
+    factored: list[FactoredLinear] = Field(default_factory=list)
     lora: Lora | None = None
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
@@ -340,7 +351,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        for key in ("origin", "lora", "depth", "hidden"):
-            if values[key] is None:
+        for key in ("origin", "lora", "depth", "hidden", "factored"):
+            if not values[key]:
                 del values[key]
         return values

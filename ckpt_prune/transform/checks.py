@@ -55,11 +55,12 @@ def check_fit(request: Request) -> None:
     if request.recipe.hidden is not None:
         check_hidden(request)
     _mask(request)
+    _low_rank(request)
     _taylor(request)
     _experts(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
-        if request.recipe.mask is not None:
+        if request.recipe.mask is not None or request.recipe.low_rank is not None:
             _linears(request, request.statistics)
         elif "gram" not in request.statistics.index.collect:
             lacking = [
@@ -173,6 +174,16 @@ def _mask(request: Request) -> None:
                 f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
                 "cannot: leave container out for remote code, or choose rotation kind shared"
             )
+
+
+def _low_rank(request: Request) -> None:
+    """What factors ask of the model."""
+    family = request.model.family
+    if request.recipe.low_rank is not None and family.experts is not None:
+        raise UserError(
+            f"recipe {request.recipe.name} factors linear modules, and experts of a {family.model_type} have none of "
+            "their own in transformers: prune their columns (spaces.mlp)"
+        )
 
 
 def _mask_shares(request: Request) -> None:
@@ -361,8 +372,13 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
+        UserError: a mask, factors, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
     """
+    if recipe.low_rank is not None:
+        raise UserError(
+            f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
+            "--dry-run to see sizes"
+        )
     if recipe.joint:
         raise UserError(
             f"recipe {recipe.name} drops blocks and then prunes spaces of those that stay, which are measured without "

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.leaping import LeapingStream, Leaps
@@ -39,7 +40,7 @@ class Dense:
     def block(self, block: int) -> dict[str, Tensor]:
         """A block's tensors by on-disk name."""
         if self.rotated is None:
-            return self.model.read_block(block)
+            return dict(multiplied(self.model.read_block(block)))
         assert self.container is not None
         tensors = self.rotated.block(block)
         # Rotated blocks are built as the output's are, which may have slots that nothing is absorbed into.

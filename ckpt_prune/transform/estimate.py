@@ -325,7 +325,12 @@ def _machine(settled: Settled) -> tuple[torch.device, torch.dtype]:
 
 def _uncounted(recipe: Recipe) -> bool:
     """Whether a recipe does what no formula here is for."""
-    odd = recipe.mask is not None or recipe.recovery is not None or recipe.perplexity_grid is not None
+    odd = (
+        recipe.mask is not None
+        or recipe.low_rank is not None
+        or recipe.recovery is not None
+        or recipe.perplexity_grid is not None
+    )
     return odd or recipe.export is not None or any(ENDS[known_space(space)] != "columns" for space in recipe.spaces)
 
 

@@ -94,7 +94,8 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         )
     if depth is not None and depth.compensation.linear and request.whole.live is not None:
         widths = [model.dimension("hidden")]
-    if recipe.mask is not None and recipe.mask.method == "sparsegpt":
+    whitened = recipe.low_rank is not None and recipe.low_rank.whitens
+    if whitened or (recipe.mask is not None and recipe.mask.method == "sparsegpt"):
         weights = (model.tensor(block, m) for block, m in product(range(model.blocks), model.family.linears))
         widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
     if not widths or tokens >= 2 * max(widths):
@@ -191,7 +192,7 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
         count = counted(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {request.live.source}"
-    if settled.foreseen and depth is None:
+    if settled.foreseen and depth is None and recipe.low_rank is None:
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"

@@ -11,6 +11,7 @@ from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
 from ckpt_prune.containers.checking import check_source, check_stock, check_stored
 from ckpt_prune.containers.container import stored_container
+from ckpt_prune.containers.remote import RANKS_KEY
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.names import RotationKind
@@ -18,6 +19,18 @@ from ckpt_prune.report.model import Report
 from ckpt_prune.rotations.learning import RotationSizes, WrittenRotations
 from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.rotations.sliced import SLICING_KEY
+
+
+def refuse_factored(pruned: Model) -> None:
+    """Refuse to train a checkpoint whose linears are products of two.
+
+    Raises:
+        UserError: it is one.
+    """
+    if RANKS_KEY in pruned.checkpoint.config:
+        raise UserError(
+            f"{pruned.checkpoint.path} has two thin linears in the place of each, which recovery does not train"
+        )
 
 
 def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report | None) -> RotatedCheckpoint | None:

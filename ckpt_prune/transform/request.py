@@ -167,8 +167,8 @@ class Request:
     @property
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
-        mask = self.recipe.mask
-        needed = mask is None or mask.method != "magnitude" or self.recipe.rotates_in_turn
+        by_linears = self.recipe.mask is not None or self.recipe.low_rank is not None
+        needed = not by_linears or self.recipe.linears_need_moments or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property
@@ -189,7 +189,7 @@ class Request:
             return False
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
-        return shared or self.recipe.allocation == "least-error" or not self.sequential
+        return shared or self.recipe.shares_out or not self.sequential
 
     @property
     def widths_known(self) -> bool:
@@ -198,4 +198,4 @@ class Request:
             return False
         known = self.statistics is not None or self.plan is not None or self.ranked is not None
         known = known or not self.recipe.needs_moments
-        return known or self.recipe.allocation == "uniform"
+        return known or (self.recipe.allocation == "uniform" and not self.recipe.shares_out)

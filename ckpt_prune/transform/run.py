@@ -14,7 +14,8 @@ from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.records import MaskedLinear, MaskShares
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, MaskShares
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
@@ -36,8 +37,8 @@ from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.steps import FollowStep, PruneStep, RecoverStep, Step
 from ckpt_prune.transform.walk import Sink, walk
 
-Records = Sequence[SitePlan | MaskedLinear]
-"""What was done: to spaces that lost units, or to linears that got zeros."""
+Records = Sequence[SitePlan | MaskedLinear | FactoredLinear]
+"""What was done: to spaces that lost units, or to linears that got zeros or became two."""
 _MOST_NLL = 700.0
 """The exponential of more is not finite."""
 
@@ -124,8 +125,7 @@ def run(
             wants=wanted_names(checkpoint, settled.recipe),
         )
         if resume:
-            how = "pruned" if settled.recipe.mask is None else "masked"
-            announce_resumed(staging, out, settled.model.blocks, how, announce)
+            announce_resumed(staging, out, settled.model.blocks, _done_to(settled.recipe), announce)
         if not staging.resumed:
             checkpoint.check_finite()
         return staging
@@ -149,6 +149,13 @@ def run(
         # Found by each process for itself, of what the first one has measured.
         group.agree({"choice of widths": ready.widths})
         return Done(ready, _run(ready, staging, stages, announce))
+
+
+def _done_to(recipe: Recipe) -> str:
+    """What becomes of a block, in a word."""
+    if recipe.low_rank is not None:
+        return "factored"
+    return "pruned" if recipe.mask is None else "masked"
 
 
 def _writer_of(settled: Settled, staging: Staging) -> CheckpointWriter:

@@ -26,6 +26,7 @@ from ckpt_prune.transform.checks import check_data, check_enough_samples, check_
 from ckpt_prune.transform.decisions import Decisions, planned
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.factoring import Factorer
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.narrowing import unmeasured
 from ckpt_prune.transform.output import Output, output_of
@@ -130,9 +131,11 @@ class Settled:
         """The source as it is stored."""
         return Dense(self.model, self.request.device, container=self.request.stored)
 
-    def engine(self) -> Pruner | Masker:
+    def engine(self) -> Pruner | Masker | Factorer:
         """What prunes a block."""
         request, container = self.request, self.output.container
+        if request.recipe.low_rank is not None:
+            return Factorer(self.model.family, self.output.ranks, request.device)
         if request.recipe.mask is not None:
             return Masker(
                 self.model.family,
@@ -161,8 +164,7 @@ class Settled:
     def moments(self) -> MomentSource:
         """A fresh moment source at the first block."""
         request, recipe = self.request, self.recipe
-        masked_blindly = recipe.mask is not None and recipe.mask.method == "magnitude"
-        if masked_blindly or not recipe.needs_moments:
+        if (recipe.mask is not None and not recipe.linears_need_moments) or not recipe.needs_moments:
             return NoMoments()
         if request.sequential:
             gram: dict[str, bool] = {space: recipe.measures_more(space) for space in recipe.spaces}
@@ -170,6 +172,8 @@ class Settled:
                 # Wanda needs norms alone; the Gram is for the error that the report states.
                 wanted = request.diagnostics or recipe.mask.method == "sparsegpt"
                 gram = dict.fromkeys(self.model.family.inputs, wanted)
+            if recipe.low_rank is not None:
+                gram = dict.fromkeys(self.model.family.inputs, True)
             true, dense = recipe.true_sequential, self.dense
             if recipe.target == "drift":
                 return DriftMoments(
