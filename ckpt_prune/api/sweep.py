@@ -230,7 +230,8 @@ def _steps(text: str, values: str, refusal: str) -> list[float]:
 
 def _ratios(text: str) -> list[float]:
     """The ratios of FROM:TO:STEP, both ends included."""
-    found = _steps(text, text, f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps")
+    refusal = f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps"
+    found = _steps(text, text, refusal)
     if not (found[0] >= 0 and found[-1] < 1):
-        raise UserError(f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps")
+        raise UserError(refusal)
     return found
