@@ -125,6 +125,20 @@ def one_machine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """That a tiny model computes what transformers' own does is tested once for every family, not by each command.
+
+    With `--thorough` commands compare as they do for users.
+    """
+    from ckpt_prune.evaluation import whole_forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.config.getoption("--thorough"):
+            patch.setattr(whole_forward, "check_forward", lambda model, samples, say: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def skeletons_kept() -> Iterator[None]:
     """Names and shapes of every tiny model are kept, where a command keeps those of a few.
 

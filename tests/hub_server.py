@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 TOKEN = "hf_" + "abcdEFGH" * 4
 READER = "hf_" + "readONLY" * 4
@@ -253,6 +256,15 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
         oid = repo.commit(files, header["summary"])
         self._reply(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid, "hookOutput": ""})
+
+
+def talk_to(hub: Hub, home: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the Hub's client ask this server, with a token that may write and what it keeps in `home`."""
+    values = {"ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+    values["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (values | {"HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}).items():
+        patch.setattr(f"huggingface_hub.constants.{name}", value)
+    patch.setenv("HF_TOKEN", TOKEN)
 
 
 @contextmanager

@@ -32,3 +32,19 @@ def test_the_peak_stays_and_what_is_resident_goes():
 def test_without_the_kernels_file_only_the_peak_is_known(monkeypatch):
     monkeypatch.setattr(memory, "_STATUS", Path("/nowhere"))
     assert memory.peak() == memory.resident() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_container_limits_what_is_available(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    whole = memory.available()
+    assert whole is not None
+    assert whole > 64 << 20
+    (tmp_path / "memory.current").write_text("1048576\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert abs(memory.available() - whole) < whole // 4
+    (tmp_path / "memory.max").write_text("3145728\n")
+    assert memory.available() == 2 << 20
+    monkeypatch.setattr(memory, "_SYSTEM", tmp_path / "nowhere")
+    assert memory.available() == 2 << 20
+    (tmp_path / "memory.max").unlink()
+    assert memory.available() is None

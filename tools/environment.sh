@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# set_up FOLDER REQUIREMENT: a virtual environment with this package in it, made anew when what it holds would differ.
+# set_up FOLDER REQUIREMENT [CONSTRAINTS]: a virtual environment with this package in it, made anew when what it holds
+# would differ.
 
 find_python() {
   local candidate
@@ -14,15 +15,15 @@ find_python() {
 }
 
 set_up() {
-  local folder=$1 requirement=$2 python stamp
+  local folder=$1 requirement=$2 constraints=${3:-constraints.txt} python stamp
   python=$(find_python)
-  stamp=$(cat pyproject.toml constraints.txt | cksum)
+  stamp=$(cat pyproject.toml "$constraints" | cksum)
   if [ "$(cat "$folder/.stamp" 2>/dev/null)" = "$stamp" ]; then return; fi
   echo "setting up $folder (once; a few minutes)" >&2
   rm -rf "$folder"
   "$python" -m venv "$folder"
   # torch first and by its exact version, so that nothing else pulls in another build of it.
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$requirement"
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")"
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$requirement"
   echo "$stamp" >"$folder/.stamp"
 }

@@ -7,17 +7,20 @@ tests/faults says what is broken and what must hold. What does not is printed at
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from tests.faults.campaign import cases
 from tests.faults.jobs import JOBS, make_inputs
-from tests.faults.trial import Machine
+from tests.faults.trial import Machine, can_mount
+from tests.hub_server import serving
 
 MEMORY = Path("/dev/shm")
 
@@ -33,16 +36,23 @@ def main() -> int:
     injected: Counter[str] = Counter()
     wrong = 0
     try:
-        make_inputs(folder)
-        machine = Machine(folder)
-        last = time.monotonic() + 3600 * given.hours
-        for case in cases(machine, given.jobs, given.seed):
-            if time.monotonic() > last:
-                break
-            injected[case.fault.what] += 1
-            if found := case.run(machine):
-                wrong += 1
-                print(case, *found, sep="\n    ", flush=True)
+        make_inputs(folder, graphs=any(JOBS[name].graph for name in given.jobs))
+        with serving() as hub:
+            mounts = can_mount(folder)
+            if not mounts:
+                print("no disk can be mounted here: only the shim makes disks full", flush=True)
+            machine = Machine(folder, hub, mounts=mounts)
+            last = time.monotonic() + 3600 * given.hours
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            with suppress(KeyboardInterrupt):  # what was tried so far counts
+                for case in cases(machine, given.jobs, given.seed):
+                    if time.monotonic() > last:
+                        break
+                    found = case.run(machine)
+                    injected[case.fault.what] += 1
+                    if found:
+                        wrong += 1
+                        print(case, *found, sep="\n    ", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     kinds = ", ".join(f"{count} {what}" for what, count in injected.most_common())

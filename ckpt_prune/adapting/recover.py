@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,10 +12,11 @@ from ckpt_prune.adapting.examples import Examples
 from ckpt_prune.adapting.training import Adapted, adapt, rate_of, require_peft
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import Samples
-from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.checkpoint.reading import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.checkpoint.writing import CheckpointWriter
+from ckpt_prune.checkpoint.written import OUTPUT
 from ckpt_prune.containers.container import container_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
@@ -105,7 +106,9 @@ def recover_by_lora(request: LoraRequest, out: Path, *, overwrite: bool, announc
     require_peft()
     pruned = request.pruned.checkpoint
     own, modules = report_of(pruned.path), modules_of(request)
-    place = Staging(out, job=request.digest, overwrite=overwrite, wants=wanted_names(pruned))
+    # No run goes on with what another one has trained.
+    kind = replace(OUTPUT, left="asked")
+    place = Staging(out, job=request.digest, overwrite=overwrite, kind=kind, wants=wanted_names(pruned))
     pruned.check_finite()
     announce(_memory(request, modules))
     stages = Stages(request.device)
@@ -152,6 +155,8 @@ def _written(
 ) -> Report:
     """Write the source's tensors, and those that changed in their place."""
     source = Checkpoint.open(request.pruned.checkpoint.path)
+    # Else what was trained would be written beside what another process has put there since.
+    request.pruned.checkpoint.check_unchanged([*source.files, CONFIG])
     layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in source.files}
     for name, info in source.tensors.items():
         layout[info.file][name] = (info.dtype, info.shape)

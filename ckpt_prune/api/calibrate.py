@@ -99,6 +99,7 @@ def calibrate(
     from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
+    from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.checks import check_one_basis
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
@@ -128,6 +129,7 @@ def calibrate(
                 raise UserError("--shard: taylor, absolute values of sums over all samples, does not add: leave it out")
             chosen = sharded(chosen, options.shard)
         here().at_first(checkpoint.check_finite)
+        check_forward(source, chosen, say)
         dtype = computed_in(options.compute_dtype, target, source.dtype)
         here().agree(
             {

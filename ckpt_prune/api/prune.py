@@ -229,6 +229,7 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
     if options.push is not None:
         here().at_first(partial(_check_pushed, options.push, options))
 
+    from ckpt_prune.evaluation.whole_forward import check_forward
     from ckpt_prune.transform.asked import prune_request, read_asked
     from ckpt_prune.transform.checks import check_trained
     from ckpt_prune.transform.estimate import forewarning
@@ -248,6 +249,8 @@ def _pruned(options: PruneOptions, progress: bool, written: Callable[[Pruned], N
         step = _graph_step(asked)
         if options.dry_run or settled.request.measures_first:
             _check_before_measuring(settled, step, out)
+        if request.samples is not None:
+            check_forward(request.model, request.samples, say)
         if options.dry_run:
             return Pruned(out, settled, None, None, tuple(say.lines))
         if not options.resume:

@@ -12,6 +12,7 @@ from ckpt_prune.options import PushOptions, checked
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
+    from ckpt_prune.sharing.contents import Contents
     from ckpt_prune.sharing.hub_repo import Place
 
 
@@ -96,16 +97,23 @@ def push(
             raise UserError(f"{own.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
         sizes = {name: len(card) if name == CARD else own.bytes(name) for name in own.files}
         pushed = Pushed(place.repo, options.public, sizes, removed, own.left_out)
-        return pushed if options.dry_run else _sent(pushed, place, own.folder, card)
+        return pushed if options.dry_run else _sent(pushed, place, own, card)
 
 
 CARD = "README.md"
+_READ = 2**24
+"""Bytes of a file up to which it may go to the Hub in the commit itself."""
 
 
-def _sent(pushed: Pushed, place: "Place", folder: Path, card: bytes) -> Pushed:
+def _sent(pushed: Pushed, place: "Place", own: "Contents", card: bytes) -> Pushed:
     from ckpt_prune._version import __version__
     from ckpt_prune.sharing.hub_repo import commit
 
-    files: dict[str, Path | bytes] = {name: card if name == CARD else folder / name for name in pushed.files}
-    done = commit(place, files, remove=pushed.removed, message=f"Made by ckpt_prune {__version__}")
+    files: dict[str, Path | bytes] = {
+        # What is not read here is read by the Hub's client when it uploads, and refused if it is another file then.
+        name: card if name == CARD else own.folder / name if size > _READ else (own.folder / name).read_bytes()
+        for name, size in pushed.files.items()
+    }
+    said = f"Made by ckpt_prune {__version__}"
+    done = commit(place, files, remove=pushed.removed, message=said, unchanged=own.check_unchanged)
     return replace(pushed, url=done.url, commit=done.oid)

@@ -225,6 +225,7 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform.asked import training_dtype
     from ckpt_prune.transform.checks import check_trainable
+    from ckpt_prune.transform.pairs import check_one_stream
     from ckpt_prune.transform.publish import wanted_names
 
     require_peft()
@@ -232,6 +233,7 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
         say = Notices()
         target = resolve_device(options.device)
         ours = open_model(options.pruned, Opening.of(options))
+        check_one_stream(ours, "adapters have no place beside its skip connections")
         check_output(
             ours.checkpoint.path,
             options.output,

@@ -156,9 +156,7 @@ class Readout:
         self._states = states.to(factory.device, factory.dtype)
         found = self._model(**inputs, **options)
         self._states = None
-        if not self.logits:
-            return [found.last_hidden_state]
-        return [value for name, value in found.items() if name.endswith("logits")]
+        return outputs_of(found, logits=self.logits)
 
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
         """How far outputs are from those of the reference, summed over samples.
@@ -214,6 +212,18 @@ class Readout:
             return (states, None) if several else states
 
         return forward
+
+
+def outputs_of(found: Any, *, logits: bool) -> list[Tensor]:
+    """What counts of what a model of transformers returns.
+
+    Args:
+        found: as its forward pass returns it.
+        logits: every output whose name ends so, in the model's order, or else the last hidden states alone.
+    """
+    if not logits:
+        return [found.last_hidden_state]
+    return [value for name, value in found.items() if name.endswith("logits")]
 
 
 def divergences(

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 MOST_BYTES = 2**28
@@ -39,6 +40,23 @@ def stamp(file: Path | int) -> Stamp:
     """The stamp of a file, by its path or descriptor."""
     found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
     return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def changed_since(folder: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> str | None:
+    """The first of a folder's files that is gone, or not what it was; None where all are.
+
+    Args:
+        folder: the folder.
+        stamps: of its files, by name, when they were looked at.
+        names: of the files that count.
+    """
+    for name in names:
+        try:
+            if stamp(folder / name) != stamps.get(name):
+                return name
+        except OSError:
+            return name
+    return None
 
 
 def _regular(path: str, flags: int) -> int:

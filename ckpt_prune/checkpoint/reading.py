@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.hub import model_name, resolve
-from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
+from ckpt_prune.checkpoint.inputs import Stamp, changed_since, open_input, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.quantised import (
@@ -154,13 +154,8 @@ class Checkpoint:
         Raises:
             UserError: naming the first that changed or is gone.
         """
-        for name in names:
-            try:
-                same = stamp(self.path / name) == self.stamps.get(name)
-            except OSError:
-                same = False
-            if not same:
-                raise UserError(f"{self.path / name} changed since it was opened; run again")
+        if (name := changed_since(self.path, self.stamps, names)) is not None:
+            raise UserError(f"{self.path / name} changed since it was opened; run again")
 
     def turned(self, names: Iterable[str]) -> "Checkpoint":
         """The same checkpoint, these of its matrices read as their transposes."""

@@ -60,6 +60,7 @@ def load_model(
     *,
     device: torch.device | str,
     dtype: torch.dtype | str | None = None,
+    auto: str | None = None,
     trust_remote_code: bool = False,
     whole: bool = False,
 ) -> PreTrainedModel:
@@ -73,6 +74,7 @@ def load_model(
         device: Where the model goes, unless it is to be spread over several (`placing.spread`).
         dtype: Of its parameters; "auto" is the checkpoint's own. None is float32 on CPU, where bf16 is slow, and the
             checkpoint's own elsewhere.
+        auto: The class of a stock model, as `load_reported` takes it.
         trust_remote_code: Run code that the folder brings, where it is not this tool's.
         whole: On one device in any case.
 
@@ -82,7 +84,7 @@ def load_model(
     if dtype is None:
         dtype = default_dtype(device)
     places = None if whole else device_map()
-    model, report = load_reported(folder, dtype=dtype, trust_remote_code=trust_remote_code, places=places)
+    model, report = load_reported(folder, dtype=dtype, auto=auto, trust_remote_code=trust_remote_code, places=places)
     wanting = (*report.missing, *report.mismatched)
     if wanting:
         more = f" and {len(wanting) - 1} more" if len(wanting) > 1 else ""
@@ -114,7 +116,8 @@ def load_reported(
     Args:
         folder: A checkpoint folder, single-file or sharded. Pickles are not read.
         dtype: Of the parameters; "auto" is the checkpoint's own.
-        auto: The Auto class of a stock model; that of the architecture in config.json by default.
+        auto: The Auto class of a stock model, or the class itself; by default the Auto class of the architecture in
+            config.json.
         trust_remote_code: Run the folder's own code, where it is not this tool's.
         places: Where its parts may go, if not all on CPU.
 

@@ -47,7 +47,7 @@ class Entry:
     @classmethod
     def of(cls, recipe: Recipe) -> "Entry":
         """What a recipe says and what follows from it."""
-        data = _data(recipe)
+        data = _data(recipe.at_its_size)  # whole blocks for a size that it does not say itself need more
         return cls(recipe, _goal(recipe), data, recipe.calibration if "statistics" in data else None, _loads(recipe))
 
     @property

@@ -1,9 +1,11 @@
 """What of an output is shared: the files that this tool wrote, and no other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_prune.checkpoint.hub import output_folder
+from ckpt_prune.checkpoint.inputs import Stamp, changed_since, stamp
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind, strangers
 from ckpt_prune.compressing.record import QUANTISATION_KIND
@@ -20,16 +22,27 @@ class Contents:
         kind: of folder.
         files: names in the repository, with slashes, sorted; the same below the folder.
         left_out: what else is in the folder, which this tool did not write.
+        stamps: of the files, by name, when they were looked at.
     """
 
     folder: Path
     kind: Kind
     files: tuple[str, ...]
     left_out: tuple[str, ...]
+    stamps: Mapping[str, Stamp]
 
     def bytes(self, name: str) -> int:
         """Size of one of the files."""
         return (self.folder / name).stat().st_size
+
+    def check_unchanged(self) -> None:
+        """Refuse to share anything else than what was looked at.
+
+        Raises:
+            UserError: naming the first file that changed or is gone.
+        """
+        if (name := changed_since(self.folder, self.stamps, self.stamps)) is not None:
+            raise UserError(f"{self.folder / name} changed while it was verified: push again")
 
 
 def contents_of(folder: Path) -> Contents:
@@ -49,4 +62,5 @@ def contents_of(folder: Path) -> Contents:
     for name in files:
         if any(path.is_symlink() for path in (folder / name, *(folder / name).parents) if path.is_relative_to(folder)):
             raise UserError(f"{folder / name} is a link, and what it leads to would be shared; put the file there")
-    return Contents(folder, kind, tuple(files), tuple(strangers(folder, written)))
+    stamps = {name: stamp(folder / name) for name in files}
+    return Contents(folder, kind, tuple(files), tuple(strangers(folder, written)), stamps)

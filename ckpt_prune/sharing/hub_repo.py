@@ -1,7 +1,7 @@
 """A model repository on the Hub that something is to be pushed to: checked first, changed by one commit."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,14 @@ def _owner(user: Mapping[str, object], asked: str | None) -> str:
     return asked or name
 
 
-def commit(place: Place, files: Mapping[str, Path | bytes], *, remove: Iterable[str] = (), message: str) -> Commit:
+def commit(
+    place: Place,
+    files: Mapping[str, Path | bytes],
+    *,
+    remove: Iterable[str] = (),
+    message: str,
+    unchanged: Callable[[], None] = lambda: None,
+) -> Commit:
     """Put files into a repository, which is made where there is none, by one commit: all of them or none.
 
     Args:
@@ -109,6 +116,7 @@ def commit(place: Place, files: Mapping[str, Path | bytes], *, remove: Iterable[
         files: name in the repository → a file, or its content.
         remove: names of files that go.
         message: of the commit.
+        unchanged: called once what is uploaded is settled by its digest; may refuse.
 
     Raises:
         UserError: it failed, and what has become of the repository.
@@ -121,6 +129,7 @@ def commit(place: Place, files: Mapping[str, Path | bytes], *, remove: Iterable[
         for name, given in files.items()
     ]
     operations += [huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in sorted(remove)]
+    unchanged()
     left = "it is as it was"
     try:
         if place.commit is None:

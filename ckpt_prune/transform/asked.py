@@ -89,7 +89,7 @@ def _recipe(file: RecipeFile, options: RecipeOptions, size: Mapping[str, str] | 
     changes = options.overrides
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
-    return load_recipe(file, changes, options.ratio, size).at_its_size
+    return load_recipe(file, changes, options.ratio, size)
 
 
 def plan_request(options: PlanOptions) -> Request:

@@ -48,7 +48,7 @@ def output_of(request: Request, widths: Widths) -> Output:
     Raises:
         UserError: no container can hold it.
     """
-    if request.narrowed is not None:
+    if request.narrowed is not None and request.narrowed.view is not None:
         return sliced_output(request.model, request.narrowed.view, widths)
     model, rotated = request.model, unlearned(request)
     if request.stored is not None:

@@ -63,6 +63,23 @@ def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[M
     return shortened(dense, depth.kept), Leaps(dense, depth.kept)
 
 
+def check_one_stream(pruned: Model, why: str) -> None:
+    """Refuse an output whose stream changes its basis inside its blocks.
+
+    Args:
+        pruned: an output.
+        why: that cannot be, for the message.
+
+    Raises:
+        UserError: it is one.
+    """
+    if getattr(pruned.config, SLICING_KEY, None) is not None:
+        raise UserError(
+            f"{pruned.checkpoint.path} has a residual stream of fewer dimensions, in another basis wherever it is "
+            f"read: {why}"
+        )
+
+
 def check_models(pruned: Model, dense: Model, why: str) -> None:
     """Refuse two models of which one cannot have been made from the other.
 
@@ -79,11 +96,7 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
     check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).names())
     check_stock(dense, "no other model is held against it")
     check_source(dense)
-    if getattr(pruned.config, SLICING_KEY, None) is not None:
-        raise UserError(
-            f"{here} has a residual stream of fewer dimensions, in another basis wherever it is read: {why}, and "
-            "there is no dense stream in these bases"
-        )
+    check_one_stream(pruned, f"{why}, and there is no dense stream in these bases")
     related = ours.model_type == theirs.model_type or ours.model_type in theirs.stand_ins
     if not related:
         raise UserError(f"{here} is of type {ours.model_type} and {there} of type {theirs.model_type}: {why}")

@@ -94,12 +94,12 @@ class Narrowed:
     Attributes:
         whole: the request that asked for it.
         record: how many stay.
-        view: the model in bases of so many dimensions, measured or not.
+        view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is.
     """
 
     whole: "Request"
     record: Hidden
-    view: SlicedCheckpoint
+    view: SlicedCheckpoint | None
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,12 @@ class Request:
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
         object.__setattr__(self, "recipe", self.recipe.at(self.model.family))
+
+    @property
+    def samples(self) -> Samples | None:
+        """What the model is run on, to measure it or to train its blocks; None where it is not run."""
+        own = self.live or self.training
+        return None if own is None else own.samples
 
     @property
     def sequential(self) -> bool:

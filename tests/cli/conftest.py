@@ -10,7 +10,7 @@ import pytest
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import TEXT, ok
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
-from tests.hub_server import TOKEN, Hub, serving
+from tests.hub_server import Hub, serving, talk_to
 from tests.once import once, run_folder
 
 PRUNE = ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT)
@@ -65,11 +65,6 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub on this machine, its empty cache, and a token that may write."""
-    home = tmp_path_factory.mktemp("hf")
     with serving() as found:
-        values = {"ENDPOINT": found.url, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
-        values["HUGGINGFACE_CO_URL_TEMPLATE"] = found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in (values | {"HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}).items():
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        talk_to(found, tmp_path_factory.mktemp("hf"), monkeypatch)
         yield found

@@ -8,6 +8,7 @@ import pytest
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, refused
 from tests.evaluation.tiny import tiny_tokenizer
+from tests.pairs import every
 
 GRID = "compensation.lambda_grid=[0.001, 0.1]"
 LACKING = {"llama": {"qk"}, "opt": {"queries", "rotary"}}
@@ -19,7 +20,7 @@ def quick(*spaces: str) -> list[str]:
     return [f"--set=spaces.{space}.{GRID}" for space in spaces]
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", every(2, ["llama", "opt"]))
 def test_what_a_family_has_shares_one_budget(place, family):
     model = "dense"
     if family == "opt":

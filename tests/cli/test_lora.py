@@ -1,8 +1,10 @@
 """`recover --method lora`: adapters on the whole model, merged into what the report says they are."""
 
 import json
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 import ckpt_prune
+from ckpt_prune.adapting import recover
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.text import calibration_windows, load_tokenizer, read_text, token_stream
+from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.recovery.training import Split
-from tests.cli.running import TEXT, ok, refused, run
+from tests.cli.running import TEXT, edit_weights, ok, refused, run
 from tests.cli.test_recover import changed, linears, report_of, tensors
 from tests.contract.models import CASES
 from tests.images import write_csv, write_images, write_vit
@@ -174,3 +178,29 @@ def test_an_encoder_without_a_head_is_refused(place: Path):
 def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert refused("recover", "pruned", *LORA, "-o", "out") == "peft is not installed; `pip install ckpt-prune[lora]`"
+
+
+def test_what_is_interrupted_leaves_nothing_that_nobody_can_go_on_with(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """A message said that --resume goes on with it, which this method refuses."""
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    monkeypatch.setattr(CheckpointWriter, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run("recover", "masked", *LORA, "--epochs", "1", "-o", "out").exit_code == 130
+    assert not Path("out.partial").exists()
+    assert not Path("out").exists()
+
+
+def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was trained was written beside other weights than it was trained on."""
+    ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
+    train = recover.adapt
+
+    def then(*given: Any, **more: Any) -> Any:
+        adapted = train(*given, **more)
+        edit_weights("masked", lambda tensors: tensors["lm_head.weight"].mul_(2))
+        return adapted
+
+    monkeypatch.setattr(recover, "adapt", then)
+    said = run("recover", "masked", *LORA, "--epochs", "1", "-o", "out")
+    assert said.exit_code == 2
+    assert said.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"
+    assert not Path("out").exists()

@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import ckpt_prune
+from ckpt_prune.api.verify import verify
 from tests.cli.running import edit_weights, ok, poison, refused, run
 from tests.hub_server import READER, TOKEN, Hub, Repo
 
@@ -231,6 +233,24 @@ def test_what_is_not_whole_is_not_pushed(licensed: Path, hub: Hub):
     said = refuse_push(hub, "out", "team/x")
     assert said.startswith("out is not whole (finite: ")
     assert said.endswith("), so nothing was pushed")
+    assert hub.repos == {}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_changes_while_it_is_verified_is_not_pushed(
+    licensed: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Whatever it had become went to the Hub, with exit code 0."""
+
+    def then(*given: Any, **more: Any) -> Any:
+        found = verify(*given, **more)
+        (licensed / name).write_bytes((licensed / name).read_bytes()[:-9])
+        return found
+
+    monkeypatch.setattr("ckpt_prune.api.push.verify", then)
+    said = run("push", "out", "team/x")
+    assert said.exit_code == 2
+    assert said.stderr.splitlines()[-1] == f"Error: out/{name} changed while it was verified: push again"
     assert hub.repos == {}
 
 

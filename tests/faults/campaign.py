@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.shim import CHANGES, DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation
+from tests.faults.jobs import JOBS
+from tests.faults.shim import CHANGES, DISTURBED, ERRORS, FULL, GROWS, SHRUNK, SIGNALS, TORN, Fault, Operation
 from tests.faults.trial import Machine
 
 THEN = ("resume", "overwrite")
@@ -38,6 +39,8 @@ class Case:
                 return machine.struck(self.job, number, seconds, self.then)
             if self.fault.what in DISTURBED:
                 return machine.disturbed(self.job, self.fault.at, self.fault.what, self.fault.to)
+            if self.fault.what == SHRUNK:
+                return machine.shrunk(self.job, self.fault.at, self.then)
             return machine.faulty(self.job, self.fault, self.then)
         except TimeoutError as error:
             return [str(error)]
@@ -78,6 +81,8 @@ def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:
                 if at[changes]:
                     yield at[changes].pop()
             yield Case(name, Fault(0, rng.choice(SIGNALS)), rng.choice(THEN), after=1.1 * rng.random())
+            if machine.mounts and JOBS[name].repo is None:
+                yield Case(name, Fault(rng.randint(1, len(seen)), SHRUNK), rng.choice(THEN))
             if given:
                 to = rng.choice(given).removeprefix(inside)
                 yield Case(name, Fault(rng.randint(1, len(seen)), rng.choice(DISTURBED), to))

@@ -30,6 +30,7 @@ class Job:
         fixed: whether it never replaces what it made.
         graph: whether it traces a model: that is done before and once.
         out: name of what it makes.
+        repo: repository on the Hub whose files count as what it makes, in `out`.
     """
 
     arguments: tuple[str, ...]
@@ -38,6 +39,7 @@ class Job:
     fixed: bool = False
     graph: bool = False
     out: str = "out"
+    repo: str | None = None
 
 
 def _prune(recipe: str, *more: str, old: bool = False, graph: bool = False, given: tuple[str, ...] = TEXT) -> Job:
@@ -77,6 +79,18 @@ JOBS = {
     ),
     "export": Job(("export", f"{IN}/pruned", "-o", "out", *TEXT), graph=True),
     "export-again": Job(("export", f"{IN}/pruned", "-o", "out", *TEXT, "--overwrite"), old="onnx", graph=True),
+    "export-int8": Job(
+        ("export", f"{IN}/pruned", "-o", "out", *TEXT, "--dtype", "int8", "--max-loss", "100"), graph=True
+    ),
+    "depth": _prune("replaceme", "--set", "depth.drop=1"),
+    "depth-alone": _prune("shortgpt", "--set", "depth.drop=1"),
+    "lora": Job(("recover", f"{IN}/pruned", "--method", "lora", *TEXT, "--epochs", "1", "--batch", "2", "-o", "out")),
+    "quantize": Job(("quantize", f"{IN}/wide", "--format", "int8", "-o", "out")),
+    "quantize-gptq": Job(
+        ("quantize", f"{IN}/wide", "--format", "int4", "--statistics", f"{IN}/wide-stats", "-o", "out", "--overwrite"),
+        old="eight-bits",
+    ),
+    "push": Job(("push", f"{IN}/pruned", "team/small"), repo="team/small"),
     "report": Job(("report", f"{IN}/pruned", "-o", "out.html"), out="out.html"),
     "convert": Job(("convert", f"{IN}/timm", "-o", "out")),
 }
@@ -95,7 +109,9 @@ def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
         model = tiny_llama(max_position_embeddings=32)
         model.save_pretrained(here / "dense")
         model.save_pretrained(here / "sharded", max_shard_size="10KB")
-    for name in ("dense", "sharded"):
+        # As narrow as groups of 4 bits may be.
+        tiny_llama(max_position_embeddings=32, hidden_size=32, intermediate_size=64).save_pretrained(here / "wide")
+    for name in ("dense", "sharded", "wide"):
         tiny_tokenizer("<s> $A").save_pretrained(here / name)
     moments = ("--collect", "moments,gram")
     with pytest.MonkeyPatch.context() as patch:
@@ -104,6 +120,8 @@ def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
         ok("calibrate", f"{IN}/dense", "--text", f"{IN}/more.txt", *_FEW, *moments, "-o", f"{IN}/more")
         ok("prune", f"{IN}/dense", "--recipe", "wanda-sp", *_HALF, *_STATS, "-o", f"{IN}/pruned")
         ok("plan", f"{IN}/dense", "--recipe", "ridge", *_HALF, *_STATS, "-o", f"{IN}/plan.json")
+        ok("calibrate", f"{IN}/wide", *TEXT, "--collect", "moments,gram,linears", "-o", f"{IN}/wide-stats")
+        ok("quantize", f"{IN}/wide", "--format", "int8", "-o", f"{IN}/eight-bits")
         if graphs:
             ok("export", f"{IN}/pruned", "-o", f"{IN}/onnx")
     work.rmdir()
@@ -115,7 +133,7 @@ def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
 
 def lay(job: Job, inputs: Path, place: Path) -> None:
     """What is there before a job begins."""
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     if job.old:
         shutil.copytree(inputs / job.old, place / job.out)
         (place / job.out / THEIRS).write_text("mine")

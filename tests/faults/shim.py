@@ -11,6 +11,7 @@ import io
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ DISTURBED = ("rewritten", "cut", "deleted")
 """What becomes of an input meanwhile."""
 FULL = "full"
 """No write fits any more, from that operation on."""
+SHRUNK = "shrunk"
+"""The output lies on a disk of its own, which from that operation on has no more room than it needs by then: a real
+one, in memory, which takes a right to mount it."""
 CHANGES = frozenset({"create", "write", "sync", "mkdir", "rename", "remove", "rmdir", "chmod", "claim", "truncate"})
 GROWS = frozenset({"create", "write", "mkdir", "claim"})
 """What a full disk refuses."""
@@ -44,7 +48,7 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at which operation, counted from 1; `to` is the input that is disturbed."""
+    """What happens at which operation, counted from 1; `to` is an input that is disturbed, or a disk that shrinks."""
 
     at: int
     what: str
@@ -140,6 +144,14 @@ class Shim:
         fault = self._fault
         if fault is None or len(self.seen) < fault.at:
             return None
+        if fault.what == SHRUNK:
+            if len(self.seen) == fault.at:
+                self._busy = True
+                disk = os.statvfs(fault.to)
+                # None at all would be no limit.
+                mount(Path(fault.to), max(1, disk.f_blocks - disk.f_bfree) * disk.f_frsize, options="remount,")
+                self._busy = False
+            return None
         if fault.what == FULL:
             return _fail("ENOSPC", what, path) if what in GROWS else None
         if len(self.seen) > fault.at:
@@ -186,6 +198,11 @@ class Shim:
             return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+
+
+def mount(place: Path, size: int, *what: str, options: str = "") -> None:
+    """Mount a disk of so many bytes, or change how many it has."""
+    subprocess.run(["mount", "-o", f"{options}size={size}", *what, str(place)], check=True, capture_output=True)
 
 
 def disturb(path: Path, how: str) -> None:

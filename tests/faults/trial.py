@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,13 +17,16 @@ from ckpt_prune.checkpoint.journal import JOURNAL, is_own
 from ckpt_prune.cli.main import main
 from ckpt_prune.filenames import VALIDATION
 from tests.faults.jobs import JOBS, THEIRS, Job, lay
-from tests.faults.shim import SIGNALS, Fault, Operation, Shim, disturb
+from tests.faults.shim import SHRUNK, SIGNALS, Fault, Operation, Shim, disturb, mount
 from tests.forked import begin
 from tests.graphs import traced_before
+from tests.hub_server import Hub, talk_to
 from tests.reports import comparable
 
 SECONDS = 120
 """The longest that any command here may take."""
+ROOM = 2**28
+"""Bytes of a disk of a job's own: outputs are refused where 64 MiB are not left beside them."""
 Files = dict[str, bytes]
 
 
@@ -50,20 +54,22 @@ class Machine:
 
     Args:
         folder: with `inputs`, as `make_inputs` wrote it.
+        hub: that jobs with a `repo` push to.
+        mounts: whether disks of a few pages can be mounted here, and are to be.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.inputs = folder, folder / "inputs"
+    def __init__(self, folder: Path, hub: Hub | None = None, *, mounts: bool = False) -> None:
+        self.folder, self.inputs, self.hub, self.mounts = folder, folder / "inputs", hub, mounts
         self._references: dict[str, Reference] = {}
-        self._graphs = {"export": self.inputs / "onnx", "export-again": self.inputs / "onnx"}
+        self._graphs = dict.fromkeys(("export", "export-again", "export-int8"), self.inputs / "onnx")
         self.untouched = _stamps(self.inputs)
         self._count = 0
 
     def reference(self, name: str) -> Reference:
         """A job without a fault; once."""
         if name not in self._references:
-            job, place = JOBS[name], self._place(name)
-            before = _files(place)
+            job, place = JOBS[name], self.place(name)
+            before = files_of(place)
             seen = place.with_suffix(".seen")
             began = time.monotonic()
             ran = self.run(name, place, job.arguments, None, seen)
@@ -71,7 +77,7 @@ class Machine:
             if ran.code != 0:
                 raise AssertionError(f"{name} fails without a fault: {ran.err or ran.out}")
             operations = tuple(Operation(*each) for each in json.loads(seen.read_text()))
-            found = Reference(before, _files(place), operations, seconds)
+            found = Reference(before, files_of(place), operations, seconds)
             self._references[name] = found
             if job.graph and name not in self._graphs:
                 self._graphs[name] = self.folder / f"graph-{name}"
@@ -106,6 +112,8 @@ class Machine:
             with pytest.MonkeyPatch.context() as patch:
                 if name in self._graphs:
                     traced_before(patch, self._graphs[name])
+                if self.hub is not None:
+                    talk_to(self.hub, self.folder / "hf", patch)
                 shim.install()
                 try:
                     main(arguments, "ckpt-prune")
@@ -119,7 +127,20 @@ class Machine:
             time.sleep(after[0])
             child.send(after[1])
         done = child.ended(SECONDS)
+        if JOBS[name].repo is not None:
+            self._fetch(JOBS[name], place)
         return Ran(done.returncode, done.stdout, done.stderr)
+
+    def _fetch(self, job: Job, place: Path) -> None:
+        """What the Hub has of a job's repository now, as the folder that the job makes."""
+        assert self.hub is not None
+        shutil.rmtree(place / job.out, ignore_errors=True)
+        repo = self.hub.repos.get(str(job.repo))
+        for name, data in ({} if repo is None else repo.files).items():
+            if name != ".gitattributes":  # the Hub's own
+                path = place / job.out / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
 
     def faulty(self, name: str, fault: Fault, then: str) -> list[str]:
         """Run a job with a fault, then what a user would do; what does not hold, in lines.
@@ -129,16 +150,33 @@ class Machine:
             fault: which.
             then: "resume" or "overwrite".
         """
-        reference, job, place = self.reference(name), JOBS[name], self._place(name)
+        reference, job, place = self.reference(name), JOBS[name], self.place(name)
         try:
             ran = self.run(name, place, job.arguments, fault)
             return self._judged(job, name, place, reference, ran, _allowed(fault), then)
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
+    def shrunk(self, name: str, at: int, then: str) -> list[str]:
+        """The same on a disk of its own, whose room ends at that operation; when the next run begins there is more."""
+        reference, job = self.reference(name), JOBS[name]
+        self._count += 1
+        place = self.folder / f"at-{self._count}"
+        place.mkdir()
+        try:
+            mount(place, ROOM, "-t", "tmpfs", "tmpfs")
+            lay(job, self.inputs, place)
+            ran = self.run(name, place, job.arguments, Fault(at, SHRUNK, str(place)))
+            wrong = [*_code_faults(ran, {0, 2}), *_place_faults(job, place, reference, ran)]
+            mount(place, ROOM, options="remount,")
+            return wrong + list(self._after_faults(job, name, place, reference, then))
+        finally:
+            subprocess.run(["umount", "--lazy", place], check=False)
+            shutil.rmtree(place, ignore_errors=True)
+
     def struck(self, name: str, number: int, seconds: float, then: str) -> list[str]:
         """The same for a signal that comes after some time."""
-        reference, job, place = self.reference(name), JOBS[name], self._place(name)
+        reference, job, place = self.reference(name), JOBS[name], self.place(name)
         try:
             ran = self.run(name, place, job.arguments, after=(seconds, number))
             # Before Python handles signals the system does, which is the same to a shell.
@@ -164,12 +202,14 @@ class Machine:
         try:
             ran = self.run(name, place, job.arguments, Fault(at, how, str(apart / "inputs" / which)))
             wrong = list(_code_faults(ran, {0, 2}))
-            if ran.code == 0 and _files(place) != reference.after:
+            if ran.code == 0 and files_of(place) != reference.after:
                 anew = self._apart(name)
                 disturb(anew / "inputs" / which, how)
                 again = self.run(name, anew / "at", job.arguments)
-                if again.code != 0 or _files(place) != _files(anew / "at"):
-                    wrong.append(f"a mixture: {_difference(_files(place), reference.after)} {again.err.strip()[-200:]}")
+                if again.code != 0 or files_of(place) != files_of(anew / "at"):
+                    wrong.append(
+                        f"a mixture: {_difference(files_of(place), reference.after)} {again.err.strip()[-200:]}"
+                    )
                 shutil.rmtree(anew)
             elif ran.code != 0:
                 wrong += _place_faults(job, place, reference, ran)
@@ -182,16 +222,23 @@ class Machine:
     def _apart(self, name: str) -> Path:
         """A folder with inputs of its own, and a job's place beside them."""
         self._count += 1
+        self._empty_hub()
         apart = self.folder / f"apart-{self._count}"
         shutil.copytree(self.inputs, apart / "inputs", symlinks=True)
         lay(JOBS[name], self.inputs, apart / "at")
         return apart
 
-    def _place(self, name: str) -> Path:
+    def place(self, name: str) -> Path:
         self._count += 1
+        self._empty_hub()
         place = self.folder / f"at-{self._count}"
         lay(JOBS[name], self.inputs, place)
         return place
+
+    def _empty_hub(self) -> None:
+        if self.hub is not None:
+            self.hub.repos.clear()
+            self.hub.blobs.clear()
 
     def _judged(
         self, job: Job, name: str, place: Path, reference: Reference, ran: Ran, allowed: set[int], then: str
@@ -209,16 +256,30 @@ class Machine:
         for option in _attempts(job, then):
             ran = self.run(name, place, (*(a for a in job.arguments if a != "--overwrite"), *option))
             told.append(f"{' '.join(option) or 'again'}: {ran.code} {ran.err.strip()[-300:]}")
-            if ran.code == 0 or (job.fixed and _files(place) == reference.after):
+            if ran.code == 0 or (job.fixed and files_of(place) == reference.after):
                 break
             if ran.code != 2 or "Traceback" in ran.err or "--overwrite" not in ran.err:
                 yield f"the next run: {'; '.join(told)}"
         else:
             yield f"no run ends well: {'; '.join(told)}"
             return
-        found = _files(place)
+        found = files_of(place)
         if found != reference.after:
             yield f"after {'; '.join(told)}: {_difference(found, reference.after)}"
+
+
+def can_mount(folder: Path) -> bool:
+    """Whether this process may put a disk of its own below a folder."""
+    place = folder / "mounted"
+    place.mkdir()
+    try:
+        mount(place, ROOM, "-t", "tmpfs", "tmpfs")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=False, capture_output=True)
+        place.rmdir()
+    return True
 
 
 def _allowed(fault: Fault) -> set[int]:
@@ -249,7 +310,7 @@ def _code_faults(ran: Ran, allowed: set[int]) -> Iterator[str]:
 
 def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iterator[str]:
     """What does not hold before anybody does anything about it."""
-    found = _files(place)
+    found = files_of(place)
     if ran.code == 0:
         if found != reference.after:
             yield f"exit code 0, and {_difference(found, reference.after)}"
@@ -280,7 +341,7 @@ def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iter
             yield f"{name} is left: {sorted(_below(found, name))[:4]}"
 
 
-def _files(folder: Path) -> Files:
+def files_of(folder: Path) -> Files:
     """Every file's bytes but for what a run took; a folder without files stands for itself."""
     found: Files = {}
     for path in sorted(folder.rglob("*")):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.evaluation.loading import quiet_transformers
+from ckpt_prune.filenames import QUANTISED
 from tests.cli.running import ok
 from tests.faults.jobs import make_inputs
 from tests.images import write_csv, write_images, write_processor, write_vit
@@ -80,6 +81,13 @@ TARGETS = {
     "image": Target("flat/0.png", "bytes", (_IMAGES,)),
     "text": Target("calib.txt", "bytes", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
     "lines": Target("calib.jsonl", "bytes", (("calibrate", "dense", "--text", "calib.jsonl", *TEXT[2:], *_MOMENTS),)),
+    "quantised record": Target(
+        f"eight-bits/{QUANTISED}", "json", (("verify", "eight-bits", "--against", "wide"), ("inspect", "eight-bits"))
+    ),
+    "quantised config": Target(
+        "eight-bits/config.json", "json", (("verify", "eight-bits"), ("inspect", "eight-bits", "--json"))
+    ),
+    "quantised weights": Target("eight-bits/model.safetensors", "safetensors", (("verify", "eight-bits"),)),
     "graph record": Target("onnx/ckpt_prune_onnx.json", "json", (("verify", "onnx"),)),
     "graph": Target("onnx/model.onnx", "bytes", (("verify", "onnx"),)),
 }

@@ -1,0 +1,167 @@
+"""A source is compared with transformers' own forward pass before anything is measured or pruned."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.containers.opening import Opening, open_model
+from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation import whole_forward
+from ckpt_prune.evaluation.whole_forward import BOUNDS, check_forward
+from tests import encoders, families
+from tests.cli.running import listing, ok, refused
+from tests.contract.dense import Dense
+from tests.contract.models import CASES, Case
+from tests.pairs import every
+
+FOREIGN = {"AutoModel": "m.M"}
+TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "8")
+
+
+@pytest.fixture(autouse=True)
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users' commands do, each time."""
+    monkeypatch.setattr(whole_forward, "check_forward", check_forward)
+    monkeypatch.setattr(whole_forward, "_PASSED", set())
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def data() -> Samples:
+    return encoders.samples("bert-model", 1)
+
+
+def write_text(folder: Path) -> None:
+    (folder / "calib.txt").write_text("the cat sat on a mat and then the dog ran far away " * 9)
+
+
+@pytest.mark.parametrize("case", every(8, CASES), ids=str)
+def test_every_class_of_every_family_is_what_its_blocks_compute(
+    dense_cases: Dense, case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart: list[float] = []
+    relative = whole_forward._relative
+
+    def kept(expected: Tensor, found: Tensor) -> float:
+        difference = relative(expected, found)
+        assert difference is not None
+        apart.append(difference)
+        return difference
+
+    monkeypatch.setattr(whole_forward, "_relative", kept)
+    check_forward(dense_cases.model(case), case.samples(1), said.append)
+    assert said == []
+    assert len(apart) > 2
+    assert max(apart) < BOUNDS[torch.float32] / 50
+
+
+@pytest.fixture(scope="module")
+def dense_cases(tmp_path_factory: pytest.TempPathFactory) -> Dense:
+    return Dense(tmp_path_factory.mktemp("forward"))
+
+
+def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics were measured of a model that nobody has, with exit code 0."""
+    families.make(tmp_path / "dense")
+    write_text(tmp_path)
+    made = LlamaModel.__init__
+
+    def with_switch(self: LlamaModel, config: LlamaConfig) -> None:
+        """As a later release of transformers might: a key that its config class has no field for."""
+        made(self, config)
+        for layer in self.layers if getattr(config, "halved_blocks", False) else ():
+            layer.register_forward_hook(lambda module, given, output: output / 2)
+
+    monkeypatch.setattr(LlamaModel, "__init__", with_switch)
+    ok("calibrate", "dense", *TEXT, "--collect", "moments", "-o", "stats")
+    encoders.edit_files(tmp_path / "dense", lambda tensors, config: config.update(halved_blocks=True) or tensors)
+    before = listing()
+    line = (
+        "dense: transformers' own forward pass and its blocks run one by one do not compute the same: what enters "
+        r"block 1 differs by 1 of its size on 8 tokens \(at most 0.0001\); LlamaForCausalLM does something that the "
+        "description of llama does not say, perhaps by a setting in config.json, so this model can be neither "
+        "measured nor pruned"
+    )
+    for command in (
+        ("calibrate", "dense", *TEXT, "-o", "out"),
+        ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "out"),
+        ("prune", "dense", "--recipe", "laco-wanda-50", *TEXT, "-o", "out", "--dry-run"),
+    ):
+        found = refused(*command)
+        assert re.fullmatch(line, found), found
+        assert listing() == before
+
+
+def test_without_data_nothing_is_run_and_nothing_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.make(tmp_path / "dense")
+    monkeypatch.setattr(whole_forward, "_check", lambda *_: 1 / 0)
+    ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
+
+
+def test_a_model_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.make(tmp_path / "dense")
+    write_text(tmp_path)
+    loaded = []
+    load = whole_forward.load_model
+    monkeypatch.setattr(whole_forward, "load_model", lambda *a, **o: loaded.append(a) or load(*a, **o))
+    for out in ("a", "b"):
+        ok("calibrate", "dense", *TEXT, "--collect", "moments", "-o", out)
+    assert len(loaded) == 1
+
+
+def test_what_is_not_compared_is_said(
+    tmp_path: Path, said: list[str], data: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoders.make(tmp_path / "dense", "bert-model")
+    model = open_model("dense")
+    size = sum(info.numel for info in model.checkpoint.tensors.values()) * 4
+    monkeypatch.setattr(whole_forward, "available", lambda: 8 * size - 1)
+    check_forward(model, data, said.append)
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"not compared with transformers' own forward pass: its \S+ KiB are more than a part in 8 of the \S+ \w+ of "
+        "memory that are free",
+        said[0],
+    )
+    whole_forward._PASSED.clear()
+    encoders.edit_files(tmp_path / "dense", lambda tensors, config: config.update(auto_map=FOREIGN) or tensors)
+    (tmp_path / "dense" / "m.py").write_text("raise SystemExit('it was run')")
+    check_forward(open_model("dense", Opening(trust=True)), data, said.append)
+    assert said[1] == "not compared with transformers' own forward pass: it brings code of its own, which is not run"
+
+
+def test_blocks_that_overflow_where_the_model_does_not(
+    tmp_path: Path, said: list[str], data: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoders.make(tmp_path / "dense", "bert-model")
+    run = HiddenStream.run
+
+    def overflowing(self: HiddenStream, block: nn.Module, index: int, states: Tensor) -> Tensor:
+        return run(self, block, index, states) * (float("inf") if index == 1 else 1)
+
+    monkeypatch.setattr(HiddenStream, "run", overflowing)
+    with pytest.raises(UserError, match="what enters block 2 differs by inf of its size"):
+        check_forward(open_model("dense"), data, said.append)
+
+
+def test_a_model_that_overflows_itself_is_told_of_by_what_measures_it(
+    tmp_path: Path, said: list[str], data: Samples
+) -> None:
+    encoders.make(tmp_path / "dense", "bert-model")
+
+    def huge(tensors: dict[str, Tensor], config: dict[str, object]) -> dict[str, Tensor]:
+        return {name: t * 1e38 if "layer.1.output.dense.weight" in name else t for name, t in tensors.items()}
+
+    encoders.edit_files(tmp_path / "dense", huge)
+    check_forward(open_model("dense"), data, said.append)
+    assert said == []

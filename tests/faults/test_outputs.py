@@ -1,0 +1,127 @@
+"""What every command that writes promises of its files: nothing of this machine in them, the umask, the same bytes."""
+
+import itertools
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_prune.calibration import streams
+from ckpt_prune.filenames import REPORT
+from tests.faults.jobs import JOBS
+from tests.faults.trial import Machine, files_of
+from tests.forked import posix
+from tests.pairs import every
+
+pytestmark = posix
+
+WRITES = [name for name, job in JOBS.items() if not job.graph and job.repo is None]
+"""Graphs are traced for seconds; what is pushed is what the others wrote."""
+USER, HOST = "somebody-here", "a-machine-here"
+
+
+@pytest.fixture
+def place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The machine's folder, on a machine with names that nothing else has."""
+    for name in ("USER", "LOGNAME", "USERNAME"):
+        monkeypatch.setenv(name, USER)
+    monkeypatch.setattr("socket.gethostname", lambda: HOST)
+    monkeypatch.setattr("platform.node", lambda: HOST)
+    before = os.umask(0o027)
+    yield machine.folder
+    os.umask(before)
+
+
+@pytest.mark.parametrize("name", every(4, WRITES))
+def test_files_say_nothing_of_this_machine_and_come_again_byte_for_byte(
+    machine: Machine, place: Path, name: str
+) -> None:
+    job, reference = JOBS[name], machine.reference(name)
+    here = machine.place(name)
+    try:
+        ran = machine.run(name, here, job.arguments)
+        assert ran.code == 0, ran.err
+        assert files_of(here) == reference.after
+        for path in (each for each in here.rglob("*") if each.name != "notes-of-mine.txt"):
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert mode == (0o750 if path.is_dir() else 0o640), (path, oct(mode))
+            if path.is_file():
+                data = path.read_bytes()
+                for told in (str(place), str(here), str(Path.home()), USER, HOST):
+                    assert told.encode() not in data, (path.name, told)
+    finally:
+        shutil.rmtree(here)
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "threads": {"threads": 2},
+    "batches": {"batch": 16},
+    "memory": {"more": ("--state-memory", "0")},
+}
+"""What may differ from run to run without another model coming of it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), every(4, itertools.product(["sequential", "drift", "masks", "dense", "depth"], ALIKE))
+)
+def test_threads_batches_and_memory_choose_the_same_units(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    asked, job, here = ALIKE[how], JOBS[name], machine.place(name)
+    threads = torch.get_num_threads()
+    try:
+        if "batch" in asked:
+            monkeypatch.setattr(streams, "TOKENS_PER_BATCH", asked["batch"])
+        torch.set_num_threads(asked.get("threads", threads))
+        ran = machine.run(name, here, (*job.arguments, *asked.get("more", ())))
+        assert ran.code == 0, ran.err
+        found = files_of(here)
+        if how == "memory":
+            assert found == machine.reference(name).after
+        else:
+            near(json.loads(found[f"out/{REPORT}"]), json.loads(machine.reference(name).after[f"out/{REPORT}"]))
+    finally:
+        torch.set_num_threads(threads)
+        shutil.rmtree(here)
+
+
+def near(ours: Any, theirs: Any, where: str = "") -> None:
+    """The same but for digests of weights, and for the last digits of errors."""
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours.keys() - {"files", "tensors", "digests"}:
+            near(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs), where
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            near(one, other, f"{where}.{index}")
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), where
+    else:
+        assert ours == theirs, where
+
+
+def test_shards_hold_the_same_tensors(machine: Machine) -> None:
+    """However a source is cut into files, its pruned tensors are the same bytes."""
+    from safetensors.torch import load_file
+
+    job, here = JOBS["sharded"], machine.place("sharded")
+    try:
+        assert machine.run("sharded", here, job.arguments).code == 0
+        one = tuple(each.replace("sharded", "dense").replace("out", "one") for each in job.arguments)
+        assert machine.run("sharded", here, one).code == 0
+        parts = list((here / "out").glob("*.safetensors"))
+        assert len(parts) > 1
+        ours = {name: tensor for path in parts for name, tensor in load_file(path).items()}
+        theirs = load_file(here / "one" / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    finally:
+        shutil.rmtree(here)
