@@ -39,10 +39,10 @@ def computed_in(named: str, device: torch.device, stored: torch.dtype = torch.fl
     if named != "auto":
         dtype: torch.dtype = getattr(torch, named)
         return dtype
-    return torch.bfloat16 if stored == torch.bfloat16 and _multiplies_bfloat16(device) else torch.float32
+    return torch.bfloat16 if stored == torch.bfloat16 and multiplies_bfloat16(device) else torch.float32
 
 
-def _multiplies_bfloat16(device: torch.device) -> bool:
+def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether a device has instructions for products of bfloat16: others emulate them, slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -1,7 +1,8 @@
 """Pruned models that no stock config can describe.
 
 Their blocks differ in width, or have biases where the stock class has no slot for one, or have queries and keys
-narrower than values or wider, or without some of their rotary pairs, or fewer heads than the stock class allows.
+narrower than values or wider, or without some of their rotary pairs, or fewer heads than the stock class allows, or
+linear modules that are two thin ones.
 
 This one file is both what `ckpt_prune.load` uses and what travels with such a checkpoint as its remote code. It needs
 transformers alone. `PrunedX` is the stock class `X` of transformers, whichever it is, with every block rebuilt from the
@@ -16,6 +17,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
   tensor of the block (`rotary_pairs`);
 - `ckpt_prune_blocks`: where in the model the blocks are, and where in a block what is rebuilt (`Blocks`);
 - `ckpt_prune_biases`: linear modules (paths within a block) that have a bias although the stock class gives them none;
+- `ckpt_prune_ranks`: linear modules (paths within a block) that are the product of two, and the width between these;
 - `ckpt_prune_rotations`: blocks before (`entry`) and after (`exit`) which the residual stream is turned into another
   basis, by a square matrix each. Hidden states that are recorded between blocks are in the basis of their block. The
   gains of these blocks' norms stand in other modules, so that one number is left of each. Stock classes refuse its
@@ -229,6 +231,9 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
             linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    for path, rank in (getattr(config, "ckpt_prune_ranks", None) or {}).items():
+        owner, _, name = path.rpartition(".")
+        setattr(layer.get_submodule(owner), name, FactoredLinear(layer.get_submodule(path), rank))
     rotations = getattr(config, "ckpt_prune_rotations", None) or {}
     for side in ("entry", "exit"):
         if index in rotations.get(side, []):
@@ -352,6 +357,37 @@ def _drop_gains(layer: nn.Module) -> None:
     for name, child in layer.named_children():
         if "Norm" in type(child).__name__ and not isinstance(child, PlainNorm):
             setattr(layer, name, PlainNorm(child))
+
+
+# ---- linears of low rank ----------------------------------------------------------------------------------------
+
+
+class FactoredLinear(nn.Module):
+    """A linear whose weight is the product of two thin ones.
+
+    Args:
+        linear: the stock one, whose bias it has.
+        rank: outputs of the first and inputs of the second.
+    """
+
+    def __init__(self, linear: Any, rank: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = _sizes(linear)
+        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.down = nn.Linear(self.in_features, rank, bias=False, **like)
+        self.up = nn.Linear(rank, self.out_features, bias=False, **like)
+        self.bias = None if linear.bias is None else nn.Parameter(torch.zeros(self.out_features, **like))
+
+    @property
+    def weight(self) -> Tensor:
+        """The product, (outputs, inputs), for stock code that looks at it."""
+        product: Tensor = self.up.weight @ self.down.weight
+        return product
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Through both, and the bias."""
+        product: Tensor = self.up(self.down(hidden_states))
+        return product if self.bias is None else product + self.bias
 
 
 # ---- blocks of a narrower stream --------------------------------------------------------------------------------

@@ -4,14 +4,15 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ckpt_prune.architectures.composite import PartName
 from ckpt_prune.errors import UserError
 from ckpt_prune.graph_types import GraphType
 from ckpt_prune.ratios import Ratio, checked_ratio
+from ckpt_prune.text_names import NamedText, Split, named_text
 
 
 def _several(value: Any) -> Any:
@@ -72,10 +73,37 @@ def checked(kind: type[O], given: Mapping[str, Any]) -> O:
         raise UserError(f"--{option} {first['input']}: {said}") from error
 
 
-class SampleOptions(Options):
+class TextOptions(Options):
+    """What reads text, which may be named as papers call it."""
+
+    if TYPE_CHECKING:  # every command says its own
+        text: tuple[Path, ...]
+        window: int | None
+
+    usual_split: ClassVar[Split] = "test"
+
+    @model_validator(mode="after")
+    def _by_name(self) -> Self:
+        found = [named_text(each, self.usual_split) or each for each in self.text]
+        named = [each for each in found if isinstance(each, NamedText)]
+        asked = {each for each in (self.window, *(own.window for own in named)) if each is not None}
+        if len(asked) > 1:
+            raise ValueError(f"windows of {' and '.join(map(str, sorted(asked)))} tokens are asked for")
+        self.text = tuple(each.path if isinstance(each, NamedText) else each for each in found)
+        self.window = next(iter(asked), None)
+        return self
+
+
+class SampleOptions(TextOptions):
     """Which windows of which text, or how many images, to run a model on."""
 
-    text: Texts = Field((), description="Text file to run the model on (.txt or .jsonl); may be repeated.")
+    usual_split: ClassVar[Split] = "train"
+
+    text: Texts = Field(
+        (),
+        description="Text file to run the model on (.txt or .jsonl), or one by name, as papers join it: wikitext2, c4, "
+        "ptb; may be repeated.",
+    )
     samples: int | None = Field(
         None,
         ge=1,
@@ -134,10 +162,14 @@ class ImageOptions(Options):
     max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
 
 
-class EvaluationOptions(Options):
+class EvaluationOptions(TextOptions):
     """What to measure a model on."""
 
-    text: Texts = Field((), description="Text file to measure perplexity on; may be repeated.")
+    text: Texts = Field(
+        (),
+        description="Text file to measure perplexity on, or one by name, as papers join it: wikitext2, c4, ptb, also "
+        "wikitext2:validation or, with their windows, wikitext2@128, wikitext2@2048; may be repeated.",
+    )
     window: int | None = Field(None, ge=2, description="Tokens per window; needed with --text.")
     images: Path | None = Field(
         None,
@@ -160,7 +192,7 @@ class EvaluationOptions(Options):
     )
 
 
-class ProofOptions(Options):
+class ProofOptions(TextOptions):
     """What to compare a graph with PyTorch on."""
 
     text: Texts = Field(
@@ -362,6 +394,7 @@ class EvaluateOptions(SourceOptions, EvaluationOptions):
     tasks: Annotated[str | None, BeforeValidator(_with_commas)] = Field(
         None, description="Files of multiple-choice items (.jsonl), or names of lm-eval tasks."
     )
+    probe: Literal["knn", "linear"] | None = Field(None, description="Probe of the features of images.")
     generate: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field((), description="Prompts to continue.")
     generate_tokens: int = Field(64, ge=1, description="Tokens to generate after each prompt, at most.")
     include_path: Path | None = Field(None, description="Folder with lm-eval task files of one's own.")

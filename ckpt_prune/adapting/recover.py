@@ -17,6 +17,7 @@ from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.checkpoint.written import OUTPUT
+from ckpt_prune.containers.container import container_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model
 from ckpt_prune.filenames import ROTATIONS
@@ -26,7 +27,6 @@ from ckpt_prune.recovery.survivors import trained_tensors
 from ckpt_prune.report.model import Lora, Report
 from ckpt_prune.report.reading import report_of
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.transform.pairs import container_of
 from ckpt_prune.transform.publish import publish, wanted_names
 from ckpt_prune.transform.reporting import report_of_adapters
 from ckpt_prune.transform.resuming import Announce

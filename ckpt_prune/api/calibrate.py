@@ -96,9 +96,11 @@ def calibrate(
     from ckpt_prune.checkpoint.staging import refuse_inside, refuse_overlap
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.containers.checking import check_source
+    from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation.whole_forward import check_forward
+    from ckpt_prune.transform.checks import check_one_basis
     from ckpt_prune.transform.estimate import forewarning_of_calibration
     from ckpt_prune.transform.gradients import add_gradients
     from ckpt_prune.transform.measured_effects import measure_effects, measured_singly
@@ -110,12 +112,15 @@ def calibrate(
         source = open_model(options.model, Opening.of(options))
         checkpoint, described = source.checkpoint, source.family
         known = collectable(source)
-        inside = [space for space in described.columns if space not in described.consumers]
+        again = source.own_code
+        inside = [space for space in described.columns if space not in described.consumers and not again]
         usual = [*everything(source), *([EFFECTS] if measured_singly(source) else [])]
-        effects = [] if described.experts is not None else [EFFECTS]
-        asked = _kinds(options.collect, (*known, *effects), inside, usual, described.model_type)
+        effects = [] if described.experts is not None or again else [EFFECTS]
+        what = f"{described.model_type}{' with code of its own' if again else ''}"
+        asked = _kinds(options.collect, (*known, *effects), inside, usual, what)
         kinds = tuple(kind for kind in known if kind in asked)
         check_source(source)
+        check_one_basis(source)
         refuse_overlap(checkpoint.path, out)
         refuse_inside(out, [options.images, options.labels, *options.text])
         chosen: Samples = chosen_samples(source, options, options, trust=trust, say=say)
@@ -159,6 +164,7 @@ def calibrate(
             device=target,
             compute_dtype=dtype,
             overwrite=options.overwrite,
+            skeleton=container_of(source).skeleton() if again else None,
             announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
             finish=finish,
         )
@@ -172,7 +178,7 @@ def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual:
         kinds: of statistics that the model's family can use.
         inside: spaces that stand inside others.
         usual: what is collected by default.
-        family: its name.
+        family: its name, in words.
     """
     if text is None:
         return usual

@@ -86,13 +86,14 @@ def compare(
     from ckpt_prune.calibration.states import StateMemory
     from ckpt_prune.calibration.text import read_text
     from ckpt_prune.checkpoint.staging import write_whole
+    from ckpt_prune.containers.container import container_of
     from ckpt_prune.containers.opening import Opening, open_model
     from ckpt_prune.devices import computed_in, resolve_device
     from ckpt_prune.evaluation import comparing
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.reporting.comparison import comparison_page
     from ckpt_prune.transform.dense import Dense
-    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, container_of, rotated_as
+    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
     with progress_shown(progress):
@@ -106,7 +107,7 @@ def compare(
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         for source in (theirs, ours):
             source.checkpoint.check_finite()
-        container = container_of(ours)
+        container = container_of(ours).unfactored
         rotated = rotated_as(ours, theirs, target, report)
         found = comparing.compare(
             Dense(beside, target, rotated, None if rotated is None else container, leaps),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Bos, Texts
 from ckpt_prune.calibration.text_files import check_texts
@@ -12,6 +12,7 @@ from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 from ckpt_prune.progress import progress_shown
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from ckpt_prune.evaluation.results import Result
@@ -28,6 +29,7 @@ def evaluate(
     samples: int | None = None,
     bos: Bos = "auto",
     against: AnyModel | None = None,
+    probe: Literal["knn", "linear"] | None = None,
     tasks: str | Sequence[AnyPath] | None = None,
     include_path: AnyPath | None = None,
     generate: str | Sequence[str] = (),
@@ -53,6 +55,7 @@ def evaluate(
         samples: windows from the start of the text, images (at random, seed 0) or a task's first items; None for all.
         bos: begin-of-sequence token before the text.
         against: a reference, usually the dense model.
+        probe: with images, what the model's features without its head tell of their classes.
         tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks.
         include_path: folder with lm-eval task files of one's own.
         generate: instead of text, prompts that are continued greedily.
@@ -66,8 +69,8 @@ def evaluate(
 
     Returns:
         One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
-        `SentencesResult` or `HeadResult`, of images an `AccuracyResult` or `FeaturesResult`, of tasks a `ChoiceResult`
-        or `TaskResult`, of prompts a `GenerationResult`.
+        `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult` or `ProbeResult`,
+        of tasks a `ChoiceResult` or `TaskResult`, of prompts a `GenerationResult`.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
@@ -81,9 +84,8 @@ def evaluate(
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.evaluation.loading import default_dtype
     from ckpt_prune.evaluation.memory_plan import memory_plans
-    from ckpt_prune.evaluation.pictures import measure_images
+    from ckpt_prune.evaluation.pictures import measure_images, measure_probe
     from ckpt_prune.evaluation.placing import spread
-    from ckpt_prune.evaluation.results import TaskResult
     from ckpt_prune.evaluation.speaking import measure_choices, measure_generation
     from ckpt_prune.evaluation.texts import Pair, measure_text
 
@@ -96,14 +98,9 @@ def evaluate(
             both = [folder] if options.against is None else [folder, _place(options.against)[1]]
             return memory_plans(both, places, default_dtype(target))
         names = _names(options.tasks)
-        if names and not _are_files(names):
-            if graph is not None:
-                raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
-            from ckpt_prune.evaluation.harness import run_tasks
-
-            found = run_tasks(folder, names, device=target, limit=options.samples, include_path=options.include_path)
-            return TaskResult(folder, found)
         other, reference = (None, None) if options.against is None else _place(options.against)
+        if names and not _are_files(names):
+            return _lm_eval(options, names, [graph, other], folder, reference, target)
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
         pair = Pair(
@@ -119,7 +116,31 @@ def evaluate(
             return measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
         if options.generate:
             return measure_generation(pair, options.generate, options.generate_tokens)
+        if options.probe is not None:
+            return measure_probe(pair, options, options.probe)
         return measure_text(pair, options) if options.images is None else measure_images(pair, options)
+
+
+def _lm_eval(
+    options: EvaluateOptions,
+    names: Sequence[str],
+    graphs: Sequence[Path | None],
+    folder: Path,
+    reference: Path | None,
+    device: "torch.device",
+) -> "Result":
+    from ckpt_prune.evaluation.harness import run_tasks
+    from ckpt_prune.evaluation.results import TaskResult
+
+    for graph in graphs:
+        if graph is not None:
+            raise UserError(f"{graph} is a graph: it is measured with --text, --images or --tasks FILE.jsonl")
+
+    def tables(model: Path) -> dict[str, Any]:
+        return run_tasks(model, names, device=device, limit=options.samples, include_path=options.include_path)
+
+    other = None if reference is None else tables(reference)
+    return TaskResult(folder, tables(folder), reference, other)
 
 
 def _place(name: str) -> tuple[Path | None, Path]:
@@ -158,6 +179,8 @@ def _check(options: EvaluateOptions) -> None:
         raise UserError("--include-path goes with --tasks")
     if options.images is None and options.labels is not None:
         raise UserError("--labels goes with --images")
+    if options.images is None and options.probe is not None:
+        raise UserError("--probe goes with --images")
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: each is measured in a call of its own")
     if not asked:
@@ -184,7 +207,5 @@ def _check_tasks(options: EvaluateOptions) -> None:
         raise UserError(f"{missing[0]}: no such file of items")
     if files and options.include_path is not None:
         raise UserError("--include-path is for lm-eval tasks: it does not go with .jsonl files")
-    if not files and options.against is not None:
-        raise UserError("--against does not go with lm-eval tasks: run each model, or give .jsonl files of items")
     if not files and options.trust_remote_code:
         raise UserError("lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out")

@@ -14,7 +14,8 @@ from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overl
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import RecoverOptions, checked, has_data
 from ckpt_prune.parallel.group import here
-from ckpt_prune.planning.recovery_recipe import LoraSettings, Part, RecoverySettings, Teacher
+from ckpt_prune.planning.names import Part
+from ckpt_prune.planning.recovery_recipe import LoraSettings, RecoverySettings, Teacher
 from ckpt_prune.progress import Notices, progress_shown
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def recover(
     from ckpt_prune.report.reading import report_of
     from ckpt_prune.transform import recover as recovering
     from ckpt_prune.transform.asked import asked_after, training_dtype
-    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader
+    from ckpt_prune.transform.pairs import at_same_depth, check_models, check_same_reader, refuse_factored
     from ckpt_prune.transform.publish import wanted_names
 
     with progress_shown(progress):
@@ -183,6 +184,7 @@ def recover(
         )
         beside, _ = at_same_depth(ours, theirs, report_of(ours.checkpoint.path))
         check_models(ours, beside, recovering.WHY)
+        refuse_factored(ours)
         chosen = chosen_samples(theirs, options, options, trust=trust, most=MOST_SAMPLES, say=say)
         check_same_reader(ours, theirs, read_text(options.text) if options.text else "", trust=trust)
         request = recovering.RecoveryRequest(
@@ -225,6 +227,7 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
     from ckpt_prune.devices import resolve_device
     from ckpt_prune.transform.asked import training_dtype
     from ckpt_prune.transform.checks import check_trainable
+    from ckpt_prune.transform.pairs import check_one_stream, refuse_factored
     from ckpt_prune.transform.publish import wanted_names
 
     require_peft()
@@ -232,6 +235,8 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
         say = Notices()
         target = resolve_device(options.device)
         ours = open_model(options.pruned, Opening.of(options))
+        check_one_stream(ours, "adapters have no place beside its skip connections")
+        refuse_factored(ours)
         check_output(
             ours.checkpoint.path,
             options.output,

@@ -228,6 +228,11 @@ class Family(Description):
                 found |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
         return found
 
+    def linears_of(self, part: Literal["mlp", "attention"] | None) -> list[str]:
+        """Linear modules of a block: those of its attention, all others, or all."""
+        attention = set(self.attention.modules)
+        return [each for each in self.linears if part is None or (each in attention) == (part == "attention")]
+
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """A linear module of a block → all that read the same input, itself first; in the order of computation."""

@@ -25,6 +25,8 @@ from ckpt_prune.modeling_pruned import layer_config
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Shapes = Mapping[str, Shape]
 """Name of a tensor on disk → dtype and shape."""
+Width = int | list[int]
+"""Columns of a module: of all blocks, or of each where they differ."""
 BlockWidths = Mapping[SpaceName, int]
 """Units of each space that a block keeps; of q and k, in every head."""
 
@@ -70,8 +72,12 @@ class Model:
     # ---- dimensions -------------------------------------------------------------------------------------------
 
     def dimension(self, name: str) -> int:
-        """A dimension by the family's name for it."""
-        return self.family.dimension(self.config, name)
+        """A dimension by the family's name for it; of an output whose blocks differ, that of its first block."""
+        return self.family.dimension(self._counted, name)
+
+    @cached_property
+    def _counted(self) -> PreTrainedConfig:
+        return layer_config(self.config, 0) if self.own_code else self.config
 
     @property
     def blocks(self) -> int:
@@ -242,6 +248,11 @@ class Model:
         return bool(getattr(self.config, "tie_word_embeddings", False))
 
     @property
+    def own_code(self) -> bool:
+        """Whether it is an output whose blocks no stock class has: they may differ, and its config asks for code."""
+        return bool(self.checkpoint.config.get("auto_map"))
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type that most bytes of the checkpoint are in."""
         return self.checkpoint.dtype
@@ -380,12 +391,17 @@ class Model:
         return name if space not in self.family.columns or space in self.family.consumers else f"{name}/{space}"
 
     @property
-    def consumer_widths(self) -> dict[str, int]:
-        """Consumer's on-disk weight, with `{block}` for the block → its width, the same in every dense block."""
-        return {
-            f"{self.family.block}{space.consumer}.weight": self.units(name) * self.unit_columns(name)
-            for name, space in self.family.consumers.items()
-        }
+    def consumer_widths(self) -> dict[str, Width]:
+        """Consumer's on-disk weight, with `{block}` for the block → its width."""
+        found: dict[str, Width] = {}
+        for name, space in self.family.consumers.items():
+            width: Width = self.units(name) * self.unit_columns(name)
+            if self.own_code:
+                names = (self.tensor(block, space.consumer) for block in range(self.blocks))
+                own = [self.checkpoint.tensors[each].shape[1] for each in names]
+                width = own[0] if len(set(own)) == 1 else own
+            found[f"{self.family.block}{space.consumer}.weight"] = width
+        return found
 
     @property
     def linear_widths(self) -> dict[str, int]:

@@ -31,7 +31,8 @@ class BlockFactory:
         model: the dense model.
         device: where the blocks run.
         dtype: floating-point type the blocks compute in.
-        skeleton: the model on the meta device, where it is not the stock one of the config.
+        skeleton: the model on the meta device, where it is not the stock one of the config. Its config takes the place
+            of the model's: a model that is built settles in it which attention runs.
     """
 
     def __init__(
@@ -42,9 +43,13 @@ class BlockFactory:
         dtype: torch.dtype,
         skeleton: nn.Module | None = None,
     ) -> None:
+        if skeleton is None:
+            self.skeleton = build_skeleton(model.config, model.family.architecture)
+        else:
+            own: Any = skeleton.config
+            self.skeleton, model = skeleton, model.with_config(own)
         self.model, self.device, self.dtype = model, device, dtype
         self.family, self.config = model.family, model.config
-        self.skeleton = build_skeleton(model.config, self.family.architecture) if skeleton is None else skeleton
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
         self._buffers: dict[str, Tensor] = {}

@@ -82,10 +82,7 @@ class EndDistances:
             for own in drawn:
                 gradient = own.values[rows].to(here)
                 for first, states in enumerate(before):
-                    moved = (gradient * (states[rows].to(here) - here)).sum(-1).double()
-                    # Over all tokens of a sample where it has one prediction, else token by token.
-                    moved = moved.sum(-1) if own.whole else moved
-                    self._sums[first, len(before)] += own.weight * float(moved.square().sum())
+                    self._sums[first, len(before)] += own.moved(gradient, states[rows].to(here) - here)
 
     @property
     def found(self) -> Distances:

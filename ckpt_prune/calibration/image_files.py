@@ -76,6 +76,31 @@ def find_images(
     return _from_folders(directory, id2label)
 
 
+def classes_of(directory: Path, labels: Path | None = None) -> dict[int, str]:
+    """The classes that a folder of images names, where no model says which there are: index → label.
+
+    Labels that are numbers are their own indices; others are counted in order.
+
+    Raises:
+        UserError: as `find_images`.
+    """
+    beside = (labels, directory / LABELS, _parent(directory) / LABELS)
+    file = next((each for each in beside if each is not None and each.is_file()), None)
+    if file is not None:
+        texts = {row.values.get("label", "").strip() for row in _rows(file)}
+    else:
+        texts = {each.name for each in directory.iterdir() if each.is_dir()} if directory.is_dir() else set()
+    numbers = all(re.fullmatch(r"[0-9]{1,9}", each) for each in texts)
+    return {int(each): each for each in texts} if numbers else dict(enumerate(sorted(texts)))
+
+
+def has_splits(directory: Path, labels: Path | None = None) -> bool:
+    """Whether the labels of a folder of images say which of them are to calibrate on."""
+    beside = (labels, directory / LABELS, _parent(directory) / LABELS)
+    file = next((each for each in beside if each is not None and each.is_file()), None)
+    return file is not None and "split" in _rows(file)[0].values
+
+
 def choose_images(files: ImageFiles, *, samples: int, seed: int = 0, choose: Choose = "random") -> ImageFiles:
     """Choose `samples` of the images without replacement.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from torch import nn
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
@@ -58,6 +59,9 @@ def _staging(out: Path, blocks: int, collect: Sequence[str], *, overwrite: bool)
 def collectable(model: Model) -> tuple[Collect, ...]:
     """All that can be collected for a model."""
     family = model.family
+    if model.own_code:
+        # What it is measured for is a mask: nothing else is done to it again.
+        return ("moments", "gram", "linears")
     # Importances of units add up weights' gradients sample by sample, and experts see no whole samples.
     lacking = {
         "logits": not family.logits,
@@ -79,7 +83,8 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
     widths = [*model.consumer_widths.values()]
     if "linears" in collect:
         widths += model.linear_widths.values()
-    for width in widths:
+    for each in widths:
+        width = each if isinstance(each, int) else max(each)
         per_block += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
     if "logits" in collect:
         for heads, head_dim in model.query_heads.values():
@@ -114,6 +119,7 @@ def measure(
     overwrite: bool = False,
     announce: Callable[[int], None] | None = None,
     allocate: Allocate = in_memory,
+    skeleton: nn.Module | None = None,
     finish: Callable[[Statistics], object] | None = None,
 ) -> Statistics:
     """Measure the dense model's moments over samples and write them to a folder.
@@ -132,6 +138,7 @@ def measure(
         overwrite: replace an existing statistics folder.
         announce: told, once everything is checked, how many bytes the folder will take.
         allocate: makes the tensor that holds hidden states.
+        skeleton: the model on the meta device, where it is not the stock one of its config.
         finish: given the moments, measures more into their folder before it gets its name.
 
     Raises:
@@ -155,6 +162,7 @@ def measure(
             device=device,
             compute_dtype=compute_dtype,
             allocate=allocate,
+            skeleton=skeleton,
         )
         if finish is not None:
             finish(found)
@@ -184,6 +192,7 @@ def measure_into(
     device: torch.device,
     compute_dtype: torch.dtype,
     allocate: Allocate = in_memory,
+    skeleton: nn.Module | None = None,
     journal: Journal | None = None,
 ) -> Statistics:
     """Measure as `measure` does, into a folder that is there.
@@ -198,6 +207,7 @@ def measure_into(
         device: where blocks run.
         compute_dtype: in which they run.
         allocate: makes the tensor that holds hidden states.
+        skeleton: as of `measure`.
         journal: of the run, in which every block is entered when it is measured; blocks that are in it are run, but
             not measured again.
 
@@ -205,7 +215,7 @@ def measure_into(
         UserError: what is measured is not finite, or the disk has no room.
     """
     family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, here()
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
+    factory = BlockFactory(model, device=device, dtype=compute_dtype, skeleton=skeleton)
     stream = HiddenStream(
         factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate, group=group
     )

@@ -40,6 +40,17 @@ class Drawn:
     whole: bool
     weight: float
 
+    def moved(self, gradient: Tensor, error: Tensor) -> float:
+        """Σ over samples of (g·δ)², weighted: over all tokens of a sample where it has one prediction, else by token.
+
+        Args:
+            gradient: `values` of some samples, (B, T, hidden), where `error` is.
+            error: δ of the same samples.
+        """
+        found = (gradient * error).sum(-1).double()
+        found = found.sum(-1) if self.whole else found
+        return self.weight * float(found.square().sum())
+
 
 class Readout:
     """The model's own forward pass, with given hidden states in place of what its blocks would make.

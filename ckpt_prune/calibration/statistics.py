@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Modality
-from ckpt_prune.architectures.model import Model
+from ckpt_prune.architectures.model import Model, Width
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.distances import Distances
 from ckpt_prune.calibration.fisher import Fisher
@@ -96,7 +96,7 @@ class StatisticsIndex(BaseModel):
             metric at the outputs of consumers and of queries); taylor (importances of units, by gradients of the loss).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
-        consumers: consumer's on-disk weight → width, for every block.
+        consumers: consumer's on-disk weight → width, of all blocks, or of each where they differ.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
         turned: query's on-disk weight → query heads and their rotary pairs, for every block, where moments of them
@@ -135,7 +135,7 @@ class StatisticsIndex(BaseModel):
     collect: list[Collect]
     compute_dtype: str
     blocks: int = Field(ge=1)
-    consumers: dict[str, int]
+    consumers: dict[str, Width]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
     routers: dict[str, int] = Field(default_factory=dict)
@@ -373,10 +373,11 @@ class Statistics:
 
             folds = range(self.index.folds)
             linears = self.index.linears if "linears" in self.index.collect else {}
-            for weight, width in (self.index.consumers | linears).items():
+            for weight, widths in (self.index.consumers | linears).items():
                 name = _in_block(weight, block)
                 if weights is not None and name not in weights:
                     continue
+                width = widths if isinstance(widths, int) else widths[block]
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
             for router, experts in self.index.routers.items():
                 name = _in_block(router, block)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ckpt_prune.calibration.pieces import parts
 from ckpt_prune.calibration.text_files import check_texts
 from ckpt_prune.errors import UserError
+from ckpt_prune.text_names import named_text
 
 Bos = Literal["auto", "always", "never"]
 Choose = Literal["random", "first"]
@@ -73,7 +74,8 @@ def _growth_of(step: dict[str, Any]) -> int:
 def read_text(files: Sequence[Path]) -> str:
     r"""Read UTF-8 text files as one string, in the order given, joined by a blank line.
 
-    A `.jsonl` file counts as the `text` fields of its lines, joined by a blank line too.
+    A `.jsonl` file counts as the `text` fields of its lines, joined by a blank line too. A name that papers use is
+    its text as their code joins it (`text_names`).
 
     Raises:
         UserError: No file was given, or one is missing, empty, not UTF-8 text, or has a bad JSON line.
@@ -84,6 +86,8 @@ def read_text(files: Sequence[Path]) -> str:
 
 
 def _read_file(file: Path) -> str:
+    if (named := named_text(file)) is not None:
+        return named.read()
     check_texts([file])
     try:
         text = file.read_text(encoding="utf-8")

@@ -4,14 +4,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_prune.errors import UserError
+from ckpt_prune.text_names import named_text
 
 
 def check_texts(files: Iterable[Path]) -> None:
-    """Refuse text files that are not there.
+    """Refuse text files that are not there, and fetch those that are named as papers call them.
 
     Raises:
         UserError: with the first of them.
     """
     for file in files:
-        if not file.is_file():
+        named = named_text(file)
+        if named is not None:
+            named.file()
+        elif not file.is_file():
             raise UserError(f"{file}: no such text file")

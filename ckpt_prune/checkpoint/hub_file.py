@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from ckpt_prune.errors import UserError
 
@@ -40,14 +41,17 @@ def hub_bars(shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def hub_file(repo: str, name: str, revision: str | None = None, *, most: int) -> Path:
-    """A file of a model repository, in the Hub's cache: below a folder that is named as the commit it is of.
+def hub_file(
+    repo: str, name: str, revision: str | None = None, *, most: int, repo_type: Literal["model", "dataset"] = "model"
+) -> Path:
+    """A file of a repository, in the Hub's cache: below a folder that is named as the commit it is of.
 
     Args:
         repo: such as org/name.
         name: of the file, with slashes.
         revision: branch, tag or commit; None for the main branch.
         most: bytes that it may have, known before it is fetched.
+        repo_type: what the repository holds.
 
     Raises:
         UserError: there is no such repository, revision or file, it is too large, or it can be had neither from the Hub
@@ -61,10 +65,13 @@ def hub_file(repo: str, name: str, revision: str | None = None, *, most: int) ->
     try:
         with hub_bars(False):
             if not offline():
-                size = huggingface_hub.hf_hub_download(repo, name, revision=revision, dry_run=True).file_size
+                asked = huggingface_hub.hf_hub_download(
+                    repo, name, revision=revision, repo_type=repo_type, dry_run=True
+                )
+                size = asked.file_size
                 if (size or 0) > most:
                     raise UserError(f"{what} has {size} bytes on the Hub, and {most} are the most of such a file")
-            return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision))
+            return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, repo_type=repo_type))
     except UserError:
         raise
     except errors.GatedRepoError as error:

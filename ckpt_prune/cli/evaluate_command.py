@@ -40,6 +40,12 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
     help="A reference (the dense model): both side by side, with KL divergence.",
 )
 @click.option(
+    "--probe",
+    type=click.Choice(["knn", "linear"]),
+    help="With --images: what the features, without a head, tell of the classes: by 20 nearest neighbours, or by ridge "
+    "regression.",
+)
+@click.option(
     "--tasks",
     metavar="T[,T...]",
     help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra).",
@@ -84,6 +90,9 @@ def command(as_json: bool, **given: Any) -> None:
     mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes
     images at random (seed 0): the first ones would be those of the first classes.
 
+    --probe asks what the features of a base model tell of classes: on images that labels.csv marks calib it learns, on
+    those marked eval it is tested; without marks on one half each.
+
     A masked language model (BERT) is asked for 15 % of the tokens of every window, masked. A classifier of texts or
     tokens, and one that finds answers, is held against MODEL2: KL divergence, and how often both put the same first; a
     reranker by the order of its numbers. A base model without a head is compared by the cosine of its features with
@@ -103,6 +112,7 @@ def command(as_json: bool, **given: Any) -> None:
     \b
       ckpt-prune evaluate OUT --against MODEL --text wiki.test.raw --window 2048
       ckpt-prune evaluate OUT --against MODEL --images photos --labels labels.csv
+      ckpt-prune evaluate OUT --against MODEL --images photos --probe knn
       ckpt-prune evaluate OUT --against MODEL --tasks arc_easy.jsonl,piqa.jsonl
       ckpt-prune evaluate OUT --against MODEL --generate "The capital of France is"
       ckpt-prune evaluate OUT --tasks arc_easy,piqa
@@ -125,6 +135,7 @@ def _show(found: "Result") -> None:
         HeadResult,
         MaskedResult,
         PerplexityResult,
+        ProbeResult,
         SentencesResult,
         TaskResult,
     )
@@ -136,6 +147,7 @@ def _show(found: "Result") -> None:
         FeaturesResult: _features,
         SentencesResult: _sentences,
         HeadResult: _head,
+        ProbeResult: _probe,
         TaskResult: _tasks,
         ChoiceResult: _choices,
         GenerationResult: _generated,
@@ -200,6 +212,17 @@ def _features(found: Any) -> None:
     _skipped(found.skipped or ())
 
 
+def _probe(found: Any) -> None:
+    rows = [
+        [str(path), f"{s.top1:.2%}", "-" if s.strength is None else f"{s.strength:g}", f"{s.features:,}"]
+        for path, s in _both(found)
+    ]
+    click.echo(table([f"{found.kind} probe of", "top-1", "strength", "features"], rows))
+    click.echo(f"\n{found.train:,} images to learn from, {found.test:,} to test on; {found.split}")
+    if found.against is not None:
+        click.echo(f"difference {found.score.top1 - found.reference.top1:+.2%}, same class {found.agreement:.1%}")
+
+
 def _head(found: Any) -> None:
     own = found.found
     if own.rank_correlation is None:
@@ -225,12 +248,15 @@ def _skipped(skipped: tuple[str, ...]) -> None:
 
 
 def _tasks(found: Any) -> None:
-    rows = []
-    for task, metrics in found.tables["results"].items():
-        for metric, value in metrics.items():
-            if isinstance(value, float) and "stderr" not in metric:
-                rows.append([task, metric, f"{value:.4f}"])
-    click.echo(table(["task", "metric", "value"], rows))
+    if found.against is None:
+        rows = [[task, metric, f"{value:.4f}"] for task, metric, value, _ in found.figures()]
+        click.echo(table(["task", "metric", "value"], rows))
+        return
+    rows = [
+        [task, metric, f"{value:.4f}", *(["-", "-"] if other is None else [f"{other:.4f}", f"{value - other:+.4f}"])]
+        for task, metric, value, other in found.figures()
+    ]
+    click.echo(table(["task", "metric", str(found.model), str(found.against), "difference"], rows))
 
 
 def _choices(found: Any) -> None:
@@ -241,8 +267,11 @@ def _choices(found: Any) -> None:
             rows.append([task, str(path), *(f"{figure:.1%}" for figure in figures), f"{own.items:,}"])
     click.echo(table(["task", "model", "accuracy", "+/-", "norm.", "chance", "items"], rows))
     if found.against is not None:
-        shares = ", ".join(f"{task} {found.agreement(task):.1%}" for task in found.scores)
-        click.echo(f"\nboth choose the same: {shares}")
+        said = []
+        for task, score in found.scores.items():
+            difference, error = score.difference(found.references[task])
+            said.append([task, f"{difference:+.1%}", f"{error:.1%}", f"{found.agreement(task):.1%}"])
+        click.echo(f"\n{table(['task', 'difference', '+/-', 'both choose the same'], said)}")
 
 
 def _generated(found: Any) -> None:

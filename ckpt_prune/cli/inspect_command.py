@@ -110,7 +110,7 @@ def _print_remote(found: "RemoteDescription") -> None:
     for key, value in facts.items():
         if value:
             click.echo(f"{key:<11} {value}")
-    click.echo("\nit cannot be pruned or measured again: start from the dense model")
+    click.echo("\nunits go of the dense model: of what is done to that, this takes masks alone")
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
 

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from ckpt_prune.transform.shifts import Shifting
 
 
+_PREDICTED = (
+    "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order: more where much "
+    "goes; its exponential is about what the perplexity is multiplied by"
+)
+
+
 def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> None:
     """Those who come from `prune --text` are told what a plan is made from."""
     if value:
@@ -66,9 +72,19 @@ def _refuse_data(_ctx: click.Context, _parameter: click.Parameter, value: tuple[
 @container_option
 @click.option(
     "--sweep",
-    metavar="FROM:TO:STEP",
-    help="Plan at several ratios, such as 0.1:0.7:0.1, and print the curve of size and predicted error.",
+    metavar="VALUES",
+    help="Plan at several ratios, such as 0.1:0.7:0.1, or at several values of a key of the recipe, such as "
+    "spaces.mlp.compensation.lambda=1e-4,1e-2,1, and print the curve of size and predicted error.",
 )
+@click.option(
+    "--evaluate",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --sweep: also prune at each value, into a temporary folder, and measure its perplexity on this text.",
+)
+@click.option("--window", type=int, help="Tokens of a window of --evaluate.")
+@click.option("--samples", type=int, help="Windows of --evaluate, at most.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Plan file to write.")
 @click.option("--text", "--images", "data", multiple=True, hidden=True, expose_value=False, callback=_refuse_data)
 @overwrite_option
@@ -97,8 +113,13 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
       ckpt-prune plan MODEL --recipe best --statistics STATS --target-params 5.0B
       ckpt-prune plan MODEL --recipe rcpu --recipe ridge --recipe best-uniform --statistics STATS --ratio 0.2
       ckpt-prune plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1
+      ckpt-prune plan MODEL --recipe ridge --statistics STATS --sweep spaces.mlp.compensation.lambda=1e-4,1e-2,1 \\
+        --evaluate held_out.txt --window 512
       ckpt-prune plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2
     """
+    measured = {name: given.pop(name) for name in ("evaluate", "window", "samples")}
+    if sweep is None and any(value not in ((), None) for value in measured.values()):
+        raise UserError("--evaluate, --window and --samples measure the points of a --sweep")
     if given["test"] is not None and (len(recipes) > 1 or sweep is not None):
         raise UserError("--test holds one plan against other statistics: it goes with one --recipe and no --sweep")
     if len(recipes) > 1:
@@ -106,7 +127,7 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
         return
     given["recipe"] = recipes[0] if recipes else None
     if sweep is not None:
-        _at_ratios(sweep, as_json, given)
+        _swept(sweep, as_json, given | measured)
         return
     made = plan(**given)
     takes = made.takes
@@ -137,27 +158,16 @@ def _print_shifts(shifting: "Shifting") -> None:
         [
             *(str(site.block), site.space, f"{site.kept}/{site.units}"),
             *(figure(value) for value in (site.calibration, site.test, site.uncompensated, site.floor)),
-            *(figure(site.covariances, ".3f"), figure(site.means, ".3f"), figure(site.smallest, ".2g")),
-            *(figure(site.bound, ".2g"), f"{site.freedom:,}", f"{site.tokens:,}"),
+            figure(site.covariances, ".3f"),
         ]
         for site in shifting.sites
     ]
     click.echo()
-    headers = ["block", "space", "kept", "calibration", "test", "before", "floor", "covariances", "means", "smallest"]
-    click.echo(table([*headers, "bound", "freedom", "tokens"], rows))
+    click.echo(table(["block", "space", "kept", "calibration", "test", "before", "floor", "apart"], rows))
     click.echo()
-    click.echo("calibration, test: the error after compensation on the samples of --statistics and of --test")
-    click.echo("before, floor: on the samples of --test, without compensation, and the least that there can be")
-    click.echo(
-        "covariances, means: how far the inputs of --test are from those of --statistics: |S - S'| / |S| in the "
-        "spectral norm, |m - m'|^2 / E|x|^2"
-    )
-    click.echo(
-        "smallest: the least eigenvalue of what is solved, as a share of its mean: the less, the more the fit follows "
-        "its samples"
-    )
-    click.echo("bound: CORP's Proposition C.1.3 with constants of one; far above what happens")
-    click.echo("freedom: numbers that the compensation chooses (RCPU, section 4.2), on so many tokens")
+    click.echo("calibration, test: the error on the samples of --statistics and of --test, after compensation")
+    click.echo("before, floor: on those of --test without compensation, and the least there can be")
+    click.echo("apart: how far the inputs of the two are from each other, |S - S'| / |S|; --json has more")
     if shifting.left:
         click.echo(f"{' and '.join(shifting.left)}: not told on other samples; those sites do not end in columns")
 
@@ -208,24 +218,22 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     if held_out:
         click.echo("held out: the same on each fold of the samples when fitted on the others; by these recipes compare")
     if predicted:
-        click.echo(
-            "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order: more where "
-            "much goes; its exponential is about what the perplexity is multiplied by"
-        )
+        click.echo(_PREDICTED)
     for each in compared:
         for line in each.messages:
             click.echo(f"{each.recipe}: {line}")
 
 
-def _at_ratios(ratios: str, as_json: bool, given: dict[str, Any]) -> None:
+def _swept(values: str, as_json: bool, given: dict[str, Any]) -> None:
     alone = ("ratio", *(f"target_{kind}" for kind in ("params", "bytes", "flops", "latency")), "output")
     own = [given.pop(name) for name in alone]
     if any(value is not None for value in own):
         raise UserError(
-            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
+            "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it; --set "
+            "ratio=0.3 holds one while another key varies"
         )
     del given["overwrite"], given["test"]
-    found = plan_at(given.pop("model"), ratios, **given)
+    found = plan_at(given.pop("model"), values, **given)
     if as_json:
         echo_json(found.data())
     else:
@@ -287,25 +295,26 @@ def _print_plan(settled: Any, plan: Any) -> None:
 def _print_sweep(found: Sweep) -> None:
     from ckpt_prune.checkpoint.units import human_bytes, human_count
 
-    predicted = any(point.divergence is not None for point in found.points)
     rows = []
+    predicted = any(point.divergence is not None for point in found.points)
     for point in found.points:
         kept = [str(low) if low == high else f"{low}-{high}" for low, high in (point.widths[s] for s in found.spaces)]
         errors = ["-" if point.errors[s] is None else f"{point.errors[s]:.4f}" for s in found.spaces]
         rows.append(
             [
-                f"{point.ratio:g}",
+                point.value if isinstance(point.value, str) else f"{point.value:g}",
                 human_count(point.after.parameters),
                 f"{point.after.parameters / found.before.parameters:.1%}",
                 human_bytes(point.after.bytes),
                 human_count(point.after.flops),
                 *kept,
                 *errors,
-                *([] if not predicted else ["-" if point.divergence is None else f"{point.divergence:.4f}"]),
+                *(["-" if point.divergence is None else f"{point.divergence:.4f}"] if predicted else []),
+                *(["-" if point.perplexity is None else f"{point.perplexity:.3f}"] if found.measured else []),
             ]
         )
     headers = [
-        "ratio",
+        found.key,
         "parameters",
         "share",
         "bytes",
@@ -313,9 +322,14 @@ def _print_sweep(found: Sweep) -> None:
         *found.spaces,
         *(f"{space} error" for space in found.spaces),
         *(["predicted"] if predicted else []),
+        *(["perplexity"] if found.measured else []),
     ]
     click.echo(table(headers, rows))
     click.echo("errors: means over blocks, relative to each output's energy, after compensation; no perplexity")
+    if predicted and not found.depth:
+        click.echo(_PREDICTED)
+    if found.measured:
+        click.echo(found.measured)
     if found.depth:
         _print_blocks(found)
 

@@ -137,7 +137,7 @@ def _print_done(pruned: Pruned) -> None:
         for message in messages(settled):
             click.echo(message)
         click.echo(table(COST_HEADERS, cost_rows(report.before, report.after)))
-        if settled.recipe.mask is None:
+        if settled.recipe.mask is None and settled.recipe.low_rank is None:
             click.echo(kept_line(settled))
         for line in report_lines(report):
             click.echo(line)
@@ -147,7 +147,7 @@ def _print_done(pruned: Pruned) -> None:
 
 
 def _print_dry(settled: Any) -> None:
-    from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line
+    from ckpt_prune.cli.rendering import COST_HEADERS, container_line, cost_rows, kept_line, ranks_line
     from ckpt_prune.filenames import GRAPH_FOLDER
     from ckpt_prune.sparsity.patterns import mask_words
     from ckpt_prune.transform.estimate import of_job
@@ -157,7 +157,9 @@ def _print_dry(settled: Any) -> None:
         click.echo(message)
     click.echo(table(COST_HEADERS, cost_rows(settled.before, settled.output.cost)))
     mask = settled.recipe.mask
-    if mask is None:
+    if settled.recipe.low_rank is not None:
+        click.echo(ranks_line(settled))
+    elif mask is None:
         click.echo(kept_line(settled))
     else:
         how = mask_words(mask.method, mask.pattern)
@@ -167,7 +169,10 @@ def _print_dry(settled: Any) -> None:
                 f"to be rotated first, {rotation.kind}: {rotation.steps} steps of {settled.recipe.importance} "
                 "importance"
             )
-        click.echo(f"to be masked by {how}: {settled.recipe.ratio:.1%} of every linear weight in every block")
+        where = "of every linear weight in every block"
+        if mask.allocation != "uniform":
+            where = f"of all linear weights, shared out over blocks by {mask.allocation}"
+        click.echo(f"to be masked by {how}: {settled.recipe.ratio:.1%} {where}")
     recovery = settled.recipe.recovery
     if recovery is not None:
         blocks = recovery.blocks(settled.model.blocks)

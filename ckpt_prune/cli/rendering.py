@@ -12,11 +12,13 @@ from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named_all
 from ckpt_prune.report.figures import (
     cost_changes,
+    factor_figures,
     held_out_errors,
     mask_figures,
     recovery_figures,
     relative_floor,
     rotation_figures,
+    shares_line,
     space_errors,
     unsolved,
     worse_on_held_out,
@@ -119,6 +121,17 @@ def _foreseen_line(settled: Settled) -> str:
     )
 
 
+def ranks_line(settled: Settled) -> str:
+    """How many linears become two, and between which ranks."""
+    ranks = [rank for own in settled.output.ranks for rank in own.values()]
+    if settled.foreseen:
+        return (
+            f"to be factored: {len(ranks)} linears, at one share everywhere into ranks of "
+            f"{_span(min(ranks), max(ranks))}; measuring finds ranks of that size that lose less"
+        )
+    return f"to be factored: {len(ranks)} linears, into ranks of {_span(min(ranks), max(ranks))}"
+
+
 def container_line(settled: Settled) -> str:
     """What an output that does not exist yet will be stored as."""
     container = settled.output.container
@@ -135,6 +148,7 @@ def report_lines(report: Report) -> Iterable[str]:
         yield from hidden_lines(report.hidden)
     yield from error_lines(report.sites)
     yield from mask_lines(report)
+    yield from factor_lines(report)
     yield from warning_lines(report.sites)
     yield from recovery_lines(report)
     if report.lambda_search is not None:
@@ -236,6 +250,9 @@ def mask_lines(report: Report) -> Iterable[str]:
         return
     how = mask_words(report.mask.method, report.mask.pattern)
     yield f"masked by {how}: {mask.share:.2%} zeros in {mask.linears} weights of {human_count(mask.size)}"
+    shared = shares_line(report.mask)
+    if shared is not None:
+        yield shared
     if mask.mean_error is not None:
         yield f"mean error of the outputs on the calibration samples {mask.mean_error:.4f}"
     if mask.damped:
@@ -245,6 +262,19 @@ def mask_lines(report: Report) -> Iterable[str]:
             f"{len(weights)} of {mask.linears} Hessians were singular with damping {mask.asked:g} and took up to "
             f"{max(damp for _, damp in mask.damped):g}: use more samples ({named})"
         )
+
+
+def factor_lines(report: Report) -> Iterable[str]:
+    """What two thin linears in the place of one cost."""
+    found = factor_figures(report.factored)
+    if found is None:
+        return
+    yield (
+        f"factored {found.linears} linears into ranks of {_span(found.least, found.most)}: {human_count(found.left)} "
+        f"of their {human_count(found.size)} parameters are left ({found.left / found.size:.1%})"
+    )
+    if found.mean_error is not None:
+        yield f"mean error of the outputs on the calibration samples {found.mean_error:.4f}"
 
 
 def recovery_lines(report: Report) -> Iterable[str]:

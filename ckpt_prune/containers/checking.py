@@ -14,7 +14,7 @@ from ckpt_prune.architectures.skeleton import (
     stock_names,
 )
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.containers.remote import remote_class
+from ckpt_prune.containers.container import stored_container
 from ckpt_prune.errors import UserError
 
 _CHECKED: "WeakSet[Model]" = WeakSet()
@@ -27,16 +27,29 @@ def check_source(model: Model) -> None:
     Raises:
         UserError: a tensor is missing, unknown, of another shape than the config says, or not floating point.
     """
-    checkpoint = model.checkpoint
     if model in _CHECKED:
         return
-    if remote_class(checkpoint.config, checkpoint.path) is not None:
-        raise UserError(
-            f"{checkpoint.path} was pruned into a shape that no stock class has (remote code): it cannot be pruned or "
-            "measured again; start from the dense model"
-        )
-    check_stored(checkpoint, stock_names(checkpoint.config, model.family.architecture))
+    config, own = model.checkpoint.config, model.own_code
+    known = stored_container(model.checkpoint).names() if own else stock_names(config, model.family.architecture)
+    check_stored(model.checkpoint, known)
     _CHECKED.add(model)
+
+
+def check_stock(model: Model, what: str) -> None:
+    """Refuse an output of this tool that carries code of its own.
+
+    Args:
+        model: what is given.
+        what: cannot be done with it, and why, for the message.
+
+    Raises:
+        UserError: it is one.
+    """
+    if model.own_code:
+        raise UserError(
+            f"{model.checkpoint.path} was pruned into a shape that no stock class has (remote code): {what}; start "
+            "from the dense model"
+        )
 
 
 def check_stored(checkpoint: Checkpoint, known: Names) -> None:

@@ -19,8 +19,8 @@ from ckpt_prune.architectures.family import REMOTE_PREFIX, Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import as_said
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts, known_space
-from ckpt_prune.containers.container import Container, Widths
-from ckpt_prune.containers.remote import BLOCKS_KEY, REMOTE_MODULE
+from ckpt_prune.containers.container import Container, Ranks, Widths
+from ckpt_prune.containers.remote import BLOCKS_KEY, RANKS_KEY, REMOTE_MODULE
 from ckpt_prune.errors import UserError
 
 REMOTE, PADDED, ANY = "remote", "padded", "any"
@@ -132,6 +132,7 @@ def choose_container(
     *,
     requested: str = "auto",
     per_layer: bool = False,
+    ranks: Ranks = (),
 ) -> Container:
     """Find the container for an output.
 
@@ -142,6 +143,7 @@ def choose_container(
         requested: auto (stock, or remote where widths differ), any (stock, or remote where no stock one fits), padded,
             remote, or a model_type to force.
         per_layer: whether the recipe accepts widths that differ per block, and with them remote code.
+        ranks: of linear modules that two thin ones stand in for: only remote code has these.
 
     Raises:
         UserError: nothing fits; the message says why each candidate does not, and what to do.
@@ -197,7 +199,7 @@ def choose_container(
         for candidate in candidates:
             reason = _obstacle(candidate, model, widths, biases, remote_code=remote, slotless_ok=lacking_slots)
             if reason is None:
-                made = _build(candidate, model, widths, biases, remote=remote, reasons=reasons)
+                made = _build(candidate, model, widths, biases, remote=remote, reasons=reasons, ranks=ranks)
                 return _with_padding(made, padded)
             if not lacking_slots:
                 reasons.append(reason)
@@ -244,8 +246,21 @@ def _with_padding(container: Container, padded: frozenset[SpaceName]) -> Contain
     return replace(container, padded=padded, note=f"{container.note}; {note}" if container.note else note)
 
 
+def _ranks(family: Family, ranks: Mapping[str, int]) -> dict[str, int]:
+    """Ranks by the paths of the linear modules in a block."""
+    paths = module_paths(family)
+    return {path: rank for module, rank in ranks.items() for path in paths[module]}
+
+
 def _build(
-    candidate: Family, model: Model, widths: Widths, biases: Set[str], *, remote: bool, reasons: list[str]
+    candidate: Family,
+    model: Model,
+    widths: Widths,
+    biases: Set[str],
+    *,
+    remote: bool,
+    reasons: list[str],
+    ranks: Ranks = (),
 ) -> Container:
     family = model.family
     same = candidate.model_type == family.model_type
@@ -253,7 +268,10 @@ def _build(
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
     own_keys = remote or not any(space.fixed for space in family.spaces.values())
-    changes = model.config_values(widths[0]) if own_keys else _stock_values(model, widths[0])
+    # Remote code reads the width of a multiple under a key that the stock class knows nothing of, and may be there.
+    multiples = {name: model.units(name) for name, each in family.spaces.items() if each.units in family.multiples}
+    said = (multiples if remote else {}) | dict(widths[0])
+    changes = model.config_values(said) if own_keys else _stock_values(model, widths[0])
     values |= {as_said(key, values, model.config): value for key, value in changes.items()}
     whole = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
     decoupled = any(space.fixed is None for space in whole)
@@ -275,9 +293,13 @@ def _build(
     overrides = {}
     first = model.config_values(widths[0])
     for index, units in enumerate(widths):
-        own = {k: v for k, v in model.config_values(units).items() if v != first[k]}
+        own: dict[str, Any] = {k: v for k, v in model.config_values(units).items() if v != first[k]}
+        if ranks and ranks[index] != ranks[0]:
+            own[RANKS_KEY] = _ranks(candidate, ranks[index])
         if own:
             overrides[str(index)] = own
+    if ranks:
+        values[RANKS_KEY] = _ranks(candidate, ranks[0])
     if overrides:
         values |= candidate.uneven | {"per_layer_config": overrides}
     reason = next(iter(stockless(model, widths).values()), "on request") if same else "on request"

@@ -1,21 +1,26 @@
 """A container: the `model_type` and config that an output is stored under."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from ckpt_prune.architectures.fitting import fitting_family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names, build_skeleton, parse_config, shapes_alone, stock_names
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
-from ckpt_prune.containers.remote import remote_class, remote_model_class, with_block_facts
+from ckpt_prune.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
+
+
+Ranks = Sequence[Mapping[str, int]]
+"""Of each block, linear modules that two thin ones stand in for → their rank."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,19 @@ class Container:
     note: str | None = None
     architecture: str = ""
     padded: frozenset[SpaceName] = frozenset()
+
+    @property
+    def unfactored(self) -> "Container":
+        """The same with one linear in the place of two: what runs where factors are read as their product."""
+        if RANKS_KEY not in self.config:
+            return self
+        config = {key: value for key, value in self.config.items() if key != RANKS_KEY}
+        if "per_layer_config" in config:
+            own = config["per_layer_config"].items()
+            config["per_layer_config"] = {
+                index: {key: value for key, value in values.items() if key != RANKS_KEY} for index, values in own
+            }
+        return replace(self, config=config)
 
     def skeleton(self) -> nn.Module:
         """The container's model on the meta device."""
@@ -66,6 +84,12 @@ def stored_container(checkpoint: Checkpoint) -> Container:
     remote = remote_class(checkpoint.config, checkpoint.path)
     architecture = "" if remote else fitting_family(checkpoint).architecture
     return Container(checkpoint.config["model_type"], checkpoint.config, remote, architecture=architecture)
+
+
+def container_of(model: Model) -> Container:
+    """What a model's checkpoint is stored as, with the linear modules that have a bias in it."""
+    biases = frozenset(module for module in model.family.linears if model.has(module, "bias"))
+    return replace(stored_container(model.checkpoint), biases=biases)
 
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:

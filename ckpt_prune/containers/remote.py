@@ -13,6 +13,8 @@ from ckpt_prune.errors import UserError
 
 REMOTE_MODULE = "modeling_pruned"
 """Name, without suffix, of the file of remote code that an output carries."""
+RANKS_KEY = "ckpt_prune_ranks"
+"""Config key of the ranks of linear modules that two thin ones stand in for."""
 BLOCKS_KEY = "ckpt_prune_blocks"
 """Config key of the family's facts about its blocks that remote code needs."""
 

@@ -12,7 +12,7 @@ from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.architectures.supported import family_of
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.units import counted
-from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.containers.choosing import choose_container
 from ckpt_prune.containers.remote import remote_class
 from ckpt_prune.description.model import (
@@ -98,6 +98,7 @@ def _model(
 ) -> ModelDescription:
     model = Model.of(checkpoint)
     family = model.family
+    check_stock(model, "units are counted alike in every block, and its blocks may differ")
     check_source(model)
     made = report_of(checkpoint.path)
     wanted: list[float | None] = [*ratios] or ([] if recipe is None else [None])
@@ -187,8 +188,8 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
 
 
 def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
+    check_spaces(model.family, recipe)
     request = Request(model, recipe)
-    check_spaces(model.family, request.recipe)
     widths = Decisions(request.recipe).widths(model)
     output = output_of(request, widths)
     container = output.container

@@ -158,7 +158,7 @@ class ModelDescription(_Any):
 
 
 class RemoteDescription(_Any):
-    """An output with remote code of this tool, which cannot be pruned again.
+    """An output with remote code of this tool, which loses no more units.
 
     Attributes:
         model: its folder.

@@ -26,6 +26,7 @@ class ChoiceScore:
         accuracy_norm: the same by log-probability per character of the continuation.
         chance: accuracy of blind guessing: the mean of 1 / choices.
         picked: the choice of every item, by plain log-probability.
+        right: whether that is the right one.
     """
 
     items: int
@@ -33,11 +34,19 @@ class ChoiceScore:
     accuracy_norm: float
     chance: float
     picked: tuple[int, ...]
+    right: tuple[bool, ...]
 
     @property
     def stderr(self) -> float:
         """Standard error of the accuracy, of a sample of so many items."""
         return math.sqrt(self.accuracy * (1 - self.accuracy) / max(1, self.items - 1))
+
+    def difference(self, other: "ChoiceScore") -> tuple[float, float]:
+        """This accuracy less another's of the same items, and the standard error of that, item by item."""
+        each = [int(ours) - int(theirs) for ours, theirs in zip(self.right, other.right, strict=True)]
+        mean = sum(each) / self.items
+        spread = sum((value - mean) ** 2 for value in each) / max(1, self.items - 1)
+        return mean, math.sqrt(spread / self.items)
 
 
 @torch.inference_mode()
@@ -66,8 +75,9 @@ def answer(
     """
     texts = [option for item in items for option in item.options]
     scores = _log_probabilities(model, [_pair(tokenizer, *text, bos) for text in texts], what)
-    right = right_norm = 0
+    right_norm = 0
     picked: list[int] = []
+    right: list[bool] = []
     start = 0
     for item in items:
         own = scores[start : start + len(item.options)]
@@ -76,11 +86,11 @@ def answer(
         choice = max(range(len(own)), key=own.__getitem__)
         per_character = [score / length for score, length in zip(own, lengths, strict=True)]
         picked.append(choice)
-        right += choice == item.answer
+        right.append(choice == item.answer)
         right_norm += max(range(len(own)), key=per_character.__getitem__) == item.answer
     count = len(items)
     chance = sum(1 / len(item.options) for item in items) / count
-    return ChoiceScore(count, right / count, right_norm / count, chance, tuple(picked))
+    return ChoiceScore(count, sum(right) / count, right_norm / count, chance, tuple(picked), tuple(right))
 
 
 def _pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, bos: Bos) -> tuple[Tensor, int]:

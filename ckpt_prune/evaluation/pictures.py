@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import BaseImageProcessor
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from ckpt_prune.architectures.model import image_tokens
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.architectures.supported import family_of
-from ckpt_prune.calibration.image_files import choose_images, find_images
+from ckpt_prune.calibration.image_files import choose_images, classes_of, find_images, has_splits, take
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.images import ImageSamples
 from ckpt_prune.checkpoint.jsonfile import read_object
@@ -17,7 +17,8 @@ from ckpt_prune.evaluation.classification import class_names, classify, compare_
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind, is_vision, reference_of_base
 from ckpt_prune.evaluation.loading import read_config
-from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult
+from ckpt_prune.evaluation.probing import Probe, ProbeName, features_of, probe
+from ckpt_prune.evaluation.results import AccuracyResult, FeaturesResult, ProbeResult
 from ckpt_prune.evaluation.texts import Pair
 from ckpt_prune.options import EvaluationOptions
 
@@ -48,6 +49,57 @@ def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | F
     if base is not None:
         return _features(pair, base, samples)
     return _classification(pair, samples)
+
+
+def measure_probe(pair: Pair, options: EvaluationOptions, kind: ProbeName) -> ProbeResult:
+    """Measure what a model's features tell of the classes of images, and a reference's where there is one.
+
+    Raises:
+        UserError: it reads no images, or there are no classes, or too few images to learn from.
+    """
+    assert options.images is not None
+    for folder in (pair.folder, pair.reference):
+        if folder is not None:
+            check_folder(folder)
+            if not is_vision(folder):
+                raise UserError(f"{folder} is no vision model: --probe is of features of images")
+    if pair.graph is not None or pair.reference_graph is not None:
+        raise UserError("--probe is of features before the head, which graphs do not give")
+    names = classes_of(options.images, options.labels)
+    if has_splits(options.images, options.labels):
+        parts = [find_images(options.images, labels=options.labels, split=s, id2label=names) for s in ("calib", "eval")]
+        split = "by labels: calib to learn, eval to test"
+    else:
+        files = find_images(options.images, labels=options.labels, split="eval", id2label=names)
+        half = choose_images(files, samples=len(files.paths), seed=0)
+        middle, count = (len(half.paths) + 1) // 2, len(half.paths)
+        parts = [take(half, list(range(middle))), take(half, list(range(middle, count)))]
+        split = "one half at random to learn, the other to test (seed 0)"
+    if any(part.labels is None for part in parts):
+        raise UserError(f"{options.images}: images without classes: give --labels FILE, or a sub-folder per class")
+    if options.samples is not None:
+        parts = [choose_images(part, samples=min(options.samples, len(part.paths)), seed=0) for part in parts]
+    if min(len(part.paths) for part in parts) < 2:
+        raise UserError(f"{options.images}: too few images to learn from some and test on others")
+    processor = _shared_processor(pair.folder, pair.reference, pair.trust)
+    train, test = (
+        ImageSamples(part, processor, tokens=_tokens_of(pair.folder), max_corrupt=options.max_corrupt) for part in parts
+    )
+    assert train.labels is not None
+    assert test.labels is not None
+    own, expected = train.labels, test.labels
+
+    def found(model: PreTrainedModel) -> Probe:
+        try:
+            features = [features_of(model, samples) for samples in (train, test)]
+        except ValueError as error:  # what transformers' vision models raise for images of another size
+            reason = " ".join(str(error).split())
+            raise UserError(f"the model does not take the images: {reason[:300]}") from error
+        return probe(kind, features[0], own, features[1], expected)
+
+    score = found(pair.load())
+    other = None if pair.reference is None else found(pair.load_reference())
+    return ProbeResult(pair.name, kind, score, len(train), len(test), split, pair.reference_name, other)
 
 
 def _features(pair: Pair, base: Path, samples: ImageSamples) -> FeaturesResult:

@@ -14,6 +14,7 @@ from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.masked import MaskedScore
 from ckpt_prune.evaluation.memory_plan import MemoryPlans
 from ckpt_prune.evaluation.perplexity import Score
+from ckpt_prune.evaluation.probing import Probe
 from ckpt_prune.evaluation.sentences import SentenceComparison
 
 
@@ -163,6 +164,57 @@ class FeaturesResult:
 
 
 @dataclass(frozen=True)
+class ProbeResult:
+    """A probe of the features of images.
+
+    Attributes:
+        model: that was measured.
+        kind: knn or linear.
+        score: of the probe.
+        train, test: images that it was fitted on, and tried on.
+        split: how these were told apart.
+        against: the reference, where there is one.
+        reference: the same probe of its features.
+    """
+
+    model: Path
+    kind: str
+    score: Probe
+    train: int
+    test: int
+    split: str
+    against: Path | None = None
+    reference: Probe | None = None
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the test images that both put in the same class; None without a reference."""
+        if self.reference is None:
+            return None
+        same = sum(a == b for a, b in zip(self.score.picked, self.reference.picked, strict=True))
+        return same / len(self.score.picked)
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        against = None
+        if self.against is not None and self.reference is not None:
+            against = {"model": str(self.against), "top1": self.reference.top1, "strength": self.reference.strength}
+        return {
+            "model": str(self.model),
+            "probe": self.kind,
+            "top1": self.score.top1,
+            "strength": self.score.strength,
+            "features": self.score.features,
+            "train": self.train,
+            "test": self.test,
+            "split": self.split,
+            "agreement": self.agreement,
+            "difference": None if self.reference is None else self.score.top1 - self.reference.top1,
+            "against": against,
+        }
+
+
+@dataclass(frozen=True)
 class HeadResult:
     """A classifier of texts or tokens, or one that finds answers, beside a reference.
 
@@ -207,14 +259,34 @@ class TaskResult:
     Attributes:
         model: that was measured.
         tables: lm-eval's own: results (task → metric → value), versions and n-samples.
+        against: the reference, where there is one.
+        reference: its tables.
     """
 
     model: Path
     tables: dict[str, Any]
+    against: Path | None = None
+    reference: dict[str, Any] | None = None
+
+    def figures(self) -> list[tuple[str, str, float, float | None]]:
+        """Task, metric, value and the reference's value; standard errors are left out."""
+        found = []
+        for task, metrics in self.tables["results"].items():
+            others = {} if self.reference is None else self.reference["results"][task]
+            for metric, value in metrics.items():
+                if isinstance(value, float) and "stderr" not in metric:
+                    found.append((task, metric, value, others.get(metric)))
+        return found
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return self.tables
+        if self.reference is None:
+            return self.tables
+        differences: dict[str, dict[str, float]] = {}
+        for task, metric, value, other in self.figures():
+            if other is not None:
+                differences.setdefault(task, {})[metric] = value - other
+        return self.tables | {"against": {"model": str(self.against)} | self.reference, "differences": differences}
 
 
 @dataclass(frozen=True)
@@ -247,7 +319,13 @@ class ChoiceResult:
             tasks[task] = self._figures(score)
             if self.references is not None:
                 own = self._figures(self.references[task])
-                tasks[task] |= {"agreement": self.agreement(task), "against": own}
+                difference, error = score.difference(self.references[task])
+                tasks[task] |= {
+                    "agreement": self.agreement(task),
+                    "difference": difference,
+                    "difference_stderr": error,
+                    "against": own,
+                }
         against = None if self.against is None else str(self.against)
         return {"model": str(self.model), "against": against, "tasks": tasks}
 
@@ -299,6 +377,7 @@ Result = (
     | MaskedResult
     | AccuracyResult
     | FeaturesResult
+    | ProbeResult
     | SentencesResult
     | HeadResult
     | TaskResult

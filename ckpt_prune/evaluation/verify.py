@@ -12,6 +12,7 @@ from ckpt_prune._version import __version__
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.cuts import found_among, touched
 from ckpt_prune.architectures.descriptions import OUTSIDE_KEY, described_by
+from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.fitting import fitted, fitting_family
 from ckpt_prune.architectures.model import Model
@@ -32,7 +33,7 @@ from ckpt_prune.evaluation.kept_blocks import dense_at_depth, kept_blocks, mappe
 from ckpt_prune.evaluation.kept_ends import kept_ends
 from ckpt_prune.evaluation.parity import stock_load_report
 from ckpt_prune.filenames import REPORT
-from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.progress import track
 from ckpt_prune.report.model import Report
 from ckpt_prune.report.reading import report_of
@@ -46,6 +47,8 @@ from ckpt_prune.sparsity.zeros import (
 )
 
 _CARD = "README.md"
+_FACTORS_AWAY = 1e-6
+"""Of a weight's norm: sums of the same numbers in another order differ by far less."""
 _ONLY_ZEROING = {"magnitude", "wanda"}
 """Mask methods that leave the weights they keep as they were."""
 
@@ -122,7 +125,21 @@ def _report(folder: Path) -> Report | None:
 
 def _groups(report: Report) -> GroupPattern | None:
     """N:M of the report's mask; None for unstructured, or without one. Raises ValueError where none can be meant."""
-    return parse_pattern(report.mask.pattern) if report.mask else None
+    groups = parse_pattern(report.mask.pattern) if report.mask else None
+    if groups is not None and report.mask is not None and report.mask.shares is not None:
+        kept = report.mask.shares.kept or []
+        if any(own > groups.of for own in kept) or any(linear.block >= len(kept) for linear in report.linears):
+            raise ValueError("shares of a mask that are not those of its blocks")
+    return groups
+
+
+def _groups_of(report: Report, linear: MaskedLinear) -> GroupPattern | None:
+    """N:M of one masked weight; None where it is unstructured, or its block has no zeros."""
+    groups = _groups(report)
+    if groups is None or report.mask is None or report.mask.shares is None:
+        return groups
+    own = (report.mask.shares.kept or [])[linear.block]
+    return None if own == groups.of else GroupPattern(own, groups.of)
 
 
 def _rewritten(report: Report) -> str | None:
@@ -223,11 +240,12 @@ def _sparsity(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | Non
         tensor = checkpoint.read([linear.weight])[linear.weight]
         own = int((tensor == 0).sum())
         zeros, weights = zeros + own, weights + tensor.numel()
-        if fault := _mask_fault(linear, tensor, own, groups):
+        if fault := _mask_fault(linear, tensor, own, _groups_of(report, linear)):
             faults.append(f"{linear.weight} {fault}")
     if faults:
         return False, f"{faults[0]}; {len(faults)} of {_count(report.linears)} do not hold their mask"
-    holds = f", {groups} holds in every group" if groups else ""
+    each = " with its block's N" if groups and report.mask.shares is not None else ""
+    holds = f", {groups}{each} holds in every group" if groups else ""
     return True, f"{_count(report.linears)}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
 
 
@@ -276,6 +294,8 @@ def _kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bo
         return kept_ends(checkpoint, dense, report.hidden)
     if report.depth is not None and not report.sites:
         return kept_blocks(checkpoint, dense, report.depth)
+    if report.factored:
+        return _kept_factors(checkpoint, dense, report)
     if report.linears and not report.sites:
         return _kept_weights(checkpoint, dense, report)
     return _kept_rows(checkpoint, dense, report)
@@ -315,6 +335,41 @@ def _kept_weights(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> 
     if _rewritten(report):
         return True, f"{others}; {_count(report.linears)} rewritten by {_rewritten(report)} and not compared"
     return True, f"{_count(report.linears)}: what is not zero is the dense model's; {others}"
+
+
+def _kept_factors(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> tuple[bool, str]:
+    """Products of factors are as far from the dense weights as the report says; other tensors are the dense ones."""
+    dense, _ = fitted(dense)
+    factors = {name for linear in report.factored for name in factor_names(linear.weight)}
+    for name in track([name for name in checkpoint.tensors if name not in factors], "comparing", unit="tensor"):
+        if name not in dense.tensors or not _same(checkpoint.read([name])[name], dense.read([name])[name]):
+            return False, f"{name} is no factor and is not the dense model's"
+    for linear in track(report.factored, "comparing factors", unit="tensor"):
+        if fault := _factor_fault(linear, checkpoint, dense):
+            return False, f"{linear.weight} {fault}"
+    return True, (
+        f"{len(report.factored)} products of two factors are as far from the dense weights as {REPORT} says; "
+        f"{len(checkpoint.tensors) - len(factors)} other tensors are the dense ones, bit for bit"
+    )
+
+
+def _factor_fault(linear: FactoredLinear, checkpoint: Checkpoint, dense: Checkpoint) -> str | None:
+    """How the factors of a weight differ from what the report says; None where they do not."""
+    down, up = factor_names(linear.weight)
+    if not {down, up} <= checkpoint.tensors.keys():
+        return "has no two factors"
+    if linear.weight not in dense.tensors or dense.tensors[linear.weight].shape != (linear.rows, linear.columns):
+        return f"of the dense model has not the shape {[linear.rows, linear.columns]}"
+    own = checkpoint.read([down, up])
+    if own[down].shape != (linear.rank, linear.columns) or own[up].shape != (linear.rows, linear.rank):
+        return f"has factors of {list(own[up].shape)} and {list(own[down].shape)}, its report of rank {linear.rank}"
+    weight = dense.read([linear.weight])[linear.weight].double()
+    away = torch.linalg.norm(own[up].double() @ own[down].double() - weight) / torch.linalg.norm(weight)
+    if linear.change is not None and abs(away.item() - linear.change) > _FACTORS_AWAY:
+        return (
+            f"is {away.item():.4g} of its norm away from the product of its factors, {REPORT} says {linear.change:.4g}"
+        )
+    return None
 
 
 def _same(ours: torch.Tensor, theirs: torch.Tensor, zeroed: bool = False) -> bool:

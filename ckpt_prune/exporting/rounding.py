@@ -6,6 +6,7 @@ import onnx_ir
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.units import counted
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.cases import noise_pixels, noise_windows
 from ckpt_prune.exporting.manifest import ports
@@ -21,6 +22,9 @@ from ckpt_prune.quantising.weights import split_gemms, weights_of
 
 HARM_WINDOWS, HARM_TOKENS, HARM_IMAGES = 4, 64, 16
 """What the graph is run on once for each weight: more says little more of which weights are harmful."""
+CHECKED_WINDOWS, CHECKED_TOKENS = 8, 256
+"""What sets of weights are measured on: a set that lost 0.076 nats on as little as single weights are measured on lost
+0.100 of the proof's text (SmolLM2-135M)."""
 BLOCK = 32
 """Weights that share a scale where nothing is asked for."""
 
@@ -118,18 +122,22 @@ def measuring_of(
     if isinstance(measured, Tensor) or (measured is None and task.modality == "text"):
         windows = noise_windows(vocabulary, HARM_TOKENS, samples.seed) if measured is None else measured
         short = windows[:HARM_WINDOWS, :HARM_TOKENS]
+        rest = windows[HARM_WINDOWS:] if len(windows) > HARM_WINDOWS else windows
+        long = rest[:CHECKED_WINDOWS, :CHECKED_TOKENS]
         calibration = [_text(model, window[None]) for window in windows]
-        feeds = [_text(model, short)]
-        said = f"{what}: {len(short)} windows of {short.shape[1]} tokens"
+        feeds, checked = [_text(model, short)], [_text(model, window[None]) for window in long]
+        said = f"{what}: {counted(len(long), 'window')} of {counted(long.shape[1], 'token')}"
     else:
         whole = slice(None)
         pixels = noise_pixels(size, samples.seed) if measured is None else measured.batch(whole)["pixel_values"]
         feeds = [{"pixel_values": pixels[:HARM_IMAGES].numpy()}]
+        others = pixels[HARM_IMAGES:] if len(pixels) > HARM_IMAGES else pixels
+        checked = [{"pixel_values": part.numpy()} for part in torch.split(others, HARM_IMAGES)]
         calibration = [{"pixel_values": part.numpy()} for part in torch.split(pixels, HARM_IMAGES)]
-        said = f"{what}: {len(pixels[:HARM_IMAGES])} images"
+        said = f"{what}: {counted(len(others), 'image')}"
     outputs = tuple(str(each.name) for each in model.graph.outputs if not str(each.name).startswith(PRESENT))
     logits = tuple(name for name in outputs if name.endswith("logits"))
-    return Measuring(feeds, calibration, logits or outputs, bool(logits), said)
+    return Measuring(feeds, calibration, logits or outputs, bool(logits), said, checked)
 
 
 def _text(model: onnx_ir.Model, ids: Tensor) -> Feed:

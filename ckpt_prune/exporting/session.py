@@ -38,6 +38,7 @@ _TYPES = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
     "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
     "tensor(bool)": torch.bool,
 }
 

@@ -2,6 +2,9 @@
 
 from math import prod
 
+import torch
+
+from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.architectures.model import Model, Shapes, patches
 from ckpt_prune.architectures.skeleton import is_parameter, stock_names
 from ckpt_prune.planning.records import Cost
@@ -35,14 +38,22 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     cache = 0
     for block in range(model.blocks):
         own = family.attention
-        queries, keys, values = (shapes[model.tensor(block, each)] for each in (own.query, own.key, own.value))
-        mixed = shapes[model.tensor(block, own.output)][1][1]
+        queries, keys, values = (_whole(shapes, model.tensor(block, each)) for each in (own.query, own.key, own.value))
+        mixed = _whole(shapes, model.tensor(block, own.output))[1][1]
         fused = own.query == own.value
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
         flops += 2 * tokens**2 * (mixed if fused else queries[1][0]) + 2 * tokens**2 * mixed
         kept = queries[1][0] - mixed if fused else keys[1][0] + values[1][0]
         cache += kept * values[0].itemsize
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens, cache=cache if family.causal else None)
+
+
+def _whole(shapes: Shapes, weight: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a linear's weight, also where it is the product of two."""
+    if weight in shapes:
+        return shapes[weight]
+    down, up = factor_names(weight)
+    return shapes[up][0], (shapes[up][1][0], shapes[down][1][1])
 
 
 def _applications(model: Model, name: str, dimensions: int) -> int:

@@ -19,6 +19,7 @@ GOALS: dict[Goal, str] = {
     "depth": "Fewer blocks: less latency, loads with stock classes",
     "hidden": "A narrower residual stream",
     "experts": "Fewer experts, for mixtures of them",
+    "low-rank": "Two thin linears in the place of each, for any family but mixtures of experts",
     "zeros": "Zeros (masks): shapes stay",
     "recovery": "Recovery: what stays of each block is trained",
     "paper": "Baselines of papers",
@@ -47,7 +48,7 @@ class Entry:
     @classmethod
     def of(cls, recipe: Recipe) -> "Entry":
         """What a recipe says and what follows from it."""
-        data = _data(recipe)
+        data = _data(recipe.at_its_size)  # whole blocks for a size that it does not say itself need more
         return cls(recipe, _goal(recipe), data, recipe.calibration if "statistics" in data else None, _loads(recipe))
 
     @property
@@ -73,6 +74,8 @@ def _goal(recipe: Recipe) -> Goal:
         return "recovery"
     if recipe.depth is not None:
         return "depth"
+    if recipe.low_rank is not None:
+        return "low-rank"
     if recipe.hidden is not None:
         return "hidden"
     return "zeros" if recipe.mask is not None else "paper"
@@ -98,6 +101,6 @@ def _loads(recipe: Recipe) -> Loads:
     turns = recipe.rotation is not None and recipe.rotation.kind == "per-layer"
     turns = turns or (recipe.hidden is not None and recipe.hidden.kind == "per-block")
     unknown = any(not kind_of(space).stock for space in recipe.spaces) and recipe.container != "padded"
-    if recipe.widths == "per_layer" or recipe.container == "remote" or turns or unknown:
+    if recipe.low_rank is not None or recipe.widths == "per_layer" or recipe.container == "remote" or turns or unknown:
         return "own code"
     return "stock, else own code" if recipe.container == "any" else "stock"

@@ -4,7 +4,11 @@ from typing import Literal
 
 Backbone = Literal["magnitude", "wanda", "sparsegpt"]
 """Whose importance of single weights: a mask's, or the one that rotations concentrate."""
-Goal = Literal["stock", "loss", "vision", "cache", "depth", "hidden", "experts", "zeros", "recovery", "paper"]
+Part = Literal["mlp", "attention"]
+"""Which linear modules of a block, where a recipe does not mean all."""
+Goal = Literal[
+    "stock", "loss", "vision", "cache", "depth", "hidden", "experts", "low-rank", "zeros", "recovery", "paper"
+]
 """What a recipe is for: the groups of `recipe list`."""
 RotationKind = Literal["per-layer", "shared", "values"]
 """Which importance rotations there are: one R1 for every block, one for all blocks, or R2 alone."""

@@ -15,6 +15,7 @@ from ckpt_prune.planning.export_recipe import ExportRecipe
 from ckpt_prune.planning.fields import Strict
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN, Wish, kind_of
+from ckpt_prune.planning.low_rank_recipe import LowRankRecipe
 from ckpt_prune.planning.mask_recipe import MaskRecipe, RotationRecipe
 from ckpt_prune.planning.names import Backbone, Goal
 from ckpt_prune.planning.recovery_recipe import RecoveryRecipe
@@ -57,10 +58,13 @@ class Recipe(Strict):
     size: TargetSize | None = Field(
         None, description="Size to reach, in place of a ratio: params, bytes, flops or latency, as in {params: 5.0B}."
     )
-    allocation: Literal["uniform", "across-layers", "across-layers-and-spaces", "least-error"] = Field(
+    allocation: Literal[
+        "uniform", "across-layers", "across-layers-and-spaces", "across-layers-and-spaces-code", "least-error"
+    ] = Field(
         "uniform",
         description="uniform: same ratio everywhere; across-layers and across-layers-and-spaces: FLAP's AL-MM and "
-        "AL-AM; least-error: the widths of the least predicted error for the size that the ratio or size says.",
+        "AL-AM; across-layers-and-spaces-code: AL-AM as its released code cuts and weighs; least-error: the widths of "
+        "the least predicted error for the size that the ratio or size says.",
     )
     weigh_by: Literal["effect", "energy"] | None = Field(
         None,
@@ -92,6 +96,9 @@ class Recipe(Strict):
     )
     mask: MaskRecipe | None = Field(None, description="Zeros in the weights of every block, instead of spaces.")
     rotation: RotationRecipe | None = Field(None, description="Rotations learned before the mask.")
+    low_rank: LowRankRecipe | None = Field(
+        None, description="Two thin linears in the place of each, instead of spaces or a mask."
+    )
     recovery: RecoveryRecipe | None = Field(
         None, description="Train what stays of each block right after it is pruned (LaCo)."
     )
@@ -141,12 +148,15 @@ class Recipe(Strict):
                 "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune twice, "
                 "the mask last"
             )
-        if not self.spaces and self.mask is None and self.depth is None and self.hidden is None:
-            raise ValueError("nothing to do: spaces, depth, hidden or a mask is missing")
+        parts = (self.mask, self.depth, self.hidden, self.low_rank)
+        if not self.spaces and all(part is None for part in parts):
+            raise ValueError("nothing to do: spaces, depth, hidden, low_rank or a mask is missing")
         self._consistent_depth()
         self._consistent_hidden()
+        self._consistent_low_rank()
         if self.rotation is not None and self.rotation.damp != DAMP and self.importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {self.importance}'s: leave it out")
+        self._consistent_rotation()
         if self.mask is not None and self.layers is not None:
             raise ValueError("layers is for spaces: a mask zeroes weights of every block")
         if self.mask is not None and (self.allocation, self.widths, self.size) != ("uniform", "uniform", None):
@@ -158,6 +168,26 @@ class Recipe(Strict):
         if self.mask is not None and "ratio" not in self.model_fields_set:
             raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
         return self
+
+    def _consistent_low_rank(self) -> None:
+        if self.low_rank is None:
+            return
+        beside = [key for key in ("spaces", "mask", "depth", "hidden", "recovery") if getattr(self, key)]
+        if beside:
+            raise ValueError(f"low_rank factors linears of the dense model: {beside[0]} does not go with it")
+        odd = [
+            key
+            for key in ("allocation", "widths", "weigh_by", "layers", "size")
+            if getattr(self, key) != Recipe.model_fields[key].default
+        ]
+        if odd:
+            raise ValueError(f"{odd[0]} speaks of units of spaces: it does not go with low_rank")
+        if self.target == "drift":
+            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
+        if self.container not in ("auto", "any", "remote"):
+            raise ValueError(f"low_rank needs remote code, which container {self.container} rules out")
+        if self.ratio == 0:
+            raise ValueError("low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes")
 
     def _consistent_depth(self) -> None:
         if self.depth is None:
@@ -287,6 +317,23 @@ class Recipe(Strict):
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
         return self
 
+    def _consistent_rotation(self) -> None:
+        if self.rotation is None or self.mask is None:
+            return
+        if self.rotation.entropy == "groups" and self.mask.groups is None:
+            raise ValueError("rotation.entropy groups is of an N:M pattern's groups: say mask.pattern, such as 2:4")
+        if self.rotation.measured == "dense":
+            return
+        if self.importance == "magnitude":
+            raise ValueError("rotation.measured is of inputs, which magnitude's importance does not see: leave it out")
+        if self.rotation.kind == "shared":
+            raise ValueError(
+                "rotation.measured pruned needs rotations that are learned block by block, and kind shared has one of "
+                "all blocks before the first is pruned: say kind: per-layer or values"
+            )
+        if self.target != "sequential":
+            raise ValueError("rotation.measured pruned is of what is pruned before a block: say target: sequential")
+
     def _consistent_budget(self) -> None:
         if self.layers is not None and self.allocation != "uniform":
             raise ValueError(f"allocation {self.allocation} chooses among all blocks: leave out layers")
@@ -325,8 +372,13 @@ class Recipe(Strict):
     def at(self, family: Family) -> "Recipe":
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
-        What the family has not stays as it is.
+        What the family has not stays as it is, but for what is optional.
         """
+        able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
+        lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
+        if lacking:
+            left = {name: own for name, own in self.spaces.items() if name not in lacking}
+            return self.model_copy(update={"spaces": left}).at(family)
         here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
         if not here:
             return self
@@ -338,6 +390,18 @@ class Recipe(Strict):
     def ranks_blocks(self) -> bool:
         """Whether units of all blocks are ranked in one list (FLAP)."""
         return self.allocation.startswith("across")
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether what was measured decides how much every block, or every linear, loses."""
+        return self.allocation == "least-error" or (self.low_rank is not None and self.low_rank.allocation == "energy")
+
+    @property
+    def linears_need_moments(self) -> bool:
+        """Whether a mask or factors are chosen by moments of every linear module's input."""
+        if self.low_rank is not None:
+            return self.low_rank.whitens
+        return self.mask is not None and self.mask.method != "magnitude"
 
     @property
     def refits_experts(self) -> bool:
@@ -376,7 +440,15 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for own in values["spaces"].values():
             own["compensation"] = _without(own["compensation"], "candidates", "shares", "centre_keys")
-        optional = ("depth", "hidden", "mask", "rotation", "recovery", "export", "size", "weigh_by", "layers")
+            if own["optional"] is None:
+                del own["optional"]
+        for part, keys in _LATER.items():
+            if values[part] is not None:
+                values[part] = {k: v for k, v in values[part].items() if k not in keys or v != keys[k]}
+        optional = (
+            *("depth", "hidden", "mask", "rotation", "low_rank", "recovery", "export"),
+            *("size", "weigh_by", "layers"),
+        )
         return json.dumps(_without(values, *optional), sort_keys=True)
 
     @property
@@ -413,9 +485,12 @@ class Recipe(Strict):
     @property
     def needs_moments(self) -> bool:
         """Whether any score, compensation, mask or rotation needs statistics."""
-        masked = self.mask is not None and self.mask.method != "magnitude"
+        masked = self.mask is not None and (
+            self.mask.method != "magnitude" or self.mask.allocation in ("owl", "divergence")
+        )
         return (
             masked
+            or self.linears_need_moments
             or (self.depth is not None and self.depth.measures)
             or self.hidden is not None
             or self.allocation == "least-error"
@@ -434,6 +509,11 @@ class Recipe(Strict):
     def rotation_needs_moments(self) -> bool:
         """Whether rotations are learned from statistics of the dense model."""
         return self.rotation is not None and self.importance != "magnitude"
+
+    @property
+    def rotates_in_turn(self) -> bool:
+        """Whether every block's rotations are learned on what is pruned before it."""
+        return self.rotation is not None and self.rotation.measured == "pruned"
 
     def wish(self, space: SpaceName) -> Wish:
         """What the recipe says about a space, in the form that its kind is asked in."""
@@ -461,6 +541,8 @@ class Recipe(Strict):
             found |= kind_of(space).collects(self.wish(space))
         if self.weighed_by_effect or (self.depth is not None and self.depth.choice not in (None, "loss")):
             found.add("fisher")
+        if self.low_rank is not None and self.low_rank.whitens:
+            found |= {"gram", "linears"}
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}
         return tuple(each for each in get_args(Collect) if each in found)
@@ -518,6 +600,8 @@ class Recipe(Strict):
         for space in values["spaces"].values():
             if space["score"] == CHOSEN:  # sizes depend on none
                 space["score"] = CANDIDATES[0]
+        if values["low_rank"] is not None:
+            values["low_rank"]["allocation"] = "uniform"
         return Recipe.model_validate(values)
 
     def with_own_ratio(self, space: SpaceName, ratio: float) -> "Recipe":
@@ -533,6 +617,13 @@ class Recipe(Strict):
             if space["compensation"]["lambda_by"] == "perplexity":
                 space["compensation"] |= {"lambda": strength, "lambda_grid": None, "lambda_by": None}
         return Recipe.model_validate(values)
+
+
+_LATER: dict[str, dict[str, Any]] = {
+    "mask": {"allocation": "uniform", "threshold": None, "spread": None},
+    "rotation": {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"},
+}
+"""Keys that parts of a recipe have gained, and their defaults: a recipe that says nothing else keeps its digest."""
 
 
 def _without(values: dict[str, Any], *optional: str) -> dict[str, Any]:

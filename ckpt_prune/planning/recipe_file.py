@@ -36,7 +36,8 @@ def load_recipe(
         reference: as `locate_recipe` takes it, or what that gave.
         overrides: `key=value` pairs, dotted keys, YAML values, applied before checking.
         ratio: replaces the recipe's ratio and every space's own.
-        size: replaces all ratios and the recipe's size: params, bytes or flops.
+        size: replaces all ratios and the recipe's size: params, bytes, flops or latency. A `depth` that is for other
+            sizes than the recipe's is left out.
 
     Raises:
         UserError: not found, not YAML, or not a recipe; each message names file, line and key path.
@@ -45,7 +46,7 @@ def load_recipe(
     values, lines = parse_yaml(recipe_text(path), path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
-    if not {"spaces", "mask", "depth", "hidden", "name"} & values.keys():
+    if not {"spaces", "mask", "depth", "hidden", "low_rank", "name"} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     for override in overrides:
         keys = _apply_override(values, override)
@@ -58,7 +59,7 @@ def load_recipe(
     if size is not None:
         _set_size(values, size, path)
     try:
-        return Recipe.model_validate(values)
+        return Recipe.model_validate(values).at_its_size
     except ValidationError as error:
         found = [_explain(e, path, lines) for e in error.errors()]
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""

@@ -3,6 +3,7 @@
 Nothing here needs torch: reading a report must not take seconds.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -118,6 +119,21 @@ class SiteRecord(Fixed):
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
+class MaskShares(Fixed):
+    """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
+
+    Attributes:
+        ratios: share of zeros of every block.
+        kept: N of every block's N:M; None where the mask is unstructured.
+        figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
+            predicted to do to the model's output, in nats a sample.
+    """
+
+    ratios: list[Annotated[float, Field(ge=0, lt=1)]]
+    kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
+    figures: Sequence[Figure] = ()
+
+
 class MaskedLinear(Fixed):
     """What a mask did to one linear module of one block.
 
@@ -153,6 +169,40 @@ class MaskedLinear(Fixed):
     def size(self) -> int:
         """Its weights."""
         return self.rows * self.columns
+
+
+class FactoredLinear(Fixed):
+    """What became of one linear module of one block that two thin ones stand in for.
+
+    Attributes:
+        block: index.
+        weight: on-disk name of the weight that is gone.
+        kind: what tables call the module (`Family.labels`).
+        rows, columns: of that weight.
+        rank: outputs of the first factor and inputs of the second.
+        error: Σ‖y − ŷ‖² / Σ‖y‖² at the module's output on the calibration tokens, before factors are rounded to the
+            checkpoint's type; None without Grams.
+        change: ‖W − Ŵ‖ / ‖W‖ of the factors as they are stored.
+    """
+
+    block: Block
+    weight: str
+    kind: str | None = None
+    rows: Annotated[int, Field(ge=1, le=2**31)]
+    columns: Annotated[int, Field(ge=1, le=2**31)]
+    rank: Annotated[int, Field(ge=1, le=2**31)]
+    error: Figure = None
+    change: Figure = None
+
+    @property
+    def size(self) -> int:
+        """Weights that are gone."""
+        return self.rows * self.columns
+
+    @property
+    def left(self) -> int:
+        """Weights of the factors."""
+        return self.rank * (self.rows + self.columns)
 
 
 class Gap(Fixed):

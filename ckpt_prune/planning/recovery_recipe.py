@@ -6,8 +6,8 @@ from pydantic import Field, field_validator
 
 from ckpt_prune.planning.block_range import blocks_of, checked_range
 from ckpt_prune.planning.fields import Strict
+from ckpt_prune.planning.names import Part
 
-Part = Literal["mlp", "attention"]
 Teacher = Literal["dense", "pruned"]
 
 _PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096

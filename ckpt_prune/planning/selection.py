@@ -74,7 +74,7 @@ def standardise(columns: Tensor, per_unit: int) -> Tensor:
 
 
 def select_ranked(
-    scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float
+    scores: Mapping[Site, Tensor], cost: Mapping[SpaceName, float], keep_cost: float, *, below_cut: bool = False
 ) -> dict[Site, Tensor]:
     """Keep the best units of many sites in one ranking, until their cost is nearest to a budget (FLAP's AL-AM).
 
@@ -83,6 +83,8 @@ def select_ranked(
         cost: space → cost of one of its units. FLAP takes 512/3 neurons for a head of LLaMA-7B; this project takes the
             unit's parameters.
         keep_cost: the budget, on the scale of `cost`.
+        below_cut: as FLAP's released code cuts: the unit with which the cost comes nearest to the budget is the
+            threshold, and stays no more than any of its score.
 
     Returns:
         site → kept units in ascending order. Every site keeps at least its best unit: no stock class has a block
@@ -94,7 +96,10 @@ def select_ranked(
     order = torch.sort(flat, descending=True, stable=True).indices
     spent = torch.cat([torch.zeros(1, dtype=torch.float64), costs[order].cumsum(0)])
     chosen = torch.zeros(flat.numel(), dtype=torch.bool)
-    chosen[order[: int((spent - keep_cost).abs().argmin())]] = True
+    if below_cut:
+        chosen = flat > flat[order[int((spent[1:] - keep_cost).abs().argmin())]]
+    else:
+        chosen[order[: int((spent - keep_cost).abs().argmin())]] = True
     kept: dict[Site, Tensor] = {}
     start = 0
     for site in sites:

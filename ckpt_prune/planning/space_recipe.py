@@ -146,4 +146,7 @@ class SpaceRecipe(Strict):
         description="Round the kept width up to a multiple of this many units; of mlp, export.block_size where that is "
         "given.",
     )
+    optional: bool | None = Field(
+        None, description="true: left out where a model has no such space, or none of its units can go."
+    )
     compensation: Compensation = Field(default_factory=Compensation.nothing, description="none by default.")

@@ -39,7 +39,9 @@ class Measuring:
     classes: bool
     """Whether they are logits."""
     what: str
-    """In words, for the record."""
+    """What sets of weights are measured on, in words, for the record."""
+    checked: Sequence[Feed] = ()
+    """Longer ones, others: sets of weights are measured on them, of which few are; none: on the short ones too."""
 
 
 @dataclass(frozen=True)
@@ -141,22 +143,25 @@ def _chosen(
 ) -> Choice:
     """What is rounded, by what it costs; a long search is announced."""
     inputs = scheme.kind != "blocks"
-    probe = Probe(model, measuring.feeds, measuring.outputs, classes=measuring.classes, inputs=inputs)
+    feeds = [*measuring.feeds, *measuring.checked]
+    short = slice(len(measuring.feeds))
+    long = slice(short.stop if measuring.checked else 0, None)
+    probe = Probe(model, feeds, measuring.outputs, classes=measuring.classes, inputs=inputs)
     single, sets = measurements(len(candidates))
     with meter(single + sets, "measuring what rounding costs", unit="run") as bar:
         done, longest = 0, 0.0
 
-        def harm(few: Collection[str], more: Collection[str]) -> float:
+        def harm(few: Collection[str], more: Collection[str], on: slice) -> float:
             nonlocal done
             values = {name: made.few(name) for name in few} | {name: matrix_of(made.more(name)) for name in more}
-            found = probe.harm(values, frozenset(few) if inputs else frozenset())
+            found = probe.harm(values, frozenset(few) if inputs else frozenset(), on)
             bar.to(done := done + 1)
             return found
 
         def together(few: Collection[str]) -> float:
             nonlocal longest
             begun = time.monotonic()
-            found = harm(few, made.names - set(few))
+            found = harm(few, made.names - set(few), long)
             longest = max(longest, time.monotonic() - begun)
             return found
 
@@ -166,7 +171,7 @@ def _chosen(
                     f"what rounding costs is measured in at most {single + sets} runs of the graph: about "
                     f"{duration(seconds)}"
                 )
-            return harm(few, ())
+            return harm(few, (), short)
 
         roles: dict[tuple[object, ...], list[str]] = {}
         for name in candidates:

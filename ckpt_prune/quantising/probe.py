@@ -34,7 +34,7 @@ class Probe:
 
     Attributes:
         weights: name → those that can be rounded.
-        seconds: that a run takes, by the first.
+        seconds: that a run on the first feed takes.
     """
 
     def __init__(
@@ -67,35 +67,40 @@ class Probe:
         with TemporaryDirectory(prefix="ckpt-prune-") as place:
             self._session = open_model(copy, Path(place), threads)
         begun = time.monotonic()
-        self._expected = [self._prepared(found) for found in self._run({}, frozenset())]
+        first = self._run({}, frozenset(), slice(1))
         self.seconds = time.monotonic() - begun
+        self._expected = [self._prepared(found) for found in [*first, *self._run({}, frozenset(), slice(1, None))]]
 
     def matrix(self, name: str) -> Array:
         """A weight's own values, (K, N)."""
         plain = self._plain[name]
         return np.ascontiguousarray(plain.T if self.weights[name].table else plain)
 
-    def harm(self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset()) -> float:
+    def harm(
+        self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset(), on: slice = slice(None)
+    ) -> float:
         """What the outputs lose where weights are replaced.
 
         Args:
             rounded: name → matrix (K, N), float32.
             inputs: weights whose inputs are rounded too.
+            on: which of the feeds.
         """
         values = {name: self.weights[name].stored(matrix) for name, matrix in rounded.items()}
-        found = self._run(values, inputs)
+        found = self._run(values, inputs, on)
         parts = [
-            self._lost(self._prepared(given), expected) for given, expected in zip(found, self._expected, strict=True)
+            self._lost(self._prepared(given), expected)
+            for given, expected in zip(found, self._expected[on], strict=True)
         ]
         lost = sum(part for part, _ in parts) / sum(size for _, size in parts)
         return lost if np.isfinite(lost) else float("inf")
 
-    def _run(self, values: Mapping[str, Array], inputs: frozenset[str]) -> list[list[Tensor]]:
+    def _run(self, values: Mapping[str, Array], inputs: frozenset[str], on: slice = slice(None)) -> list[list[Tensor]]:
         flags = {flag: np.array(name in inputs, np.float32) for name, flag in self._flags.items()}
         weights: dict[str, Any] = {**self._plain, **values, **flags}
         return [
             [torch.from_numpy(each) for each in self._session.run(self._outputs, {**weights, **feed})]
-            for feed in self._feeds
+            for feed in self._feeds[on]
         ]
 
     def _prepared(self, found: list[Tensor]) -> list[Tensor]:

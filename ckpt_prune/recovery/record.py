@@ -1,9 +1,9 @@
 """What recovery did to one block, for reports."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.records import Block, Count, Figure, Fixed
 
@@ -32,6 +32,8 @@ class RecoveredLayer(Fixed):
         rate: the learning rate they were trained at; None for the old ones.
         diverged: whether training got lost, at some rate.
         recovered: whether the block has new weights.
+        curve: held-out error at the start and after every epoch at the last rate, as a share of the energy of the dense
+            hidden states. Empty, and left out of JSON, where nothing was trained and in files of before.
     """
 
     block: Block
@@ -45,3 +47,9 @@ class RecoveredLayer(Fixed):
     rate: Figure = None
     diverged: bool
     recovered: bool
+    curve: list[_Finite] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "curve" or value}

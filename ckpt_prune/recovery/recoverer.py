@@ -131,6 +131,7 @@ class Recoverer:
             rate=trained.rate,
             diverged=trained.diverged,
             recovered=trained.best_epoch > 0,
+            curve=list(trained.curve),
         )
 
     def skip(

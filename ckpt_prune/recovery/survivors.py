@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.family import KINDS, Family
 from ckpt_prune.architectures.skeleton import is_stored_buffer
-from ckpt_prune.planning.recovery_recipe import Part
+from ckpt_prune.planning.names import Part
 from ckpt_prune.rotations.rotated import ENTRY, EXIT
 
 
@@ -25,9 +25,7 @@ def trained_tensors(
         only: its mlp or its attention alone.
         norms: also what a block has beside its linear modules: norms, layer scales.
     """
-    attention = set(family.attention.modules)
-    modules = [m for m in family.linears if only is None or (m in attention) == (only == "attention")]
-    names = [family.tensor(block, module, kind) for module in modules for kind in KINDS]
+    names = [family.tensor(block, module, kind) for module in family.linears_of(only) for kind in KINDS]
     found = [name for name in names if name in tensors]
     if norms:
         prefix = family.block.format(block=block)

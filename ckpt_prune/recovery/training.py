@@ -94,6 +94,8 @@ class Trained:
         best_epoch: the one whose weights were kept; 0: the old ones.
         rate: the learning rate they were trained at; None for the old ones.
         diverged: whether, at some rate, the loss stopped being finite or the error grew tenfold.
+        curve: error on measured samples at the start and after every epoch at the last rate, as a share of the targets'
+            energy.
     """
 
     tensors: dict[str, Tensor]
@@ -101,6 +103,7 @@ class Trained:
     best_epoch: int = 0
     rate: float | None = None
     diverged: bool = False
+    curve: tuple[float, ...] = ()
 
 
 def train_block(
@@ -194,7 +197,7 @@ class _Task:
         order = torch.Generator().manual_seed((self.seed * 1_000_003 + self.index) % 2**63)
         steps = settings.epochs * math.ceil(len(self.split.train) / settings.batch)
         step, epoch, best_epoch, kept, diverged = 0, 0, 0, self.given, False
-        best, lowest, lowest_epoch = start, math.inf, 0
+        best, lowest, lowest_epoch, curve = start, math.inf, 0, [start]
         for epoch in range(1, settings.epochs + 1):
             losses = []
             for rows in cut(self.split.train[torch.randperm(len(self.split.train), generator=order)], settings.batch):
@@ -207,6 +210,7 @@ class _Task:
                     break
             self.progress(epoch, sum(losses) / len(losses))
             error = self.error(block) if math.isfinite(losses[-1]) else math.nan
+            curve.append(error)
             diverged = not error <= _DIVERGED * start
             if diverged:
                 break
@@ -218,7 +222,7 @@ class _Task:
                 lowest, lowest_epoch = error, epoch
             elif settings.held_out and epoch - lowest_epoch >= settings.patience:
                 break
-        return Trained(kept, epoch, best_epoch, rate if best_epoch else None, diverged)
+        return Trained(kept, epoch, best_epoch, rate if best_epoch else None, diverged, tuple(curve))
 
 
 class _Block:

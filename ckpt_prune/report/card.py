@@ -12,7 +12,14 @@ from ckpt_prune.planning.shares import is_far
 from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.planning.sizes import TargetSize
 from ckpt_prune.report.depth import depth_lines, named_all
-from ckpt_prune.report.figures import Likeness, cost_changes, mask_figures, recovery_figures
+from ckpt_prune.report.figures import (
+    Likeness,
+    cost_changes,
+    factor_figures,
+    mask_figures,
+    recovery_figures,
+    shares_line,
+)
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.metadata import front_matter, metadata
 from ckpt_prune.report.model import Report
@@ -68,6 +75,7 @@ def model_card(report: Report) -> str:
         *_kept(report),
         *_coarse(report),
         *_mask(report),
+        *_factored(report),
         *_rotation(report),
         *_recovery(report),
         *_lora(report),
@@ -166,6 +174,9 @@ def _mask(report: Report) -> list[str]:
         f"Mask by {mask.method}, pattern {mask.pattern}: {figures.share:.2%} zeros in {figures.linears} linear "
         f"weights of {human_count(figures.size)} parameters."
     ]
+    shared = shares_line(mask)
+    if shared is not None:
+        sentences.append(f"{shared.capitalize()}.")
     if figures.zeros:
         sentences.append(
             "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless "
@@ -174,6 +185,17 @@ def _mask(report: Report) -> list[str]:
     if figures.zeros and mask.pattern == "2:4":
         sentences.append(_PACKED)
     return [" ".join(sentences)]
+
+
+def _factored(report: Report) -> list[str]:
+    """Which linears are two thin ones."""
+    found = factor_figures(report.factored)
+    if found is None:
+        return []
+    return [
+        f"{found.linears} linear modules are the product of two, of ranks {found.least} to {found.most}: "
+        f"{found.left / found.size:.1%} of the {human_count(found.size)} parameters of their weights are left."
+    ]
 
 
 def _beside_shipped(report: Report) -> str:
@@ -309,6 +331,8 @@ def _record(report: Report) -> str:
         measured = any(linear.error is not None for linear in report.linears)
         what = "How much of every linear weight was zeroed"
         found = f"{what} and the error at its output are" if measured else f"{what} is"
+    elif report.factored:
+        return "The rank of every linear weight and the error at its output are in `ckpt_prune.json`."
     elif report.depth is not None and not report.recovery and not report.sites:
         return "Which blocks are gone, by which figures, and what makes up for them is in `ckpt_prune.json`."
     elif report.hidden is not None and not report.recovery:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_prune.planning.records import Cost, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
-from ckpt_prune.report.model import Learned, Perplexity, Recovery
+from ckpt_prune.report.model import Learned, Mask, Perplexity, Recovery
 
 CostKey = Literal["parameters", "bytes", "flops", "cache"]
 _COSTS: tuple[CostKey, ...] = ("parameters", "bytes", "flops")
@@ -182,6 +182,18 @@ class MaskFigures:
         return self.zeros / self.size
 
 
+def shares_line(mask: Mask | None) -> str | None:
+    """How a mask's zeros are shared out over blocks, in words; None where all blocks have as many."""
+    if mask is None or mask.shares is None or not mask.shares.ratios:
+        return None
+    if mask.shares.kept:
+        of = mask.pattern.partition(":")[2]
+        kept = f"{min(mask.shares.kept)} to {max(mask.shares.kept)} of {of} weights kept"
+    else:
+        kept = f"{min(mask.shares.ratios):.1%} to {max(mask.shares.ratios):.1%} zeros"
+    return f"zeros shared out over blocks by {mask.allocation}: {kept}"
+
+
 def mask_figures(linears: Sequence[MaskedLinear], asked: float | None) -> MaskFigures | None:
     """What a mask did to all linears together; None where there are none.
 
@@ -207,7 +219,45 @@ def mask_figures(linears: Sequence[MaskedLinear], asked: float | None) -> MaskFi
     )
 
 
-def kind_of(linear: MaskedLinear) -> str:
+@dataclass(frozen=True)
+class FactorFigures:
+    """What factoring did.
+
+    Attributes:
+        linears: modules that two thin ones stand in for.
+        size, left: parameters of their weights, and of the factors.
+        least, most: ranks.
+        mean_error: of the outputs on the calibration samples; None where no error was measured.
+        worst: where that is largest, and how large.
+    """
+
+    linears: int
+    size: int
+    left: int
+    least: int
+    most: int
+    mean_error: float | None
+    worst: tuple[FactoredLinear, float] | None
+
+
+def factor_figures(factored: Sequence[FactoredLinear]) -> FactorFigures | None:
+    """What factoring did to all linears together; None where there are none."""
+    if not factored:
+        return None
+    errors = [(linear, linear.error) for linear in factored if linear.error is not None]
+    ranks = [linear.rank for linear in factored]
+    return FactorFigures(
+        linears=len(factored),
+        size=sum(linear.size for linear in factored),
+        left=sum(linear.left for linear in factored),
+        least=min(ranks),
+        most=max(ranks),
+        mean_error=sum(error for _, error in errors) / len(errors) if errors else None,
+        worst=max(errors, key=lambda pair: pair[1]) if errors else None,
+    )
+
+
+def kind_of(linear: MaskedLinear | FactoredLinear) -> str:
     """What tables call a linear; where the file does not say, the path of the module in its block."""
     if linear.kind is not None:
         return linear.kind

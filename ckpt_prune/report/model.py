@@ -9,7 +9,16 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ckpt_prune.filenames import ELSEWHERE
-from ckpt_prune.planning.records import Cost, Depth, Hidden, MaskedLinear, Origin, SiteRecord
+from ckpt_prune.planning.records import (
+    Cost,
+    Depth,
+    FactoredLinear,
+    Hidden,
+    MaskedLinear,
+    MaskShares,
+    Origin,
+    SiteRecord,
+)
 from ckpt_prune.records import Amount, Block, Count, Figure, Fixed, Record
 from ckpt_prune.recovery.record import RecoveredLayer
 
@@ -115,20 +124,45 @@ class StoredAs(Fixed):
 
 
 class Mask(Fixed):
-    """Which weights were zeroed: by whose score, in which pattern, and which share of them was asked for."""
+    """Which weights were zeroed.
+
+    Attributes:
+        method: by whose score.
+        pattern: in which pattern.
+        ratio: the share that was asked for.
+        allocation, shares: how blocks came by shares of their own; None, and left out of JSON, where all have one.
+    """
 
     method: str
     pattern: str
     ratio: Figure = None
+    allocation: str | None = None
+    shares: MaskShares | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        optional = ("allocation", "shares")
+        return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
 class Learned(Fixed):
-    """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training."""
+    """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training.
+
+    `curve` has steps and the entropy there, as it was computed while training, at most so many that a plot needs. It is
+    empty, and left out of JSON, in files of before there was this key.
+    """
 
     block: Block | None
     entropy_before: Figure = None
     entropy_after: Figure = None
     steps: Amount = None
+    curve: list[tuple[Count, Figure]] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key != "curve" or value}
 
 
 class Rotation(Fixed):
@@ -269,6 +303,7 @@ class Report(Fixed):
         mask, rotation: None where units were dropped.
         sites: what was pruned.
         linears: what was masked.
+        factored: what became two thin linears; left out of JSON where nothing did.
         lora: what LoRA did after pruning, absent without it.
         recovery, layers: what recovery did, block by block; None and empty without it.
         stages: what the run took, in order.
@@ -300,6 +335,7 @@ class Report(Fixed):
     rotation: Rotation | None = None
     sites: list[SiteRecord]
     linears: list[MaskedLinear] = Field(default_factory=list)
+    factored: list[FactoredLinear] = Field(default_factory=list)
     lora: Lora | None = None
     recovery: Recovery | None = None
     layers: list[RecoveredLayer] = Field(default_factory=list)
@@ -315,7 +351,7 @@ class Report(Fixed):
             del values["recovery"], values["layers"]
         if self.part is None:
             del values["part"]
-        for key in ("origin", "lora", "depth", "hidden"):
-            if values[key] is None:
+        for key in ("origin", "lora", "depth", "hidden", "factored"):
+            if not values[key]:
                 del values[key]
         return values

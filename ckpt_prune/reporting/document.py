@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.planning.records import Cost, Depth, Hidden, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import Cost, Depth, FactoredLinear, Hidden, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
-from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, UsedRecipe
+from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, StrengthSearch, UsedRecipe
 from ckpt_prune.report.reading import AnyPlan, read_report_or_plan
 
 
@@ -30,6 +30,7 @@ class Document:
         rotation: what was rotated before the mask.
         learned: the rotations by block; one that all blocks share comes first.
         linears: what the mask did, by block, then in the order of the report.
+        factored: what became two thin linears, by block, then in the order of the report.
         recovery, recovered: how blocks were recovered, and what that did; None where they were not.
         stages: what the run took, in order.
     """
@@ -47,9 +48,11 @@ class Document:
     rotation: Rotation | None = None
     learned: list[Learned] = field(default_factory=list)
     linears: list[MaskedLinear] = field(default_factory=list)
+    factored: list[FactoredLinear] = field(default_factory=list)
     recovery: Recovery | None = None
     recovered: RecoveryFigures | None = None
     stages: list[Stage] = field(default_factory=list)
+    search: StrengthSearch | None = None
 
 
 def read_document(path: Path) -> Document:
@@ -98,9 +101,11 @@ def _of_report(report: Report) -> Document:
         rotation=report.rotation,
         learned=sorted(learned, key=lambda entry: -1 if entry.block is None else entry.block),
         linears=sorted(report.linears, key=lambda linear: linear.block),
+        factored=sorted(report.factored, key=lambda linear: linear.block),
         recovery=report.recovery,
         recovered=recovered,
         stages=report.stages,
+        search=report.lambda_search,
     )
 
 

@@ -4,21 +4,24 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 
 from ckpt_prune.checkpoint.units import human_bytes, human_count
-from ckpt_prune.planning.records import HeadErrors, MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import FactoredLinear, HeadErrors, MaskedLinear, SiteRecord
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.depth import depth_lines, named
 from ckpt_prune.report.figures import (
     cost_changes,
+    factor_figures,
     kind_of,
     mask_figures,
     relative_change,
     relative_floor,
     rotation_figures,
+    shares_line,
     verdict,
 )
 from ckpt_prune.report.hidden import dimensions_line, hidden_lines
 from ckpt_prune.report.model import Learned, Perplexity, Stage
 from ckpt_prune.reporting.charts import draw, swatch
+from ckpt_prune.reporting.curves import curves
 from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
 from ckpt_prune.reporting.place import MARKER
@@ -32,7 +35,14 @@ _MISSING = "–"
 def page(document: Document) -> str:
     """The HTML of a report, the same for the same input."""
     perplexities = document.recovered.perplexities if document.recovered else []
-    plots = figures(document.sites, document.layers, document.linears, document.learned, perplexities)
+    plots = figures(
+        document.sites,
+        document.layers,
+        document.linears,
+        document.learned,
+        perplexities,
+        factored=document.factored,
+    )
     return shell(
         document.title,
         [
@@ -40,8 +50,10 @@ def page(document: Document) -> str:
             *_depth(document),
             *_hidden(document),
             *(over_depth(plots) if plots else [_nothing(document)]),
+            *_tried(document),
             *_site_tables(document.sites),
             *_linear_table(document.linears),
+            *_factor_table(document.factored),
             *_rotation_table(document.learned),
             *_layer_table(document.layers),
             *_perplexity_table(perplexities),
@@ -66,11 +78,17 @@ def shell(title: str, body: Iterable[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def over_depth(plots: Sequence[Figure]) -> Iterable[str]:
+def over_depth(plots: Sequence[Figure], heading: str = "Over depth") -> Iterable[str]:
     """The part of a page that holds its plots."""
-    yield '<h2>Over depth</h2>\n<div class="plots">'
+    yield f'<h2>{heading}</h2>\n<div class="plots">'
     yield from (_figure(plot) for plot in plots)
     yield "</div>"
+
+
+def _tried(document: Document) -> Iterable[str]:
+    """Plots over what was tried or trained."""
+    found = curves(document.learned, document.search, document.layers)
+    return over_depth(found, "While it was made") if found else ()
 
 
 def _header(document: Document) -> Iterable[str]:
@@ -78,7 +96,7 @@ def _header(document: Document) -> Iterable[str]:
     if document.recipe.summary:
         yield f'<p class="soft">{text(document.recipe.summary)}</p>'
     sentences = [
-        *(*_verdict(document.sites), *_masked(document), *_rotated(document)),
+        *(*_verdict(document.sites), *_masked(document), *_rotated(document), *_factored(document)),
         *(*_recovered(document), *_perplexities(document)),
     ]
     yield from (f"<p>{text(sentence)}</p>" for sentence in sentences)
@@ -166,6 +184,9 @@ def _masked(document: Document) -> Iterable[str]:
         f"{found.share:.2%} of {human_count(found.size)} weights in {count} were zeroed{how}. Shapes stay as they "
         "were: parameters, bytes and FLOPs count zeros like any other weight."
     )
+    shared = shares_line(mask)
+    if shared is not None:
+        yield f"{shared.capitalize()}."
     if found.mean_error is not None and found.worst is not None:
         worst, most = found.worst
         yield (
@@ -184,7 +205,24 @@ def _masked(document: Document) -> Iterable[str]:
         )
 
 
-def _place(linear: MaskedLinear) -> str:
+def _factored(document: Document) -> Iterable[str]:
+    """How many linears are two thin ones, and what that did to outputs."""
+    found = factor_figures(document.factored)
+    if found is None:
+        return
+    yield (
+        f"{found.linears:,} linears are the product of two: {found.left / found.size:.1%} of their "
+        f"{human_count(found.size)} parameters are left."
+    )
+    if found.mean_error is not None and found.worst is not None:
+        worst, most = found.worst
+        yield (
+            f"The error of their outputs on calibration data is {shown(found.mean_error)} on average, "
+            f"{shown(most)} at most ({_place(worst)})."
+        )
+
+
+def _place(linear: MaskedLinear | FactoredLinear) -> str:
     return f"{words(kind_of(linear)).label} of block {linear.block}"
 
 
@@ -335,6 +373,26 @@ def _site_tables(sites: Sequence[SiteRecord]) -> Iterable[str]:
     ]
     if heads:
         yield details("Every head", ("block", "space", "head", *_HEAD_COLUMNS), heads, left=2)
+
+
+def _factor_table(factored: Sequence[FactoredLinear]) -> Iterable[str]:
+    if not factored:
+        return
+    rows = [
+        (
+            str(linear.block),
+            words(kind_of(linear)).label,
+            linear.weight,
+            f"{linear.rows:,} × {linear.columns:,}",
+            f"{linear.rank:,}",
+            f"{linear.left / linear.size:.1%}",
+            _cell(linear.figure("error")),
+            _cell(linear.figure("change")),
+        )
+        for linear in factored
+    ]
+    headers = ("block", "linear", "weight", "shape", "rank", "share", "error", "change of the weight")
+    yield details("Every linear", headers, rows, left=3)
 
 
 def _linear_table(linears: Sequence[MaskedLinear]) -> Iterable[str]:

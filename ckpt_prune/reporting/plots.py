@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.records import Record
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.report.figures import inputs_of, kind_of, relative_floor
@@ -74,7 +74,7 @@ class Plot:
     full: tuple[float, float] | None = None
     log: bool = True
     varying: bool = False
-    of: Literal["sites", "layers", "linears", "learned", "perplexities"] = "sites"
+    of: Literal["sites", "layers", "linears", "factored", "learned", "perplexities"] = "sites"
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,23 @@ PLOTS = (
         of="linears",
     ),
     Plot(
+        "Output error of the factored linears",
+        "Lower is better: what two thin linears change in the output of one, on the calibration data.",
+        "share of output energy",
+        (Line("", _BEFORE, figure("error")),),
+        of="factored",
+    ),
+    Plot(
+        "Parameters of the factors",
+        "Where the ranks went: the recipe lets linears differ.",
+        "share of the weight's",
+        (Line("", _BEFORE, lambda linear: [("", linear.left / linear.size)]),),
+        full=(0, 1),
+        log=False,
+        of="factored",
+        varying=True,
+    ),
+    Plot(
         "Entropy of the importance",
         "Lower is better: the same importance in fewer weights, so the others can go to zero.",
         "nats",
@@ -285,6 +302,7 @@ def figures(
     learned: Sequence[Learned] = (),
     perplexities: Sequence[Perplexity] = (),
     plots: Sequence[Plot] = PLOTS,
+    factored: Sequence[FactoredLinear] = (),
 ) -> list[Figure]:
     """Every plot that has something to show, in the order of `plots`, then of the spaces.
 
@@ -296,11 +314,13 @@ def figures(
         perplexities: ascending numbers of recovered blocks. Between them are no gaps: they are chosen by whoever
             recovers.
         plots: what to show.
+        factored: ascending blocks.
     """
     parts: dict[str, list[tuple[Space, Sequence[Record]]]] = {
         "sites": _apart(SPACES, [(site.space, site) for site in sites]),
         "layers": [(words(""), layers)],
         "linears": _apart(KINDS, [(kind_of(linear), linear) for linear in linears]),
+        "factored": _apart(KINDS, [(kind_of(linear), linear) for linear in factored]),
         "learned": [(words(""), [entry for entry in learned if entry.block is not None])],
         "perplexities": [(words(""), perplexities)],
     }
@@ -330,7 +350,7 @@ def _apart(known: Mapping[str, Space], named: Sequence[tuple[str, Record]]) -> l
 
 def _filled(plot: Plot, parts: Sequence[tuple[Space, Sequence[Any]]]) -> list[Figure]:
     groups: list[tuple[Space, list[Series]]]
-    if plot.of in ("sites", "linears") and len(plot.lines) == 1:
+    if plot.of in ("sites", "linears", "factored") and len(plot.lines) == 1:
         line = plot.lines[0]
         groups = [(words(""), [_series(line, own, label=space.label, style=space.style) for space, own in parts])]
     else:

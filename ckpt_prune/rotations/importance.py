@@ -223,7 +223,8 @@ class _Entropy(torch.autograd.Function):
         logs = p.clamp_min(torch.finfo(p.dtype).tiny).log_()
         of_groups = torch.linalg.vecdot(p, logs, dim=dim).neg_().unsqueeze(dim)
         ctx.save_for_backward(logs, of_groups, scale)
-        total_entropy: Tensor = of_groups.sum()
+        # In bfloat16 the sum over groups would not see what a step changes.
+        total_entropy: Tensor = of_groups.sum(dtype=torch.promote_types(of_groups.dtype, torch.float32))
         return total_entropy
 
     @staticmethod
@@ -232,7 +233,32 @@ class _Entropy(torch.autograd.Function):
         return (logs + of_groups).mul_(scale.mul(-grad)), None
 
 
-def objective(terms: Sequence[Term], backbone: Backbone, residual: Tensor | None, heads: Tensor | None) -> Tensor:
+def within_groups(importance: Tensor, groups: int) -> Tensor:
+    """Σ over rows of the entropy that is left inside groups of M weights once it is known which group (ours).
+
+    A mask N:M chooses inside every M consecutive weights of a row, so only the entropy there says how little is lost.
+    By the chain rule the entropy of a row is that of its groups' totals and Σ_g P_g H_g, with H_g the entropy inside
+    group g and P_g the group's share of the row. The second part is what is returned: a group counts by what it weighs.
+
+    Args:
+        importance: (d_out, d_in), not negative.
+        groups: M, which divides d_in.
+
+    Returns:
+        A scalar, nats.
+    """
+    totals = importance.reshape(len(importance), -1, groups).sum(2)
+    return entropy(importance, 1) - entropy(totals, 1)
+
+
+def objective(
+    terms: Sequence[Term],
+    backbone: Backbone,
+    residual: Tensor | None,
+    heads: Tensor | None,
+    *,
+    groups: int | None = None,
+) -> Tensor:
     """Loss of one block: entropies over rows where the right side is rotated, over columns where the left is (eq. 9).
 
     Where both are, both count (section 3.3.2). A side whose rotation is None is not rotated; terms without any rotated
@@ -243,6 +269,8 @@ def objective(terms: Sequence[Term], backbone: Backbone, residual: Tensor | None
         backbone: whose importance.
         residual: R1 (d, d), or None.
         heads: R2 (kv, head_dim, head_dim), or None.
+        groups: M of an N:M pattern: every term with a rotated side then counts `within_groups` in their place,
+            whichever side turns.
 
     Returns:
         A scalar, nats; zero, without a gradient, where no side is rotated.
@@ -256,5 +284,5 @@ def objective(terms: Sequence[Term], backbone: Backbone, residual: Tensor | None
         dims = [dim for dim, side in ((0, term.left), (1, term.right)) if side is not None and given[side]]
         if dims:
             values = importance(term, backbone, residual, heads)
-            losses += [entropy(values, dim) for dim in dims]
+            losses += [entropy(values, dim) for dim in dims] if groups is None else [within_groups(values, groups)]
     return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.names import Backbone, RotationKind
-from ckpt_prune.progress import meter
+from ckpt_prune.progress import Meter, meter
 from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
 from ckpt_prune.rotations.importance import Side, Term, sensitivity
 from ckpt_prune.rotations.rotated import BlockRotations
@@ -35,6 +36,8 @@ from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
 _SHARED = "residual"
 _KEPT_BYTES = 2**30
 """Terms of all blocks together up to this size stay in memory while one R1 is learned for all."""
+_CURVE = 50
+"""Distances between the steps of a curve that is kept, at most."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Learner:
         model: the dense model.
         recipe: how.
         backbone: whose importance is concentrated.
+        groups: M of the mask's N:M pattern, where it is concentrated inside its groups; else None.
         source: makes what hands out the dense model's moments, of every linear's input and with the Grams of `grams`.
         device: where.
     """
@@ -132,6 +136,7 @@ class Learner:
     model: Model
     recipe: RotationRecipe
     backbone: Backbone
+    groups: int | None
     source: Callable[[], MomentSource]
     device: torch.device
 
@@ -158,6 +163,12 @@ class Learner:
             jitter=recipe.jitter,
             seed=recipe.seed,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of importances and their gradients."""
+        found: torch.dtype = getattr(torch, self.recipe.compute_dtype)
+        return found
 
     @property
     def turns_stream(self) -> bool:
@@ -188,7 +199,7 @@ class Learner:
 
     def _blocks(self, writer: CheckpointWriter) -> list[dict[str, Any]]:
         sizes = self.sizes
-        units = [f"rotation {block}" for block in range(sizes.blocks)]
+        units = [unit_of(block) for block in range(sizes.blocks)]
         if writer.done.issuperset(units):
             return [writer.notes[unit] for unit in units]
         source = self.source()
@@ -196,27 +207,41 @@ class Learner:
             for block, unit in enumerate(units):
                 tensors = self.read(block)
                 if unit not in writer.done:
-                    learned = learn(
-                        self.terms(block, tensors, self.moments(source, block, tensors)),
-                        self.backbone,
-                        hidden=sizes.hidden if self.turns_stream else None,
-                        kv_heads=sizes.kv_heads,
-                        head_dim=sizes.head_dim,
-                        training=self.training,
-                        device=self.device,
-                        preserve=self.preserved,
-                        progress=advance.step,
-                    )
-                    residual = sizes.residual_name(block)
-                    if residual is not None:
-                        assert learned.residual is not None
-                        writer.write(residual, learned.residual.float())
-                    assert isinstance(learned.heads, Tensor)
-                    writer.write(sizes.heads_name(block), learned.heads.float())
-                    writer.commit(unit, note={"block": block, **_figures(learned)})
+                    self.learn(block, self.terms(block, tensors, self.moments(source, block, tensors)), writer, advance)
                 advance.to((block + 1) * self.recipe.steps)
                 source.advance(block, tensors)
         return [writer.notes[unit] for unit in units]
+
+    def learn(self, block: int, terms: list[Term], writer: CheckpointWriter, advance: Meter) -> None:
+        """Learn the rotations of one block, and write them.
+
+        Args:
+            block: its index.
+            terms: its linears as rotations see them.
+            writer: as `run` takes it.
+            advance: shows the steps.
+        """
+        sizes = self.sizes
+        learned = learn(
+            terms,
+            self.backbone,
+            hidden=sizes.hidden if self.turns_stream else None,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            training=self.training,
+            device=self.device,
+            dtype=self.dtype,
+            groups=self.groups,
+            preserve=self.preserved,
+            progress=advance.step,
+        )
+        residual = sizes.residual_name(block)
+        if residual is not None:
+            assert learned.residual is not None
+            writer.write(residual, learned.residual.float())
+        assert isinstance(learned.heads, Tensor)
+        writer.write(sizes.heads_name(block), learned.heads.float())
+        writer.commit(unit_of(block), note={"block": block, **_figures(learned)})
 
     # ---- one rotation for all blocks --------------------------------------------------------------------------
 
@@ -236,6 +261,8 @@ class Learner:
                     head_dim=sizes.head_dim,
                     training=self.training,
                     device=self.device,
+                    dtype=self.dtype,
+                    groups=self.groups,
                     preserve=self.preserved,
                     progress=advance.step,
                 )
@@ -378,9 +405,22 @@ class _Terms:
         return terms
 
 
+def unit_of(block: int) -> str:
+    """The unit of the journal that holds a block's rotations."""
+    return f"rotation {block}"
+
+
 def _figures(learned: Learned) -> dict[str, Any]:
     return {
         "entropy_before": learned.entropy_before,
         "entropy_after": learned.entropy_after,
         "steps": learned.steps,
+        "curve": _thinned(learned.curve),
     }
+
+
+def _thinned(curve: list[float]) -> list[tuple[int, float | None]]:
+    """Steps of a curve and what it is there: the first, the last, and others at even distances; no more than fit."""
+    stride = max(1, -(-(len(curve) - 1) // _CURVE))
+    steps = sorted({*range(0, len(curve), stride), len(curve) - 1} - {-1})
+    return [(step, curve[step] if isfinite(curve[step]) else None) for step in steps]

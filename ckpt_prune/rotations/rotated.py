@@ -221,9 +221,7 @@ class RotatedCheckpoint:
     def _entry(self, index: int, residual: Tensor) -> Tensor:
         """Weight of the module before a block with this R1: from the basis of the block before it into its own."""
         if index > 0:
-            before, _ = self.on_device(index - 1)
-            assert before is not None
-            return residual.T @ before
+            return residual.T @ self._residual(index - 1)
         if residual_of(self.family).norm == "layer":
             # The embedding absorbs nothing here, and its mean has to go.
             return residual.T - residual.T.mean(1, keepdim=True)
@@ -233,19 +231,17 @@ class RotatedCheckpoint:
         if is_stored_buffer(name) or not self.absorbs_ends:
             return self.source.read([name])[name]
         described = residual_of(self.family)
-        first, _ = self.on_device(0)
-        last, _ = self.on_device(self.blocks - 1)
-        assert first is not None
-        assert last is not None
         starts = {f"{self.family.on_disk(path)}.weight" for path in described.starts}
         final, shift = (f"{self.family.on_disk(described.final)}.{kind}" for kind in KINDS)
         if name == self._head:
             table = name if name in self.source.tensors else self._embedding
             weight, gain = self.source.read([table])[table], gains(self.family, self._tensor(final))
+            last = self._residual(self.blocks - 1)
             return in_rows(weight, self.device, lambda part: (part if gain is None else part * gain) @ last)
         if name in starts:
             tensor = self.source.read([name])[name]
             layer = described.norm == "layer"
+            first = self._residual(0)
             return in_rows(
                 tensor, self.device, lambda part: (part - part.mean(1, keepdim=True) if layer else part) @ first
             )
@@ -254,8 +250,15 @@ class RotatedCheckpoint:
         if name == shift:
             shifts = self._tensor(shift)
             assert shifts is not None
+            last = self._residual(self.blocks - 1)
             return self._final_shift(shifts, gains(self.family, self._tensor(final)), last).cpu()
         return self.source.read([name])[name]
+
+    def _residual(self, index: int) -> Tensor:
+        """R1 of a block. Each is asked for where it is needed: the last one may not be learned yet."""
+        residual, _ = self.on_device(index)
+        assert residual is not None
+        return residual
 
     def _tensor(self, name: str) -> Tensor | None:
         return self.source.read([name])[name].to(self.device) if name in self.source.tensors else None

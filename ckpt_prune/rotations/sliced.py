@@ -44,7 +44,7 @@ def check_sliceable(model: Model, kind: SlicingKind) -> None:
         UserError: with the reason.
     """
     family, what = model.family, f"{model.family.model_type} keeps all dimensions of its residual stream"
-    if family.residual is None or (kind == "shared" and family.unrotatable is not None):
+    if family.residual is None or family.unrotatable is not None:
         raise UserError(f"{what}: {family.unrotatable or 'what reads and writes it is not described'}")
     if kind == "shared" and family.head is None:
         raise UserError(

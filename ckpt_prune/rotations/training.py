@@ -84,6 +84,7 @@ def learn(
     training: Training,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    groups: int | None = None,
     preserve: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Learned:
@@ -97,7 +98,9 @@ def learn(
         head_dim: of R2.
         training: how.
         device: where to compute.
-        dtype: to compute in; what is returned is measured in float64.
+        dtype: to compute importances in; what is optimised is float32 at least, and what is returned is measured in
+            float64.
+        groups: M, to concentrate importance in the groups of an N:M pattern; None for lines (`objective`).
         preserve: a direction (d,) that R1 leaves where it is.
         progress: told of every step.
 
@@ -108,9 +111,9 @@ def learn(
     shapes = _shapes(1, hidden, kv_heads, head_dim)
     learned = _learn(
         shapes,
-        _Loss(1, lambda _: on_device, backbone, torch.device(device), dtype),
+        _Loss(1, lambda _: on_device, backbone, groups, torch.device(device), dtype),
         # As given: the copy to learn on may have fewer digits.
-        _Loss(1, lambda _: terms, backbone, torch.device(device), torch.float64),
+        _Loss(1, lambda _: terms, backbone, groups, torch.device(device), torch.float64),
         training,
         preserve,
         progress,
@@ -129,6 +132,7 @@ def learn_shared(
     training: Training,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    groups: int | None = None,
     preserve: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Learned:
@@ -146,7 +150,9 @@ def learn_shared(
         head_dim: of R2.
         training: how.
         device: where to compute.
-        dtype: to compute in; what is returned is measured in float64.
+        dtype: to compute importances in; what is optimised is float32 at least, and what is returned is measured in
+            float64.
+        groups: M, to concentrate importance in the groups of an N:M pattern; None for lines (`objective`).
         preserve: a direction (d,) that R1 leaves where it is.
         progress: told of every step.
 
@@ -155,8 +161,8 @@ def learn_shared(
     """
     return _learn(
         _shapes(blocks, hidden, kv_heads, head_dim),
-        _Loss(blocks, terms_of, backbone, torch.device(device), dtype),
-        _Loss(blocks, terms_of, backbone, torch.device(device), torch.float64),
+        _Loss(blocks, terms_of, backbone, groups, torch.device(device), dtype),
+        _Loss(blocks, terms_of, backbone, groups, torch.device(device), torch.float64),
         training,
         preserve,
         progress,
@@ -202,6 +208,7 @@ class _Loss:
     blocks: int
     terms_of: Callable[[int], Sequence[Term]]
     backbone: Backbone
+    groups: int | None
     device: torch.device
     dtype: torch.dtype
 
@@ -213,8 +220,9 @@ class _Loss:
                 for term in self.terms_of(block):
                     # One linear layer at a time: graphs of all would hold several times the block.
                     of_block = None if rotations.heads is None else rotations.heads[block]
+                    pair = (None if each is None else each.to(self.dtype) for each in (rotations.residual, of_block))
                     moved = _moved(term, self.device, self.dtype)
-                    value = objective([moved], self.backbone, rotations.residual, of_block)
+                    value = objective([moved], self.backbone, *pair, groups=self.groups)
                     if value.requires_grad:
                         torch.autograd.backward(value)
                     total += value.detach().to(self.device)
@@ -259,7 +267,8 @@ def _start(
         start = identity(shape, dtype=torch.float64)
         if training.jitter:
             start = near_identity(shape, training.jitter, generator, preserve=kept)
-        start = start.to(loss.device, loss.dtype)
+        # What is optimised keeps its digits: steps are too small for bfloat16.
+        start = start.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
         rotators.append(rotator(training.method, start, preserve=kept))
     residual, heads = rotators
     return residual, heads

@@ -68,6 +68,11 @@ def flap(weight: Tensor, moments: Moments) -> Tensor:
     return moments.variance * column_norms(weight).square()
 
 
+def flap_squared(weight: Tensor, moments: Moments) -> Tensor:
+    """(Var(x_j) ‖W_:j‖²)²: FLAP's released code squares the metric of attention before heads add up their columns."""
+    return flap(weight, moments).square()
+
+
 def corp(weight: Tensor, moments: Moments) -> Tensor:
     """E[x_j²] ‖W_:j‖₂, CORP's combined score."""
     return moments.energy * column_norms(weight)
@@ -92,5 +97,6 @@ SCORES: dict[str, Score] = {
     "rcpu": Score(rcpu),
     "rcpu-code": Score(rcpu_code),
     "flap": Score(flap),
+    "flap-squared": Score(flap_squared),
     "corp": Score(corp),
 }

@@ -30,6 +30,11 @@ class GroupPattern:
         """Share of weights that go."""
         return 1 - self.kept / self.of
 
+    def keeping(self, ratio: float) -> "GroupPattern | None":
+        """The pattern of as wide groups that has this share of zeros; None where it has none."""
+        kept = round((1 - ratio) * self.of)
+        return None if kept == self.of else GroupPattern(kept, self.of)
+
 
 def parse_pattern(text: str) -> GroupPattern | None:
     """The pattern of a recipe: None for unstructured.

@@ -24,7 +24,7 @@ from ckpt_prune.planning.recipe_places import RecipeFile, locate_recipe
 from ckpt_prune.planning.records import Origin
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 from ckpt_prune.planning.sizes import asked_size
-from ckpt_prune.transform.checks import check_plannable, check_planned, check_spaces
+from ckpt_prune.transform.checks import check_again, check_plannable, check_planned, check_spaces
 from ckpt_prune.transform.publish import wanted_names
 from ckpt_prune.transform.request import LiveSamples, RecoverySamples, Request
 
@@ -89,7 +89,7 @@ def _recipe(file: RecipeFile, options: RecipeOptions, size: Mapping[str, str] | 
     changes = options.overrides
     if options.container is not None:
         changes = (*changes, f"container={options.container}")
-    return load_recipe(file, changes, options.ratio, size).at_its_size
+    return load_recipe(file, changes, options.ratio, size)
 
 
 def plan_request(options: PlanOptions) -> Request:
@@ -119,6 +119,7 @@ def plan_request(options: PlanOptions) -> Request:
     model = open_model(options.model, Opening.of(options))
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
+    check_spaces(model.family, recipe)
     statistics = None if options.statistics is None else Statistics(options.statistics)
     by_default = options.recipe is None
     return Request(
@@ -174,6 +175,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
     statistics = _statistics(options.statistics, model, plan)
     # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
     check_source(model)
+    check_again(model, recipe)
     check_spaces(model.family, recipe)
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None

@@ -104,7 +104,10 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
                 if recipe.allocation == "least-error":
                     errors = solver.errors(block, tensors, own, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
-                    errors = scaled(errors, effects_on(statistics, model.site_name(block, space), score))
+                    effects = effects_on(statistics, model.site_name(block, space), score)
+                    counts = [count for count, _ in effects]
+                    predicted = solver.tried_errors(block, tensors, own, counts, errors, metric[name])
+                    errors = scaled(errors, effects, predicted)
                 ranked.append(Ranked(score, scores.cpu(), errors))
         return found
 
@@ -168,14 +171,16 @@ def weighed_by_energy(curve: Tensor) -> Tensor:
     return curve / curve[-1] if curve[-1] > 0 else curve
 
 
-def scaled(curve: Tensor, effects: list[tuple[int, float]]) -> Tensor:
+def scaled(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:
     """A curve of predicted divergences, through measured ones where there are any, in its own shape between them.
 
     Args:
         curve: (units + 1,).
         effects: (units dropped, divergence of the model's output), ascending.
+        predicted: for each of them what it was predicted to be; by default, what the curve says.
     """
-    known = [(k, effect / float(curve[k])) for k, effect in effects if curve[k] > 0]
+    told = [float(curve[k]) for k, _ in effects] if predicted is None else predicted
+    known = [(k, effect / own) for (k, effect), own in zip(effects, told, strict=True) if own > 0]
     if not known:
         return curve
     # Measured over predicted changes slowly with k: linear between the measured points, constant outside.

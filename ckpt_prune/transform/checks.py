@@ -8,14 +8,15 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.methods import AUTO
-from ckpt_prune.containers.checking import check_source
+from ckpt_prune.containers.checking import check_source, check_stock
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import kind_of
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
 from ckpt_prune.report.reading import report_of
-from ckpt_prune.rotations.rotated import check_rotatable
+from ckpt_prune.rotations.rotated import CONFIG_KEY, check_rotatable
+from ckpt_prune.rotations.sliced import SLICING_KEY
 from ckpt_prune.transform.budgets import check_effects
 from ckpt_prune.transform.decisions import keep_count
 from ckpt_prune.transform.masking import check_widths
@@ -46,6 +47,7 @@ def check_fit(request: Request) -> None:
     # Told of when all is done: damaged, it would be found after the output has got its name.
     report_of(request.model.checkpoint.path)
     check_source(request.model)
+    check_again(request.model, request.recipe)
     check_spaces(request.model.family, request.recipe)
     request.recipe.blocks(request.model.blocks)
     if request.recipe.depth is not None:
@@ -53,11 +55,12 @@ def check_fit(request: Request) -> None:
     if request.recipe.hidden is not None:
         check_hidden(request)
     _mask(request)
+    _low_rank(request)
     _taylor(request)
     _experts(request)
     if request.statistics is not None:
         request.statistics.check_model(request.model)
-        if request.recipe.mask is not None:
+        if request.recipe.mask is not None or request.recipe.low_rank is not None:
             _linears(request, request.statistics)
         elif "gram" not in request.statistics.index.collect:
             lacking = [
@@ -93,6 +96,30 @@ def check_fit(request: Request) -> None:
     _recovery(request)
 
 
+def check_again(model: Model, recipe: Recipe) -> None:
+    """Refuse what does not go with an output that carries code of its own: all but masks.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if recipe.mask is None:
+        check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
+    elif recipe.rotation is not None:
+        check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
+    else:
+        check_one_basis(model)
+
+
+def check_one_basis(model: Model) -> None:
+    """Refuse an output whose residual stream changes its basis from block to block.
+
+    Raises:
+        UserError: it is one.
+    """
+    if any(getattr(model.config, key, None) is not None for key in (CONFIG_KEY, SLICING_KEY)):
+        check_stock(model, "its residual stream turns between blocks, which only the run that made it knew")
+
+
 def check_data(request: Request) -> None:
     """Refuse a request with too little to measure on for its recipe.
 
@@ -102,6 +129,13 @@ def check_data(request: Request) -> None:
     if request.lacks_moments:
         data = "--images" if request.model.family.modality == "image" else "--text"
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
+    mask = request.recipe.mask
+    if mask is not None and mask.allocation == "divergence" and request.live is None:
+        data = "--images" if request.model.family.modality == "image" else "--text"
+        raise UserError(
+            f"recipe {request.recipe.name} shares a mask's zeros out by what they do to the model itself: give {data} "
+            "in place of --statistics"
+        )
     folds = request.live.folds if request.live else request.statistics.index.folds if request.statistics else 0
     # Maps of whole blocks are fitted on live samples alone, also where a plan or statistics choose the blocks.
     maps_later = request.recipe.depth is not None and request.live is None
@@ -128,8 +162,8 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
-    shapes = {name: info.shape for name, info in request.model.checkpoint.tensors.items()}
-    check_widths(request.model.family, recipe.mask, shapes)
+    check_widths(request.model, recipe.mask)
+    _mask_shares(request)
     if recipe.rotation is not None:
         check_rotatable(request.model, recipe.rotation.kind)
         rotated = unlearned(request)
@@ -140,6 +174,28 @@ def _mask(request: Request) -> None:
                 f"rotation per-layer turns the residual stream between blocks, which container {recipe.container} "
                 "cannot: leave container out for remote code, or choose rotation kind shared"
             )
+
+
+def _low_rank(request: Request) -> None:
+    """What factors ask of the model."""
+    family = request.model.family
+    if request.recipe.low_rank is not None and family.experts is not None:
+        raise UserError(
+            f"recipe {request.recipe.name} factors linear modules, and experts of a {family.model_type} have none of "
+            "their own in transformers: prune their columns (spaces.mlp)"
+        )
+
+
+def _mask_shares(request: Request) -> None:
+    """What sharing the zeros of a mask out over blocks asks of the model."""
+    mask = request.recipe.mask
+    if mask is None or mask.allocation != "divergence":
+        return
+    if request.model.family.experts is not None:
+        raise UserError(
+            f"recipe {request.recipe.name} tries masks on whole blocks, whose experts may see none of a few samples: "
+            "say mask.allocation=owl or alpha"
+        )
 
 
 def _recovery(request: Request) -> None:
@@ -184,10 +240,12 @@ def check_together(request: Request, job: str) -> None:
         UserError: the recipe is for one process, or model, data or job differ.
     """
     group, recipe = here(), request.recipe
+    mask = None if recipe.mask is None or recipe.mask.allocation == "uniform" else recipe.mask
     alone = {
         "rotates": recipe.rotation,
         "drops whole blocks": recipe.depth,
         "slices the residual stream": recipe.hidden,
+        "shares a mask's zeros out": mask,
     }
     for what, asked in alone.items():
         if group.size > 1 and asked is not None:
@@ -314,8 +372,13 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse to plan what a plan cannot say.
 
     Raises:
-        UserError: a mask, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
+        UserError: a mask, factors, a sliced stream, blocks that the loss chooses, or blocks beside spaces.
     """
+    if recipe.low_rank is not None:
+        raise UserError(
+            f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
+            "--dry-run to see sizes"
+        )
     if recipe.joint:
         raise UserError(
             f"recipe {recipe.name} drops blocks and then prunes spaces of those that stay, which are measured without "
@@ -343,7 +406,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
         UserError: a space that the family has not, such as q and k where it rotates them by position, or of which no
             unit can go.
     """
-    recipe = recipe.at(family)
+    asked, recipe = recipe, recipe.at(family)
+    if asked.spaces and not recipe.spaces:
+        raise UserError(
+            f"recipe {recipe.name} prunes {' and '.join(asked.spaces)} where there is any, and this "
+            f"{family.model_type} has none: nothing is left to do"
+        )
     missing = [space for space in recipe.spaces if space not in family.spaces]
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(

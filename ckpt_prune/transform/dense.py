@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.leaping import LeapingStream, Leaps
@@ -25,8 +26,8 @@ class Dense:
         model: the dense model.
         device: where blocks run.
         rotated: it under rotations, or in bases of fewer dimensions; or None.
-        container: what the model is built as where that is not the stock class of its config: the output's where it is
-            rotated, whose `biases` have a slot in every block, filled or not.
+        container: what the model is built as where that is not the stock class of its config: its own where it carries
+            code, the output's where it is rotated, whose `biases` have a slot in every block, filled or not.
         leaps: where blocks of it are left out: what it is whole, which is what is run.
     """
 
@@ -39,7 +40,7 @@ class Dense:
     def block(self, block: int) -> dict[str, Tensor]:
         """A block's tensors by on-disk name."""
         if self.rotated is None:
-            return self.model.read_block(block)
+            return dict(multiplied(self.model.read_block(block)))
         assert self.container is not None
         tensors = self.rotated.block(block)
         # Rotated blocks are built as the output's are, which may have slots that nothing is absorbed into.
@@ -57,12 +58,7 @@ class Dense:
             own = BlockFactory(whole, device=self.device, dtype=dtype)
             names, read = list(whole.checkpoint.tensors), whole.checkpoint.read
             return LeapingStream(own, self.leaps, names, read, samples, **options)
-        if self.container is None:
-            factory = BlockFactory(self.model, device=self.device, dtype=dtype)
-        else:
-            # Its own config: a model that is built settles in it which attention runs.
-            skeleton: Any = self.container.skeleton()
-            built = self.model.with_config(skeleton.config)
-            factory = BlockFactory(built, device=self.device, dtype=dtype, skeleton=skeleton)
+        skeleton = None if self.container is None else self.container.skeleton()
+        factory = BlockFactory(self.model, device=self.device, dtype=dtype, skeleton=skeleton)
         names = list(self.model.checkpoint.tensors) if self.rotated is None else self.rotated.names()
         return HiddenStream(factory, names, self.read, samples, **options)

@@ -28,6 +28,7 @@ from ckpt_prune.machine import Rates
 from ckpt_prune.planning.kinds import CANDIDATES, CHOSEN
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.rotations.sliced import SlicedCheckpoint
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
 from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.measured_effects import SHALLOW
@@ -168,8 +169,8 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         return None
     if request.shortened is not None:
         return _of_depth(settled)
-    if request.narrowed is not None:
-        return _of_hidden(settled)
+    if request.narrowed is not None and request.narrowed.view is not None:
+        return _of_hidden(settled, request.narrowed.view)
     samples, tokens, folds = DEFAULT_WINDOWS, model.tokens, 4 if recipe.needs_folds else 1
     if request.live is not None:
         samples, tokens, folds = len(request.live.samples), request.live.samples.tokens, request.live.folds
@@ -243,11 +244,9 @@ def _of_depth(settled: Settled) -> tuple[list[Stage], int] | None:
     return [Stage("depth", work, held), Stage("rest", Work(moved=4 * written, disk=disk, hashed=written), 0)], disk
 
 
-def _of_hidden(settled: Settled) -> tuple[list[Stage], int] | None:
+def _of_hidden(settled: Settled, view: SlicedCheckpoint) -> tuple[list[Stage], int] | None:
     """Stages of slicing the residual stream, and what is written."""
-    narrowed = settled.request.narrowed
-    assert narrowed is not None
-    view, live, model = narrowed.view, settled.request.live, settled.model
+    live, model = settled.request.live, settled.model
     if live is None and model.family.modality == "image":
         return None
     shape, places = Shape.of(model), len(view.sublayers)
@@ -261,7 +260,7 @@ def _of_hidden(settled: Settled) -> tuple[list[Stage], int] | None:
         work += Work(eigen=d**3)
     else:
         work += Work(eigen=d**3) * bases
-        if narrowed.whole.recipe.target == "sequential":
+        if settled.request.whole.recipe.target == "sequential":
             work += Work(gemm=4 * count * d * k, moved=12 * count * d) * bases
     # A Gram, its factors in float64, and the bases of a block.
     held = shape.states(samples, tokens) + shape.block_bytes + shape.activations(tokens) + 8 * (4 + places) * d * d
@@ -326,7 +325,12 @@ def _machine(settled: Settled) -> tuple[torch.device, torch.dtype]:
 
 def _uncounted(recipe: Recipe) -> bool:
     """Whether a recipe does what no formula here is for."""
-    odd = recipe.mask is not None or recipe.recovery is not None or recipe.perplexity_grid is not None
+    odd = (
+        recipe.mask is not None
+        or recipe.low_rank is not None
+        or recipe.recovery is not None
+        or recipe.perplexity_grid is not None
+    )
     return odd or recipe.export is not None or any(ENDS[known_space(space)] != "columns" for space in recipe.spaces)
 
 

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.calibration.slicing import SlicedStream
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.reading import read_tensors
+from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
@@ -41,7 +43,8 @@ class WrittenBases:
 
     def __call__(self, block: int) -> tuple[Tensor, ...]:
         """Of the sub-layers of a block, (d, k) float64 each."""
-        found = load_file(self.folder / self.name(block))
+        held = read_header(self.folder / self.name(block)).tensors
+        found = read_tensors(self.folder, list(held.values()))
         own = [found[str(place)].double() for place in range(len(found))]
         return tuple(own * self.sublayers if self.shared else own)
 
@@ -68,12 +71,14 @@ def at_narrow_stream(settled: Settled, folder: Path, journal: Journal, stages: S
     request = settled.request
     if request.recipe.hidden is None:
         return settled
-    hidden = request.recipe.hidden
-    bases = WrittenBases(folder / "bases", hidden.kind == "shared", len(sublayers(request.model)))
+    view = _view_of(request)
+    if view is None:
+        return settle(unmeasured(request))
+    bases = WrittenBases(folder / "bases", view.shared, len(view.sublayers))
     with stages.stage("hidden"):
         with disk_failures(folder):
             bases.folder.mkdir(parents=True, exist_ok=True)
-        energy = (_shared if bases.shared else _by_block)(request, bases, journal)
+        energy = (_shared if bases.shared else _by_block)(request, view, bases, journal)
     return settle(narrowed(request, bases, energy))
 
 
@@ -85,9 +90,9 @@ def _stream(request: Request) -> SlicedStream:
     return SlicedStream(stream, sublayers(model), normed=hidden_of(request).signal == "normed", centred=centred)
 
 
-def _by_block(request: Request, bases: WrittenBases, journal: Journal) -> list[float]:
+def _by_block(request: Request, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
     """Measure the bases of every block, in the model whose blocks before are sliced where the recipe is sequential."""
-    model, view = request.model, _view_of(request)
+    model = request.model
     centred, sequential = residual_of(model.family).norm == "layer", request.recipe.target == "sequential"
     sliced = _stream(request)
     shares: list[float] = []
@@ -116,18 +121,22 @@ def _by_block(request: Request, bases: WrittenBases, journal: Journal) -> list[f
     return shares
 
 
-def _shared(request: Request, bases: WrittenBases, journal: Journal) -> list[float]:
+def _shared(request: Request, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:
     """Measure one basis for all that reads the stream of the dense model."""
     if BASIS in journal.units:
         shares: list[float] = journal.notes[BASIS]
         return shares
-    model, view = request.model, _view_of(request)
+    model = request.model
     centred, sliced = residual_of(model.family).norm == "layer", _stream(request)
-    grams = _Sum()
+    grams: list[Tensor] = []
+
+    def add(_place: int, gram: Tensor) -> None:
+        grams[:] = [gram + grams[0] if grams else gram]
+
     for block in track(range(model.blocks), "measuring the stream", total=model.blocks):
-        sliced.block(block, model.read_block(block), grams.add)
-    grams.add(0, sliced.end(sliced.stream.factory.skeleton.get_submodule(residual_of(model.family).final)))
-    gram = grams.whole.to(request.device)
+        sliced.block(block, model.read_block(block), add)
+    add(0, sliced.end(sliced.stream.factory.skeleton.get_submodule(residual_of(model.family).final)))
+    gram = grams[0].to(request.device)
     basis, share = keeping_ones(gram, view.kept) if centred else principal(gram, view.kept, centred=False)
     if view.keeps_tie:
         basis = tied_basis(model, basis)
@@ -137,21 +146,7 @@ def _shared(request: Request, bases: WrittenBases, journal: Journal) -> list[flo
     return [share]
 
 
-def _view_of(request: Request) -> SlicedCheckpoint:
+def _view_of(request: Request) -> SlicedCheckpoint | None:
     own = unmeasured(request).narrowed
     assert own is not None
     return own.view
-
-
-class _Sum:
-    """Adds up Grams of all that reads the stream, each with the weight of its tokens."""
-
-    whole: Tensor
-
-    def __init__(self) -> None:
-        self._found: Tensor | None = None
-
-    def add(self, _place: int, gram: Tensor) -> None:
-        """Add one; nothing is projected."""
-        self._found = gram if self._found is None else self._found + gram
-        self.whole = self._found

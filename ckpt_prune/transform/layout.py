@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping
 
+from ckpt_prune.architectures.factors import factor_names
 from ckpt_prune.architectures.model import Model, Shape
 from ckpt_prune.architectures.part import composite_config, composite_names
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.shard import stacked
 from ckpt_prune.containers.checking import check_shapes
-from ckpt_prune.containers.container import Container, Widths
+from ckpt_prune.containers.container import Container, Ranks, Widths
 from ckpt_prune.rotations.rotated import Added
 
 Layout = dict[str, dict[str, Shape]]
 """File → tensor → dtype and shape."""
 
 
-def plan_layout(model: Model, widths: Widths, container: Container, added: Added | None = None) -> Layout:
+def plan_layout(
+    model: Model, widths: Widths, container: Container, added: Added | None = None, ranks: Ranks = ()
+) -> Layout:
     """The output's files: the source's shards and names, pruned shapes, added biases beside their weights.
 
     Args:
@@ -22,6 +25,7 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
         widths: units kept per block and space.
         container: what the output is stored as.
         added: tensors that the output has and the source has not, beside biases, or that have another shape there.
+        ranks: of linear modules whose weight two thin ones stand in for.
 
     Raises:
         UserError: the result would not load under the container (a fault of this tool, caught before any byte).
@@ -41,6 +45,12 @@ def plan_layout(model: Model, widths: Widths, container: Container, added: Added
     for block in range(len(widths)):
         if model.pairs_name(block) in shapes:
             files[model.pairs_name(block)] = files[model.tensor(block, model.family.attention.query)]
+    for block, own in enumerate(ranks):
+        for module, rank in own.items():
+            weight = model.tensor(block, module)
+            dtype, (rows, columns) = shapes.pop(weight)
+            for name, shape in zip(factor_names(weight), ((rank, columns), (rows, rank)), strict=True):
+                shapes[name], files[name] = (dtype, shape), files[weight]
     turned = model.checkpoint.transposed
     plain = stacked(shapes, model.checkpoint.stacks)
     stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}

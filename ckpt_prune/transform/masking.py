@@ -1,13 +1,15 @@
 """The engine for masks: one block in, the same block with zeros in its linear modules out."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import MomentSource
@@ -17,6 +19,7 @@ from ckpt_prune.planning.mask_recipe import MaskRecipe
 from ckpt_prune.planning.records import MaskedLinear
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
+from ckpt_prune.sparsity.patterns import GroupPattern
 from ckpt_prune.transform.engine import check_overflow, fill_biases
 
 
@@ -28,17 +31,21 @@ class Masker:
         family: the model's description.
         mask: how.
         ratio: share of weights to zero, where the pattern is unstructured.
+        groups: N:M; None where it is unstructured.
         biases: linear modules of a block that have a bias in the output container.
         device: where scores and updates are computed, in float64.
         diagnostics: also compute the error at every linear's output, where there are Grams.
+        shares: share of weights to zero of every block, where they differ. Of N:M it says N.
     """
 
     family: Family
     mask: MaskRecipe
     ratio: float
+    groups: GroupPattern | None
     biases: frozenset[str]
     device: torch.device
     diagnostics: bool = False
+    shares: Sequence[float] | None = None
 
     record = MaskedLinear
 
@@ -60,16 +67,19 @@ class Masker:
             UserError: SparseGPT's Hessian is singular, or its update overflows the checkpoint's dtype; both name the
                 weight.
         """
+        if self.shares is not None:
+            own = None if self.groups is None else self.groups.keeping(self.shares[block])
+            return replace(self, ratio=self.shares[block], groups=own, shares=None).block(block, tensors, source)
         current = dict(tensors)
         fill_biases(self.family, block, self.biases, current)
         masked: list[MaskedLinear] = []
-        groups = self.family.inputs
-        for stage in source.stages(list(groups)):
+        readers = self.family.inputs
+        for stage in source.stages(list(readers)):
             moments = source.moments(block, current, stage)
             for first in stage:
                 folds = _inputs(moments.get(first))
                 whole = total(folds).to(self.device) if folds else None
-                for module in groups[first]:
+                for module in readers[first]:
                     name = self.family.tensor(block, module)
                     # As in `engine`: the first of several processes has the moments.
                     current[name], record = here().once(partial(self.stored, block, module, current[name], whole))
@@ -94,7 +104,7 @@ class Masker:
                 found = sparsegpt.prune(
                     weight,
                     moments.gram,
-                    pattern=self.mask.groups,
+                    pattern=self.groups,
                     ratio=self.ratio,
                     block=self.mask.block,
                     damp=self.mask.damp,
@@ -125,19 +135,17 @@ class Masker:
             scores = wanda(weight, moments)
         else:
             scores = magnitude(weight)
-        groups = self.mask.groups
-        if groups is not None:
-            return keep_groups(scores, groups)
+        if self.groups is not None:
+            return keep_groups(scores, self.groups)
         return keep_share(scores, self.ratio, self.mask.compared)
 
 
-def check_widths(family: Family, mask: MaskRecipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_widths(model: Model, mask: MaskRecipe) -> None:
     """Refuse a pattern that the weights of a block cannot have.
 
     Args:
-        family: the model's description.
+        model: that is masked.
         mask: how.
-        shapes: on-disk name → shape.
 
     Raises:
         UserError: a width is not a multiple of M.
@@ -145,9 +153,9 @@ def check_widths(family: Family, mask: MaskRecipe, shapes: Mapping[str, tuple[in
     groups = mask.groups
     if groups is None:
         return
-    for module in family.linears:
-        name = family.tensor(0, module)
-        columns = shapes[name][1]
+    for block, module in product(range(model.blocks), model.family.linears):
+        name = model.tensor(block, module)
+        columns = model.checkpoint.tensors[name].shape[1]
         if columns % groups.of:
             raise UserError(
                 f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "

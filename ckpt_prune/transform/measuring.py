@@ -76,6 +76,7 @@ def measure_first(request: Request, live: LiveSamples, folder: Path, journal: Jo
             device=request.device,
             compute_dtype=live.compute_dtype,
             allocate=live.allocate,
+            skeleton=None if request.stored is None else request.stored.skeleton(),
             journal=journal,
         )
         _done(journal, STATISTICS)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from math import exp
 
 from ckpt_prune.architectures.composite import load_composite
@@ -10,6 +11,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, first_of_experts
 from ckpt_prune.calibration.choosing import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.checkpoint.units import counted, human_bytes, human_count
+from ckpt_prune.devices import multiplies_bfloat16
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -43,6 +45,12 @@ def messages(settled: Settled) -> list[str]:
         kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
         told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
         found.append(f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used")
+    rotation = recipe.rotation
+    if rotation is not None and rotation.compute_dtype == "bfloat16" and not multiplies_bfloat16(request.device):
+        found.append(
+            f"this machine has no instructions for products of bfloat16, in which recipe {recipe.name} learns its "
+            "rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
+        )
     if settled.output.container.note:
         found.append(settled.output.container.note)
     made = report_of(settled.model.checkpoint.path)
@@ -86,8 +94,10 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         )
     if depth is not None and depth.compensation.linear and request.whole.live is not None:
         widths = [model.dimension("hidden")]
-    if recipe.mask is not None and recipe.mask.method == "sparsegpt":
-        widths = [model.checkpoint.tensors[model.tensor(0, module)].shape[1] for module in model.family.linears]
+    whitened = recipe.low_rank is not None and recipe.low_rank.whitens
+    if whitened or (recipe.mask is not None and recipe.mask.method == "sparsegpt"):
+        weights = (model.tensor(block, m) for block, m in product(range(model.blocks), model.family.linears))
+        widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
     if not widths or tokens >= 2 * max(widths):
         return None
     return (
@@ -182,7 +192,7 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
         count = counted(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {request.live.source}"
-    if settled.foreseen and depth is None:
+    if settled.foreseen and depth is None and recipe.low_rank is None:
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"

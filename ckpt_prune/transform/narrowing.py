@@ -114,7 +114,9 @@ def check_hidden(request: Request) -> None:
     if request.statistics is not None:
         data = "--images" if model.family.modality == "image" else "--text"
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
-    _cost(request, wanted_width(request))
+    kept = wanted_width(request)
+    if recipe.size is None or kept < model.dimension("hidden"):
+        _cost(request, kept)
 
 
 def unmeasured(request: Request) -> Request:
@@ -123,7 +125,7 @@ def unmeasured(request: Request) -> Request:
 
 
 def narrowed(request: Request, bases: Bases, energy: list[float]) -> Request:
-    """The request for what is left to do once the stream is sliced.
+    """The request for what is left to do once the stream is sliced: nothing, where it is within its size as it is.
 
     Args:
         request: the whole one.
@@ -131,13 +133,14 @@ def narrowed(request: Request, bases: Bases, energy: list[float]) -> Request:
         energy: of their signals that they keep.
     """
     hidden, kept, width = hidden_of(request), wanted_width(request), request.model.dimension("hidden")
-    view = _view(request, kept, bases)
+    whole = request.recipe.size is not None and kept == width
+    view = None if whole else _view(request, kept, bases)
     record = Hidden(
         kind=hidden.kind,
         signal=hidden.signal,
         dimensions=width,
         kept=kept,
-        tied=view.keeps_tie if view.shared and request.model.tied else None,
+        tied=view.keeps_tie if view is not None and view.shared and request.model.tied else None,
         energy=list(energy),
     )
     return replace(request, recipe=request.recipe.after_hidden, narrowed=Narrowed(request, record, view))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.containers.choosing import REMOTE, choose_container, remote_note
-from ckpt_prune.containers.container import Container, Widths
+from ckpt_prune.containers.container import Container, Ranks, Widths
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.planning.accounting import cost_of
@@ -13,7 +13,8 @@ from ckpt_prune.planning.records import Cost
 from ckpt_prune.rotations.learning import RotationSizes
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, not_learned
 from ckpt_prune.rotations.sliced import SlicedCheckpoint
-from ckpt_prune.transform.layout import Layout, plan_layout
+from ckpt_prune.transform.factoring import ranks_of
+from ckpt_prune.transform.layout import Layout, layout_of, plan_layout
 from ckpt_prune.transform.narrow_stock import narrow_container
 from ckpt_prune.transform.request import Request
 
@@ -27,12 +28,14 @@ class Output:
         layout: its files, tensors, dtypes and shapes.
         aside: the same of files beside the checkpoint: the rotations.
         cost: its size.
+        ranks: of linear modules that become two; empty where none does.
     """
 
     container: Container
     layout: Layout
     aside: Layout
     cost: Cost
+    ranks: Ranks = ()
 
 
 def unlearned(request: Request) -> RotatedCheckpoint | None:
@@ -48,18 +51,23 @@ def output_of(request: Request, widths: Widths) -> Output:
     Raises:
         UserError: no container can hold it.
     """
-    if request.narrowed is not None:
+    if request.narrowed is not None and request.narrowed.view is not None:
         return sliced_output(request.model, request.narrowed.view, widths)
     model, rotated = request.model, unlearned(request)
-    container = _container(request, widths, rotated)
-    layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None)
+    if request.stored is not None:
+        # Masks alone go into it (`checks`), and leave every shape as it is.
+        note = remote_note(request.stored.model_type, "as it was")
+        return Output(replace(request.stored, note=note), layout_of(model), {}, cost_of(model))
+    ranks = () if request.recipe.low_rank is None else ranks_of(request)
+    container = _container(request, widths, rotated, ranks)
+    layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None, ranks)
     aside: Layout = {}
     if request.recipe.rotation is not None:
         aside = {ROTATIONS: RotationSizes.of(request.recipe.rotation.kind, model).layout}
     shapes = {name: shape for tensors in layout.values() for name, shape in tensors.items()}
     # The output's config: rotations may have untied the head.
     cost = cost_of(model.with_config(parse_config(container.config)), shapes)
-    return Output(container, layout, aside, cost)
+    return Output(container, layout, aside, cost, ranks)
 
 
 def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Output:
@@ -108,7 +116,7 @@ def _check_part(model: Model, container: Container, rotated: bool) -> None:
         )
 
 
-def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | None) -> Container:
+def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | None, ranks: Ranks) -> Container:
     model, recipe = request.model, request.recipe
     biases = {module for module in model.family.linears if model.has(module, "bias")}
     for space, own in recipe.spaces.items():
@@ -120,10 +128,13 @@ def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | No
         model,
         widths,
         biases | (rotated.added_biases if rotated is not None else frozenset()),
-        requested=REMOTE if turns else recipe.container,
+        requested=REMOTE if turns or ranks else recipe.container,
         per_layer=recipe.widths == "per_layer",
+        ranks=ranks,
     )
     _check_part(model, chosen, rotated is not None)
+    if ranks:
+        return replace(chosen, note=remote_note(chosen.model_type, "two thin linears stand in for one"))
     if rotated is None:
         return chosen
     note = chosen.note

@@ -1,6 +1,5 @@
 """Two checkpoints of one model, a pruned one and what it was made from, run side by side."""
 
-from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -10,8 +9,9 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.image_processor import load_processor
 from ckpt_prune.calibration.leaping import Leaps
 from ckpt_prune.calibration.text import load_tokenizer, token_stream
-from ckpt_prune.containers.checking import check_source, check_stored
-from ckpt_prune.containers.container import Container, stored_container
+from ckpt_prune.containers.checking import check_source, check_stock, check_stored
+from ckpt_prune.containers.container import stored_container
+from ckpt_prune.containers.remote import RANKS_KEY
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.names import RotationKind
@@ -21,10 +21,16 @@ from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.rotations.sliced import SLICING_KEY
 
 
-def container_of(pruned: Model) -> Container:
-    """What a pruned checkpoint is stored as, with the linear modules that have a bias in it."""
-    biases = frozenset(m for m in pruned.family.linears if pruned.has(m, "bias"))
-    return replace(stored_container(pruned.checkpoint), biases=biases)
+def refuse_factored(pruned: Model) -> None:
+    """Refuse to train a checkpoint whose linears are products of two.
+
+    Raises:
+        UserError: it is one.
+    """
+    if RANKS_KEY in pruned.checkpoint.config:
+        raise UserError(
+            f"{pruned.checkpoint.path} has two thin linears in the place of each, which recovery does not train"
+        )
 
 
 def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report | None) -> RotatedCheckpoint | None:
@@ -70,6 +76,23 @@ def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[M
     return shortened(dense, depth.kept), Leaps(dense, depth.kept)
 
 
+def check_one_stream(pruned: Model, why: str) -> None:
+    """Refuse an output whose stream changes its basis inside its blocks.
+
+    Args:
+        pruned: an output.
+        why: that cannot be, for the message.
+
+    Raises:
+        UserError: it is one.
+    """
+    if getattr(pruned.config, SLICING_KEY, None) is not None:
+        raise UserError(
+            f"{pruned.checkpoint.path} has a residual stream of fewer dimensions, in another basis wherever it is "
+            f"read: {why}"
+        )
+
+
 def check_models(pruned: Model, dense: Model, why: str) -> None:
     """Refuse two models of which one cannot have been made from the other.
 
@@ -84,12 +107,9 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
     ours, theirs = pruned.family, dense.family
     here, there = pruned.checkpoint.path, dense.checkpoint.path
     check_stored(pruned.checkpoint, stored_container(pruned.checkpoint).names())
+    check_stock(dense, "no other model is held against it")
     check_source(dense)
-    if getattr(pruned.config, SLICING_KEY, None) is not None:
-        raise UserError(
-            f"{here} has a residual stream of fewer dimensions, in another basis wherever it is read: {why}, and "
-            "there is no dense stream in these bases"
-        )
+    check_one_stream(pruned, f"{why}, and there is no dense stream in these bases")
     related = ours.model_type == theirs.model_type or ours.model_type in theirs.stand_ins
     if not related:
         raise UserError(f"{here} is of type {ours.model_type} and {there} of type {theirs.model_type}: {why}")

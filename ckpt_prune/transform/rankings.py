@@ -49,7 +49,12 @@ def ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> dict[
             kept |= select_ranked(own, {space: 1.0}, (1 - recipe.ratio_of(space)) * units)
         return kept
     costs: dict[SpaceName, float] = {space: float(model.unit_weights(space)) for space in recipe.spaces}
+    code = recipe.allocation == "across-layers-and-spaces-code"
+    if code:
+        # An integer tensor holds what a head weighs there: 170 of 512/3 columns in LLaMA-7B.
+        least = min(costs.values())
+        costs = {space: float(int(own / least)) for space, own in costs.items()}
     budget = 0.0
     for site, own_scores in scores.items():
         budget += own_scores.numel() * costs[site.space] * (1 - recipe.ratio_of(site.space))
-    return select_ranked(scores, costs, budget)
+    return select_ranked(scores, costs, budget, below_cut=code)

@@ -18,7 +18,7 @@ from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
-from ckpt_prune.containers.container import Container
+from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.filenames import ROTATIONS
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
@@ -32,7 +32,7 @@ from ckpt_prune.rotations.rotated import RotatedCheckpoint
 from ckpt_prune.transform.checks import check_trainable
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.layout import Layout, layout_of, with_rest
-from ckpt_prune.transform.pairs import at_same_depth, check_models, container_of, rotated_as
+from ckpt_prune.transform.pairs import at_same_depth, check_models, rotated_as
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_recovery
 from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent

@@ -12,7 +12,7 @@ from ckpt_prune.filenames import ELSEWHERE
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import MaskedLinear, SiteRecord
+from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, SiteRecord
 from ckpt_prune.records import Record
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
@@ -38,7 +38,7 @@ from ckpt_prune.versions import versions
 
 def report_of_prune(
     settled: Settled,
-    records: Sequence[SitePlan | MaskedLinear],
+    records: Sequence[SitePlan | MaskedLinear | FactoredLinear],
     *,
     search: StrengthSearch | None = None,
     learned: Sequence[dict[str, Any]] | None = None,
@@ -49,7 +49,7 @@ def report_of_prune(
 
     Args:
         settled: what was run.
-        records: of sites that lost units, or of linears that got zeros.
+        records: of sites that lost units, or of linears that got zeros or became two.
         search: of λ by perplexity.
         learned: rotations, as `RotationLearner.run` gives them.
         recovery: `recovery_of`, where blocks were recovered as well.
@@ -59,7 +59,15 @@ def report_of_prune(
     whole, shortened, narrowed = settled.request.whole, settled.request.shortened, settled.request.narrowed
     mask = rotation = None
     if recipe.mask is not None:
-        mask = Mask(method=recipe.mask.method, pattern=recipe.mask.pattern, ratio=recipe.ratio)
+        shares = settled.shares
+        allocation = None if shares is None else recipe.mask.allocation
+        mask = Mask(
+            method=recipe.mask.method,
+            pattern=recipe.mask.pattern,
+            ratio=recipe.ratio,
+            allocation=allocation,
+            shares=shares,
+        )
     if recipe.rotation is not None and learned is not None:
         rotation = Rotation(
             kind=recipe.rotation.kind,
@@ -85,11 +93,12 @@ def report_of_prune(
         before=settled.before,
         after=output.cost,
         depth=None if shortened is None else shortened.record,
-        hidden=None if narrowed is None else narrowed.record,
+        hidden=None if narrowed is None or narrowed.view is None else narrowed.record,
         mask=mask,
         rotation=rotation,
         sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],
         linears=[record for record in records if isinstance(record, MaskedLinear)],
+        factored=[record for record in records if isinstance(record, FactoredLinear)],
         recovery=recovery,
         layers=list(layers),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ckpt_prune.architectures.sites import Site
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
+from ckpt_prune.containers.container import Container, container_of
 from ckpt_prune.planning.latency import Latencies
 from ckpt_prune.planning.plan import Plan
 from ckpt_prune.planning.recipe import Recipe
@@ -92,12 +94,12 @@ class Narrowed:
     Attributes:
         whole: the request that asked for it.
         record: how many stay.
-        view: the model in bases of so many dimensions, measured or not.
+        view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is.
     """
 
     whole: "Request"
     record: Hidden
-    view: SlicedCheckpoint
+    view: SlicedCheckpoint | None
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,11 @@ class Request:
         earlier = self.shortened or self.narrowed
         return self if earlier is None else earlier.whole
 
+    @cached_property
+    def stored(self) -> Container | None:
+        """What the model is stored as, where that carries code of its own."""
+        return container_of(self.model) if self.model.own_code else None
+
     def __post_init__(self) -> None:
         """The recipe speaks of the spaces that this model has."""
         object.__setattr__(self, "recipe", self.recipe.at(self.model.family))
@@ -160,8 +167,8 @@ class Request:
     @property
     def sequential(self) -> bool:
         """Whether moments are measured on the pruned prefix."""
-        mask = self.recipe.mask
-        needed = mask is None or mask.method != "magnitude"
+        by_linears = self.recipe.mask is not None or self.recipe.low_rank is not None
+        needed = not by_linears or self.recipe.linears_need_moments or self.recipe.rotates_in_turn
         return self.live is not None and self.recipe.target != "dense" and needed
 
     @property
@@ -182,7 +189,7 @@ class Request:
             return False
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
-        return shared or self.recipe.allocation == "least-error" or not self.sequential
+        return shared or self.recipe.shares_out or not self.sequential
 
     @property
     def widths_known(self) -> bool:
@@ -191,4 +198,4 @@ class Request:
             return False
         known = self.statistics is not None or self.plan is not None or self.ranked is not None
         known = known or not self.recipe.needs_moments
-        return known or self.recipe.allocation == "uniform"
+        return known or (self.recipe.allocation == "uniform" and not self.recipe.shares_out)

@@ -7,34 +7,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.calibration.sources import MomentSource, SequentialMoments
+from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, partial_of, refuse_overlap
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.records import MaskedLinear
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import FactoredLinear, MaskedLinear, MaskShares
 from ckpt_prune.progress import meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.recovery.training import Split
 from ckpt_prune.report.model import Recovery, Report, StrengthSearch
 from ckpt_prune.report.stages import Stages
-from ckpt_prune.rotations.learning import Learner, WrittenRotations
+from ckpt_prune.rotations.learning import WrittenRotations
 from ckpt_prune.transform.checks import check_together, check_trained
 from ckpt_prune.transform.depth import at_chosen_depth
 from ckpt_prune.transform.hidden import at_narrow_stream
 from ckpt_prune.transform.layout import with_rest
+from ckpt_prune.transform.mask_shares import shared_out
 from ckpt_prune.transform.measuring import measured
 from ckpt_prune.transform.publish import publish, publish_complete, wanted_names
 from ckpt_prune.transform.reporting import recovery_of, report_of_prune
 from ckpt_prune.transform.resuming import Announce, announce_resumed, finished, silent
+from ckpt_prune.transform.rotating import InTurn, learner_of
 from ckpt_prune.transform.settle import Settled
 from ckpt_prune.transform.steps import FollowStep, PruneStep, RecoverStep, Step
 from ckpt_prune.transform.walk import Sink, walk
 
-Records = Sequence[SitePlan | MaskedLinear]
-"""What was done: to spaces that lost units, or to linears that got zeros."""
+Records = Sequence[SitePlan | MaskedLinear | FactoredLinear]
+"""What was done: to spaces that lost units, or to linears that got zeros or became two."""
 _MOST_NLL = 700.0
 """The exponential of more is not finite."""
 
@@ -56,11 +60,7 @@ def search_strength(settled: Settled) -> StrengthSearch:
         trial = replace(trial, request=replace(trial.request, diagnostics=False))
         source = trial.moments()
         steps: list[Step] = [PruneStep(trial.engine(), source)]
-        if isinstance(source, SequentialMoments):
-            stream = source.stream
-        else:
-            stream = trial.live_stream(trial.dense)
-            steps.append(FollowStep(stream))
+        stream = _followed(trial, source, steps)
         walk(trial.dense, steps, say=f"trying lambda {strength:g}")
         nll = stream.nll()
         found[strength] = math.exp(nll) if nll < _MOST_NLL else None
@@ -125,8 +125,7 @@ def run(
             wants=wanted_names(checkpoint, settled.recipe),
         )
         if resume:
-            how = "pruned" if settled.recipe.mask is None else "masked"
-            announce_resumed(staging, out, settled.model.blocks, how, announce)
+            announce_resumed(staging, out, settled.model.blocks, _done_to(settled.recipe), announce)
         if not staging.resumed:
             checkpoint.check_finite()
         return staging
@@ -152,6 +151,13 @@ def run(
         return Done(ready, _run(ready, staging, stages, announce))
 
 
+def _done_to(recipe: Recipe) -> str:
+    """What becomes of a block, in a word."""
+    if recipe.low_rank is not None:
+        return "factored"
+    return "pruned" if recipe.mask is None else "masked"
+
+
 def _writer_of(settled: Settled, staging: Staging) -> CheckpointWriter:
     output, checkpoint = settled.output, settled.model.checkpoint
     layout, names = with_rest(checkpoint, output.layout)
@@ -171,18 +177,25 @@ def _run(settled: Settled, staging: Staging | None, stages: Stages, announce: An
     writer = None if staging is None else _writer_of(settled, staging)
     search = _searched(settled, writer, stages)
     ready = settled if search is None else settled.with_strength(search.chosen)
-    learned = None
+    ready = replace(ready, shares=_shared_out(ready, writer, stages))
+    learned = in_turn = None
     if ready.recipe.rotation is not None:
         assert writer is not None  # `check_together`: one process alone
-        with stages.stage("rotations"):
-            learner = learner_of(ready)
-            learned = learner.run(writer)
-        ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
+        if ready.recipe.rotates_in_turn and ready.request.sequential:
+            in_turn = InTurn(ready, writer)
+            ready = replace(ready, rotations=in_turn)
+        else:
+            with stages.stage("rotations"):
+                learner = learner_of(ready)
+                learned = learner.run(writer)
+            ready = replace(ready, rotations=WrittenRotations(writer.read, learner.sizes))
     padded = output.container.padded
-    widths = [{space: count for space, count in own.items() if space not in padded} for own in ready.widths]
-    sink = Sink(writer, output.layout, widths)
+    narrow = [{space: count for space, count in own.items() if space not in padded} for own in ready.widths]
+    sink = Sink(writer, output.layout, narrow if ready.recipe.spaces else None)
     with stages.stage("blocks"):
-        written = _write_blocks(ready, sink)
+        written = _write_blocks(ready, sink, in_turn)
+    if in_turn is not None:
+        learned = in_turn.learned
     with stages.stage("rest"):
         sink.write_rest(ready.dense)
         sink.write_outer(checkpoint)
@@ -216,6 +229,18 @@ def _searched(settled: Settled, writer: CheckpointWriter | None, stages: Stages)
     return search
 
 
+def _shared_out(settled: Settled, writer: CheckpointWriter | None, stages: Stages) -> MaskShares | None:
+    """How a mask's zeros are shared out over blocks; found once, also when resumed. None where all have as many."""
+    mask = settled.recipe.mask
+    if mask is None or mask.allocation == "uniform":
+        return None
+    assert writer is not None  # `check_together`: one process alone
+    if "shares" not in writer.notes:
+        with stages.stage("shares"):
+            writer.commit("shares", note=shared_out(settled).model_dump())
+    return MaskShares.model_validate(writer.notes["shares"])
+
+
 @dataclass(frozen=True)
 class _Written:
     """What became of the blocks.
@@ -230,20 +255,40 @@ class _Written:
     layers: Sequence[RecoveredLayer] = ()
 
 
-def _write_blocks(settled: Settled, sink: Sink) -> _Written:
-    """Let the recipe's steps act on every block, and write it."""
+def _write_blocks(settled: Settled, sink: Sink, in_turn: InTurn | None = None) -> _Written:
+    """Let the recipe's steps act on every block, and write it.
+
+    Args:
+        settled: the job, its rotations learned, or learned as they are asked for.
+        sink: where blocks go.
+        in_turn: its rotations, where they are learned in turn.
+    """
     dense = settled.dense
-    source = settled.moments()
-    pruned = PruneStep(settled.engine(), source)
-    if settled.recipe.recovery is None:
-        walk(dense, [pruned], sink, apart=not isinstance(source, SequentialMoments))
-        return _Written(sorted(pruned.records, key=lambda record: record.block))
-    recoverer = recoverer_of(settled)
-    with meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
-        recovered = RecoverStep(recoverer, epochs)
-        walk(dense, [pruned, recovered], sink)
+    with nullcontext() if in_turn is None else in_turn.shown():
+        source = settled.moments()
+        pruned = PruneStep(settled.engine(), source)
+        steps: list[Step] = [pruned]
+        if in_turn is not None:
+            in_turn.stream = _followed(settled, source, steps)
+        say = "pruning" if in_turn is None else None
+        if settled.recipe.recovery is None:
+            walk(dense, steps, sink, say=say, apart=not isinstance(source, SequentialMoments) and in_turn is None)
+            return _Written(sorted(pruned.records, key=lambda record: record.block))
+        recoverer = recoverer_of(settled)
+        with meter(recoverer.epochs, "recovering", unit="epoch") as epochs:
+            recovered = RecoverStep(recoverer, epochs)
+            walk(dense, [pruned, recovered, *steps[1:]], sink, say=say)
     recovery = recovery_of(recoverer, settled.model.checkpoint, on_the_fly=True)
     return _Written(pruned.records, recovery, recovered.layers)
+
+
+def _followed(settled: Settled, source: MomentSource, steps: list[Step]) -> HiddenStream:
+    """Hidden states of the pruned model at the first block: those that moments are of, or others beside them."""
+    if isinstance(source, SequentialMoments):
+        return source.stream
+    stream: HiddenStream = settled.live_stream(settled.dense)
+    steps.append(FollowStep(stream))
+    return stream
 
 
 def recoverer_of(settled: Settled) -> Recoverer:
@@ -256,21 +301,3 @@ def recoverer_of(settled: Settled) -> Recoverer:
     dense = model.stream(training.samples, training.compute_dtype, **how)
     pruned = model.stream(training.samples, training.compute_dtype, sizes=split.sizes(recipe, here()), **how)
     return Recoverer(dense, pruned, split, recipe, recipe.seed, training.after, training.allocate)
-
-
-def learner_of(settled: Settled) -> Learner:
-    """What learns the recipe's rotations, at the first block."""
-    recipe, request = settled.recipe, settled.request
-    assert recipe.rotation is not None
-
-    def source() -> MomentSource:
-        if not recipe.rotation_needs_moments:
-            return NoMoments()
-        if request.statistics is not None:
-            return CachedMoments(request.statistics, settled.model)
-        if learner.sizes.kind == "shared":
-            raise ValueError("one rotation of all blocks needs statistics: transform.measuring makes them")
-        return SequentialMoments(settled.live_stream(settled.source), learner.grams, true_sequential=False)
-
-    learner = Learner(settled.model, recipe.rotation, recipe.importance, source, request.device)
-    return learner

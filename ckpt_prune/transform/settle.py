@@ -18,7 +18,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.recipe import Recipe
-from ckpt_prune.planning.records import Cost
+from ckpt_prune.planning.records import Cost, MaskShares
 from ckpt_prune.rotations.moments import RotatedMoments
 from ckpt_prune.rotations.rotated import RotatedCheckpoint, Rotations, not_learned
 from ckpt_prune.transform.budgets import decide, ranking_of
@@ -26,6 +26,7 @@ from ckpt_prune.transform.checks import check_data, check_enough_samples, check_
 from ckpt_prune.transform.decisions import Decisions, planned
 from ckpt_prune.transform.dense import Dense
 from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.factoring import Factorer
 from ckpt_prune.transform.masking import Masker
 from ckpt_prune.transform.narrowing import unmeasured
 from ckpt_prune.transform.output import Output, output_of
@@ -45,6 +46,7 @@ class Settled:
         request: as it was given; where one ratio reaches its recipe's size, with that ratio.
         known: decisions and output; None where widths are found once the model is measured.
         rotations: of a block, once they are learned.
+        shares: of a mask's zeros, once they are shared out over blocks; None where all have the recipe's.
         foreseen: whether the widths are only those of one ratio everywhere, in place of those that measuring finds, or
             the blocks that are gone only as many as will be.
     """
@@ -52,6 +54,7 @@ class Settled:
     request: Request
     known: tuple[Decisions, Output] | None
     rotations: Rotations = not_learned
+    shares: MaskShares | None = None
     foreseen: bool = False
 
     @property
@@ -120,25 +123,29 @@ class Settled:
         """The model that is pruned: the source, rotated or sliced where the recipe says so."""
         narrowed = self.request.narrowed
         rotated = self.rotated if narrowed is None else narrowed.view
-        container = None if rotated is None else self.output.container
+        container = self.request.stored if rotated is None else self.output.container
         return Dense(self.model, self.request.device, rotated, container)
 
     @property
     def source(self) -> Dense:
         """The source as it is stored."""
-        return Dense(self.model, self.request.device)
+        return Dense(self.model, self.request.device, container=self.request.stored)
 
-    def engine(self) -> Pruner | Masker:
+    def engine(self) -> Pruner | Masker | Factorer:
         """What prunes a block."""
         request, container = self.request, self.output.container
+        if request.recipe.low_rank is not None:
+            return Factorer(self.model.family, self.output.ranks, request.device)
         if request.recipe.mask is not None:
             return Masker(
                 self.model.family,
                 request.recipe.mask,
                 request.recipe.ratio,
+                request.recipe.mask.groups,
                 container.biases,
                 request.device,
                 request.diagnostics,
+                self.shares.ratios if self.shares is not None else None,
             )
         return self.unit_engine()
 
@@ -157,8 +164,7 @@ class Settled:
     def moments(self) -> MomentSource:
         """A fresh moment source at the first block."""
         request, recipe = self.request, self.recipe
-        masked_blindly = recipe.mask is not None and recipe.mask.method == "magnitude"
-        if masked_blindly or not recipe.needs_moments:
+        if (recipe.mask is not None and not recipe.linears_need_moments) or not recipe.needs_moments:
             return NoMoments()
         if request.sequential:
             gram: dict[str, bool] = {space: recipe.measures_more(space) for space in recipe.spaces}
@@ -166,6 +172,8 @@ class Settled:
                 # Wanda needs norms alone; the Gram is for the error that the report states.
                 wanted = request.diagnostics or recipe.mask.method == "sparsegpt"
                 gram = dict.fromkeys(self.model.family.inputs, wanted)
+            if recipe.low_rank is not None:
+                gram = dict.fromkeys(self.model.family.inputs, True)
             true, dense = recipe.true_sequential, self.dense
             if recipe.target == "drift":
                 return DriftMoments(

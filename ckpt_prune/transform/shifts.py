@@ -13,10 +13,11 @@ from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.compensation.logit import absolute_strength
 from ckpt_prune.compensation.shift import freedom, shift
+from ckpt_prune.compensation.spectrum import EXACT_WIDTH
 from ckpt_prune.errors import UserError
 from ckpt_prune.transform.engine import AtSite
 from ckpt_prune.transform.settle import Settled
-from ckpt_prune.transform.solvers.columns import SPECTRUM_WIDTH, inputs_of
+from ckpt_prune.transform.solvers.columns import inputs_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ class Shifting:
                 f"--test holds sites against other samples, and recipe {name} drops whole blocks: leave it out"
             )
         statistics.check_model(settled.model)
+        own = settled.request.statistics
+        if own is not None and own.index.digest == statistics.index.digest:
+            raise UserError(
+                f"--test {statistics.folder} holds the same statistics as --statistics: measure others, on other "
+                "samples"
+            )
         for each in (settled.request.statistics, statistics):
             if each is None:
                 raise UserError("--test holds a plan against other statistics than it was made from: give --statistics")
@@ -107,7 +114,7 @@ class Shifting:
             others,
             columns,
             float(absolute_strength(plan.strength or 0.0, own.lambda_units, calibration.square[columns].mean())),
-            spectra=calibration.width <= SPECTRUM_WIDTH,
+            spectra=calibration.width <= EXACT_WIDTH,
         )
         # The divergence under the metric 2 I is the error itself.
         twice = Fisher(1, 2 * torch.eye(len(weight)))

@@ -5,14 +5,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ckpt_prune.architectures.factors import multiplied
 from ckpt_prune.calibration.sources import MomentSource
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.planning.plan import SitePlan
-from ckpt_prune.planning.records import MaskedLinear
+from ckpt_prune.planning.records import FactoredLinear, MaskedLinear
 from ckpt_prune.progress import Meter
 from ckpt_prune.recovery.record import RecoveredLayer
 from ckpt_prune.recovery.recoverer import Recoverer
 from ckpt_prune.transform.engine import Pruner
+from ckpt_prune.transform.factoring import Factorer
 from ckpt_prune.transform.masking import Masker
 
 Tensors = Mapping[str, Tensor]
@@ -69,7 +71,7 @@ class Step(Protocol):
 
 
 class PruneStep:
-    """Prunes or masks a block.
+    """Prunes, masks or factors a block.
 
     Args:
         engine: what to do.
@@ -82,9 +84,9 @@ class PruneStep:
     name = "pruned"
     replays = False
 
-    def __init__(self, engine: Pruner | Masker, source: MomentSource) -> None:
+    def __init__(self, engine: Pruner | Masker | Factorer, source: MomentSource) -> None:
         self._engine, self._source = engine, source
-        self.records: list[SitePlan | MaskedLinear] = []
+        self.records: list[SitePlan | MaskedLinear | FactoredLinear] = []
 
     def act(self, block: int, dense: Tensors, tensors: Tensors) -> tuple[Tensors, Any]:
         """Prune one block."""
@@ -101,7 +103,7 @@ class PruneStep:
 
     def advance(self, block: int, tensors: Tensors) -> None:
         """Let the source go on."""
-        self._source.advance(block, tensors)
+        self._source.advance(block, multiplied(tensors))
 
 
 class RecoverStep:

@@ -1,4 +1,4 @@
-"""The size/error curve of a recipe: plans at several ratios, from one ranking of the units."""
+"""The size/error curve of a recipe: plans at several values of a key; of ratios from one ranking of the units."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,23 +19,26 @@ from ckpt_prune.transform.shortening import without
 
 @dataclass(frozen=True)
 class Point:
-    """What a recipe gives at one ratio.
+    """What a recipe gives at one value of a key.
 
     Attributes:
-        ratio: share of units to drop.
+        value: of the key: a share of units to drop, or what else varies.
         after: cost of the output.
         widths: space → least and most units kept in a block.
-        divergence: predicted of the model's own output; None without a Fisher metric.
         errors: space → mean predicted error of its sites after compensation, relative to each output's energy (on
             held-out folds where the statistics have several and something is chosen on them); None without second
             moments.
+        divergence: what all errors together are predicted to do to the model's own output; None where that was not
+            measured.
+        perplexity: of the pruned model on held-out text; None where it was not measured, or is not finite.
     """
 
-    ratio: float
+    value: float | str
     after: Cost
     widths: dict[SpaceName, tuple[int, int]]
     errors: dict[SpaceName, float | None]
     divergence: float | None = None
+    perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,19 +90,25 @@ def points_at(request: Request, ratios: Sequence[float]) -> list[Point]:
     Raises:
         UserError: a ratio leaves nothing of a space.
     """
-    model, recipe = request.model, request.recipe
+    recipe = request.recipe
     if recipe.needs_moments and request.statistics is not None and not recipe.ranks_blocks:
         request = replace(request, ranked=dense_ranking(request))
-    found: list[Point] = []
-    for ratio in ratios:
-        plan = make_plan(settle(replace(request, recipe=recipe.with_ratio(ratio))))
-        first = first_of_experts(recipe.spaces)
-        spaces = {space: [site for site in plan.sites if site.space == space] for space in first}
-        kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
-        widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
-        errors = {space: _mean_error(sites) for space, sites in spaces.items()}
-        found.append(Point(ratio, plan.after, widths, errors, plan.divergence))
-    return found
+    return [point_of(ratio, replace(request, recipe=recipe.with_ratio(ratio))) for ratio in ratios]
+
+
+def point_of(value: float | str, request: Request) -> Point:
+    """Plan a request at a value that its recipe has.
+
+    Raises:
+        UserError: the recipe leaves nothing of a space.
+    """
+    model, plan = request.model, make_plan(settle(request))
+    first = first_of_experts(request.recipe.spaces)
+    spaces = {space: [site for site in plan.sites if site.space == space] for space in first}
+    kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
+    widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
+    errors = {space: _mean_error(sites) for space, sites in spaces.items()}
+    return Point(value, plan.after, widths, errors, plan.divergence)
 
 
 def _mean_error(sites: list[SitePlan]) -> float | None:

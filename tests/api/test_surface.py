@@ -33,6 +33,8 @@ VERBS = [
 ]
 OF_THE_SHELL = {"as_json", "sweep"}
 """What a function has no use for: it returns objects, and a sweep is a function of its own."""
+OF_A_SWEEP = {"evaluate", "window", "samples"}
+"""What `plan` takes for `--sweep` alone."""
 
 
 def command(verb: str) -> click.Command:
@@ -54,11 +56,12 @@ def defaults(verb: str) -> dict[str, Any]:
             return found
         return found[0] if isinstance(found, tuple) and found else ()
 
+    left_out = OF_THE_SHELL | (OF_A_SWEEP if verb == "plan" else set())
     with click.Context(command(verb)) as context:
         found = {
             parameter.name: default(parameter, context)
             for parameter in command(verb).params
-            if parameter.name not in OF_THE_SHELL and not getattr(parameter, "hidden", False)
+            if parameter.name not in left_out and not getattr(parameter, "hidden", False)
         }
     if "recipes" in found:  # `plan` compares several, each by a call of its own
         found["recipe"] = None if found.pop("recipes") == () else "something"

@@ -390,6 +390,7 @@ def test_the_curve_of_best(here):
         plan = json.loads(ok("plan", "llama", *BEST, "--ratio", str(point["ratio"]), "--json"))
         assert {key: point[key] for key in plan["after"]} == plan["after"]
         cells = row.split()
+        assert cells[-1] == f"{point['divergence']:.4f}"
         for column, space in ((-5, "heads"), (-4, "mlp")):
             own = [site for site in plan["sites"] if site["space"] == space]
             counts = [len(site["kept"]) for site in own]
@@ -442,8 +443,82 @@ def test_ratios_that_are_none(here, text):
 @pytest.mark.parametrize("more", [("--ratio", "0.2"), TARGETS[:2], TARGETS[2:4], TARGETS[4:], ("-o", "plan.json")])
 def test_what_does_not_go_with_a_curve(here, more):
     assert refused(*SWEEP, "0.1:0.2:0.1", *more) == (
-        "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it"
+        "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it; --set "
+        "ratio=0.3 holds one while another key varies"
     )
+
+
+RIDGE = ("plan", "llama", "--recipe", "ridge", "--statistics", "stats", "--set", "ratio=0.5")
+STRENGTH = "spaces.mlp.compensation.lambda"
+
+
+def test_the_curve_of_another_key(here):
+    """Each point is the plan with that key, and keeps what --set says."""
+    before = listing()
+    said = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", "--json"))
+    rows = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10").splitlines()
+    assert listing() == before
+    assert rows[0].split()[0] == STRENGTH
+    assert [point[STRENGTH] for point in said["points"]] == [0.001, 10.0]
+    for point, row in zip(said["points"], rows[1:3], strict=True):
+        plan = json.loads(ok(*RIDGE, "--set", f"{STRENGTH}={row.split()[0]}", "--json"))
+        own = [site["error_compensated"] for site in plan["sites"] if site["space"] == "mlp"]
+        assert point["errors"]["mlp"] == pytest.approx(fmean(own))
+    assert said["points"][0]["errors"]["mlp"] < said["points"][1]["errors"]["mlp"]
+    assert said["points"][0]["errors"]["heads"] == said["points"][1]["errors"]["heads"]
+
+
+def test_the_curve_of_words_and_of_steps(here):
+    words = json.loads(ok(*RIDGE, "--sweep", "spaces.heads.score=rcpu,magnitude", "--json"))["points"]
+    assert [point["spaces.heads.score"] for point in words] == ["rcpu", "magnitude"]
+    steps = json.loads(ok(*RIDGE, "--sweep", "spaces.mlp.ratio=0.25:0.75:0.25", "--json"))["points"]
+    assert [point["widths"]["mlp"] for point in steps] == [[18, 18], [12, 12], [6, 6]]
+
+
+def test_a_curve_that_is_measured(here):
+    """On text: what pruning and evaluating by hand gives; nothing stays."""
+    before = listing()
+    measured = ("--evaluate", "calib.txt", "--window", "16", "--samples", "4")
+    told = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured).splitlines()
+    said = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured, "--json"))
+    assert listing() == before
+    assert told[-1] == said["measured"] == "perplexity on 4 windows of 16 tokens"
+    assert told[0].endswith("perplexity")
+    ok("prune", *RIDGE[1:], "--set", f"{STRENGTH}=10", "-o", "out")
+    alone = json.loads(ok("evaluate", "out", "--text", "calib.txt", *measured[2:], "--json"))
+    assert said["points"][1]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
+    assert told[2].split()[-1] == f"{alone['perplexity']:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ("--sweep", "=1,2"),
+            "--sweep =1,2: expected FROM:TO:STEP, or KEY=A,B,C or KEY=FROM:TO:STEP of a recipe's key",
+        ),
+        (("--sweep", f"{STRENGTH}=1,1"), f"--sweep {STRENGTH}=1,1: one value is given twice"),
+        (("--sweep", f"{STRENGTH}=3:1:1"), f"--sweep {STRENGTH}=3:1:1: values go up, in at most 1000 steps"),
+        (("--sweep", "ratio=some"), "--sweep ratio=some: ratios are numbers"),
+        (("--evaluate", "calib.txt"), "--evaluate, --window and --samples measure the points of a --sweep"),
+        (
+            ("--sweep", "0.1:0.2:0.1", "--window", "16"),
+            "--window and --samples are of the text to measure on: give --evaluate FILE",
+        ),
+        (
+            ("--sweep", "0.1:0.2:0.1", "--evaluate", "calib.txt"),
+            "--evaluate needs --window: perplexities of different windows cannot be compared",
+        ),
+    ],
+)
+def test_what_cannot_be_swept(here, options, why):
+    assert refused(*RIDGE, *options) == why
+
+
+def test_a_key_that_no_recipe_has_cannot_be_swept(here):
+    message = refused(*RIDGE, "--sweep", "spaces.mlp.lamda=1,2")
+    assert "unknown key spaces.mlp.lamda" in message
+    assert "\n" not in message
 
 
 def test_a_ratio_of_the_curve_that_leaves_nothing(here):

@@ -37,7 +37,12 @@ def test_files_of_items(tasks):
         *(f"{pets[key]:.1%}" for key in ("accuracy", "stderr", "accuracy_norm", "chance")),
         "4",
     ]
-    assert lines[3:] == ["", f"both choose the same: pets {pets['agreement']:.1%}"]
+    assert pets["difference"] == pets["accuracy"] - pets["against"]["accuracy"]
+    assert [line.split() for line in lines[3:]] == [
+        [],
+        ["task", "difference", "+/-", "both", "choose", "the", "same"],
+        ["pets", f"{pets['difference']:+.1%}", f"{pets['difference_stderr']:.1%}", f"{pets['agreement']:.1%}"],
+    ]
 
 
 def test_a_model_agrees_with_itself_and_limit_takes_the_first(tasks):
@@ -47,7 +52,7 @@ def test_a_model_agrees_with_itself_and_limit_takes_the_first(tasks):
     pets = said["tasks"]["pets"]
     assert (pets["items"], pets["agreement"]) == (3, 1)
     against = pets.pop("against")
-    pets.pop("agreement")
+    assert (pets.pop("agreement"), pets.pop("difference"), pets.pop("difference_stderr")) == (1, 0, 0)
     assert pets == against
     alone = ok("evaluate", "dense", "--tasks", "pets.jsonl", "--samples", "3").splitlines()
     assert len(alone) == 2
@@ -94,9 +99,6 @@ def test_bad_input(tasks):
     assert refused("evaluate", "dense", "--tasks", "pets.jsonl,piqa") == (
         "--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own"
     )
-    assert refused("evaluate", "dense", "--tasks", "piqa", "--against", "pruned") == (
-        "--against does not go with lm-eval tasks: run each model, or give .jsonl files of items"
-    )
     assert refused("evaluate", "dense", "--tasks", "pets.jsonl", "--include-path", "stats") == (
         "--include-path is for lm-eval tasks: it does not go with .jsonl files"
     )
@@ -109,3 +111,21 @@ def test_bad_input(tasks):
     assert refused("evaluate", "stats", "--generate", "a") == (
         "stats has no config.json; give a checkpoint folder as published on the Hub"
     )
+
+
+def test_tasks_of_lm_eval_stand_side_by_side(tasks, monkeypatch):
+    """lm-eval itself is not needed for how its tables are put together."""
+
+    def run_tasks(folder, names, **_):
+        value = {"pruned": 0.25, "dense": 0.75}[folder.name]
+        return {"results": {name: {"acc,none": value, "acc_stderr,none": 0.1} for name in names}, "versions": {}}
+
+    monkeypatch.setattr("ckpt_prune.evaluation.harness.run_tasks", run_tasks)
+    lines = ok("evaluate", "pruned", "--tasks", "piqa", "--against", "dense").splitlines()
+    assert [line.split() for line in lines] == [
+        ["task", "metric", "pruned", "dense", "difference"],
+        ["piqa", "acc,none", "0.2500", "0.7500", "-0.5000"],
+    ]
+    said = json.loads(ok("evaluate", "pruned", "--tasks", "piqa", "--against", "dense", "--json"))
+    assert said["differences"] == {"piqa": {"acc,none": -0.5}}
+    assert (said["results"]["piqa"]["acc,none"], said["against"]["results"]["piqa"]["acc,none"]) == (0.25, 0.75)

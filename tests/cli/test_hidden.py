@@ -15,6 +15,7 @@ from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, resume
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import logits, stock, windows
 from tests.interrupting import interrupt_at
+from tests.pairs import every
 
 SLICE = ("--set", "hidden.multiple_of=2")
 PER_BLOCK = ("prune", "tied", "--recipe", "slicegpt", *SLICE, *TEXT)
@@ -138,6 +139,7 @@ def test_a_size_takes_the_most_dimensions(here) -> None:
         assert stored == after
     said = ok("prune", "tied", "--recipe", "slicegpt", "--target-params", "100%", *TEXT, "-o", "whole")
     assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in said
+    assert Path("whole/model.safetensors").read_bytes() == Path("tied/model.safetensors").read_bytes()
 
 
 def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
@@ -154,7 +156,7 @@ def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
     assert told["after"] == read_json("out/ckpt_prune.json")["after"]
 
 
-@pytest.mark.parametrize(("job", "units"), [(PER_BLOCK, 1), (PER_BLOCK, 2), (PER_BLOCK, 4), (SHARED, 1)])
+@pytest.mark.parametrize(("job", "units"), every(2, [(PER_BLOCK, 2), (PER_BLOCK, 1), (SHARED, 1), (PER_BLOCK, 4)]))
 def test_an_interrupted_run_goes_on(here, job: tuple[str, ...], units: int) -> None:
     ok(*job, "-o", "whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -181,52 +183,59 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     ok(*PER_BLOCK, "-o", "out")
     said = refused("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
     assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
+    said = refused("recover", "out", "--method", "lora", *TEXT, "-o", "recovered")
+    assert said.endswith("adapters have no place beside its skip connections")
     said = refused("compare", "tied", "out", *TEXT)
     assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
-    for again in (("prune", "out", "--recipe", "wanda-50"), ("prune", "out", "--recipe", "slicegpt")):
-        said = refused(*again, *TEXT, "-o", "again")
-        assert "it cannot be pruned or measured again; start from the dense model" in said
+    turns = "its residual stream turns between blocks"
+    again = {"units are counted alike": "prune --recipe slicegpt", turns: "prune --recipe wanda-50"}
+    for why, command in {**again, f"{turns}, which": "calibrate"}.items():
+        name, *options = command.split()
+        assert f"(remote code): {why}" in refused(name, "out", *options, *TEXT, "-o", "again")
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [
-        (
-            ["--ratio", "0.95"],
-            "recipe slicegpt leaves 0 of 16 dimensions of the residual stream, in multiples of 8: at least 8 have to "
-            "stay",
-        ),
-        (["--set", "hidden.drop=16"], "recipe slicegpt drops 16 of 16 dimensions of the residual stream"),
-        (
-            ["--target-params", "1"],
-            "1 parameters: out of reach of recipe slicegpt, which leaves ",
-        ),
-        (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
-        (
-            ["--set", "depth.drop=1"],
-            "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune twice, "
-            "these first where the output needs code of its own (kind: per-block)",
-        ),
-        (
-            ["--set", "recovery.epochs=1"],
-            "hidden turns the residual stream into another basis, and recovery does not follow it",
-        ),
-        (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with hidden"),
-        (["--set", "layers=0:1"], "hidden goes through all blocks: leave out layers"),
-        (
-            ["--set", "target=drift"],
-            "target drift is for spaces, whose consumers are refitted: say sequential with hidden",
-        ),
-        (
-            ["--set", "hidden.kind=shared"],
-            "one basis for all blocks is known before any is sliced: say target: dense",
-        ),
-        (
-            ["--target-latency", "80%"],
-            "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes or "
-            "flops with hidden",
-        ),
-    ],
+    every(
+        2,
+        [
+            (
+                ["--ratio", "0.95"],
+                "recipe slicegpt leaves 0 of 16 dimensions of the residual stream, in multiples of 8: at least 8 have "
+                "to stay",
+            ),
+            (["--set", "hidden.drop=16"], "recipe slicegpt drops 16 of 16 dimensions of the residual stream"),
+            (
+                ["--target-params", "1"],
+                "1 parameters: out of reach of recipe slicegpt, which leaves ",
+            ),
+            (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
+            (
+                ["--set", "depth.drop=1"],
+                "hidden turns the residual stream into another basis: for spaces, blocks or a mask as well, prune "
+                "twice, these first where the output needs code of its own (kind: per-block)",
+            ),
+            (
+                ["--set", "recovery.epochs=1"],
+                "hidden turns the residual stream into another basis, and recovery does not follow it",
+            ),
+            (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with hidden"),
+            (["--set", "layers=0:1"], "hidden goes through all blocks: leave out layers"),
+            (
+                ["--set", "target=drift"],
+                "target drift is for spaces, whose consumers are refitted: say sequential with hidden",
+            ),
+            (
+                ["--set", "hidden.kind=shared"],
+                "one basis for all blocks is known before any is sliced: say target: dense",
+            ),
+            (
+                ["--target-latency", "80%"],
+                "a latency is foreseen by a table of blocks and units, not of the residual stream: give params, bytes "
+                "or flops with hidden",
+            ),
+        ],
+    ),
 )
 def test_what_cannot_be(here, changes: list[str], why: str) -> None:
     said = refused("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")

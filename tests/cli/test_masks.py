@@ -40,6 +40,9 @@ from tests.interrupting import interrupt_at
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
 SHARED = [f"cayley-rotator-shared-{mask}" for mask in MASKS]
 PER_LAYER = [f"denoise-rotator-{mask}" for mask in MASKS]
+SHARED_OUT = [f"{method}-{how}" for method in ("wanda", "sparsegpt") for how in ("owl", "alpha", "divergence")]
+SHARED_OUT += ["sparsegpt-divergence-4-8"]
+GROUPED = ["group-rotator-wanda-2-4", "group-rotator-sparsegpt-2-4"]
 FASTER = [f"cayley-rotator-{mask}" for mask in MASKS]
 """As those, but for how they learn."""
 FEW = ("--set", "rotation.steps=3")
@@ -98,6 +101,8 @@ def here(masks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "here"
     shutil.copytree(masks, own)
     monkeypatch.chdir(own)
+    # What machines without these instructions are told is tested in one place.
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
     return own
 
 
@@ -170,7 +175,9 @@ def assert_masked_by_half(folder: str, recipe: str) -> None:
 
 def test_there_is_a_recipe_for_every_cell():
     recipes = [load_recipe(name) for name in shipped_recipes()]
-    assert {each.name for each in recipes if each.mask and not each.recovery} == {*MASKS, *SHARED, *PER_LAYER, *FASTER}
+    assert {each.name for each in recipes if each.mask and not each.recovery} == {
+        *(*MASKS, *SHARED, *PER_LAYER, *FASTER, *GROUPED, *SHARED_OUT)
+    }
 
 
 @pytest.mark.parametrize("recipe", MASKS)
@@ -361,11 +368,11 @@ def test_magnitude_needs_no_data(here, recipe):
 # ---- statistics, dry runs, JSON, plans -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["wanda-50", "sparsegpt-2-4", "denoise-rotator-wanda-50"])
+@pytest.mark.parametrize("recipe", ["wanda-50", "sparsegpt-2-4", "cayley-rotator-shared-wanda-50"])
 def test_statistics(here, recipe):
     """The dense cache gives what measuring the dense model on the same text gives."""
     said = ok(*PRUNE, recipe, *few(recipe), "--statistics", "stats")
-    assert said.startswith(DENSE_CACHE.format(recipe) + (TURNED if "rotator" in recipe else COSTS))
+    assert said.startswith(DENSE_CACHE.format(recipe) + COSTS)
     assert said.endswith(masked_line(recipe) + error_line("out") + "written to out\n")
     ok("prune", "dense", "--recipe", recipe, *few(recipe), "--set", "target=dense", *TEXT, "-o", "live")
     assert (Path("out") / "model.safetensors").read_bytes() == (Path("live") / "model.safetensors").read_bytes()
@@ -378,7 +385,7 @@ def test_statistics(here, recipe):
 @pytest.mark.parametrize("kind", ["per-layer", "shared"])
 def test_rotations_are_learned_on_the_dense_model(here, kind):
     """Also where the mask is measured on what is masked already."""
-    args = (*("prune", "dense", "--recipe", "denoise-rotator-wanda-50"), *FEW, "--set", f"rotation.kind={kind}")
+    args = (*("prune", "dense", "--recipe", "cayley-rotator-wanda-50"), *FEW, "--set", f"rotation.kind={kind}")
     ok(*args, *TEXT, "-o", "live")
     ok(*args, "--statistics", "stats", "-o", "cached")
     live, cached = (load_file(f"{out}/rotations.st") for out in ("live", "cached"))
@@ -409,6 +416,48 @@ def test_statistics_that_lack_something(here, recipe, collected, lacks, wants):
     assert message == f"recipe {recipe} needs {needs}, and less has no {lacks}: calibrate with --collect {wants}"
     ok("calibrate", "dense", *TEXT, "--collect", wants, "-o", "enough")
     ok(*PRUNE, recipe, "--statistics", "enough", *few(recipe))
+
+
+def test_a_machine_without_products_of_bfloat16_is_told(here, monkeypatch):
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    said = ok(*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--dry-run").splitlines()[0]
+    assert said == (
+        "this machine has no instructions for products of bfloat16, in which recipe denoise-rotator-magnitude-50 "
+        "learns its rotations, and emulates them: --set rotation.compute_dtype=float32 is faster here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "why"),
+    [
+        (
+            "denoise-rotator-wanda-50",
+            "rotation.kind=shared",
+            "rotation.measured pruned needs rotations that are "
+            "learned block by block, and kind shared has one of all blocks before the first is pruned: say kind: "
+            "per-layer or values",
+        ),
+        (
+            "denoise-rotator-wanda-50",
+            "target=dense",
+            "rotation.measured pruned is of what is pruned before a block: say target: sequential",
+        ),
+        (
+            "denoise-rotator-magnitude-50",
+            "rotation.measured=pruned",
+            "rotation.measured is of inputs, which magnitude's importance does not see: leave it out",
+        ),
+        (
+            "denoise-rotator-wanda-50",
+            "rotation.entropy=groups",
+            "rotation.entropy groups is of an N:M pattern's groups: say mask.pattern, such as 2:4",
+        ),
+    ],
+)
+def test_rotations_that_cannot_be_learned_so(here, recipe, change, why):
+    message = refused(*PRUNE, recipe, *TEXT, "--set", change)
+    assert message.endswith(why)
+    assert "\n" not in message
 
 
 def test_what_a_mask_needs(here):
@@ -555,7 +604,7 @@ NOT_MEANT = (
         (
             WANDA + "  pattrn: 2:4\n",
             "mine.yaml, line 5: unknown key mask.pattrn: did you mean 'pattern'? "
-            "allowed here: method, pattern, compare, block, damp",
+            "allowed here: method, pattern, compare, block, damp, allocation, threshold, spread",
         ),
         (
             WANDA.replace("wanda", "wnda"),
@@ -569,7 +618,8 @@ NOT_MEANT = (
         (
             WANDA + "rotation: {kind: shared, step: 3}\n",
             "mine.yaml, line 5: unknown key rotation.step: did you mean 'steps'? allowed here: kind, importance, "
-            "steps, learning_rate, retraction, patience, tolerance, jitter, seed, damp",
+            "steps, learning_rate, retraction, patience, tolerance, jitter, seed, damp, measured, compute_dtype, "
+            "entropy",
         ),
         (
             WANDA + "rotation: {kind: shared, retraction: cayly}\n",
@@ -660,7 +710,7 @@ def test_models_that_no_rotation_passes_through(here, model, kinds, why):
             f"{model} cannot be rotated: which of its modules make values is described for causal language models only"
         )
     for kind in kinds:
-        args = ("prune", model, "--recipe", "denoise-rotator-wanda-50", "--set", f"rotation.kind={kind}", "-o", "out")
+        args = ("prune", model, "--recipe", "cayley-rotator-wanda-50", "--set", f"rotation.kind={kind}", "-o", "out")
         assert refused(*args, *data) == why
         assert refused(*args, *data, "--dry-run") == why
 
@@ -819,8 +869,10 @@ def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeyp
         interrupt_at(patch, Meter, "step", step)
         assert run(*job, "-o", "out").exit_code == 130
     assert {path.name for path in Path().glob("*out*")} == {"out.partial"}
-    terms, learned = Learner.terms, []
-    monkeypatch.setattr(Learner, "terms", lambda self, block, *rest: learned.append(block) or terms(self, block, *rest))
+    whole, learned = Learner.weights, []
+    monkeypatch.setattr(
+        Learner, "weights", lambda self, block, *rest: learned.append(block) or whole(self, block, *rest)
+    )
     ok(*job, "-o", "out", "--resume")
     assert learned == ([0, 1] if step == 2 else [1])
     assert same_files("out", "whole")

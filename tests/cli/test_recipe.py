@@ -14,7 +14,7 @@ from tests.cli.running import misused, ok, refused
 
 TOP = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, spaces, depth, hidden, mask, rotation, recovery, export"
+    "layers, container, spaces, depth, hidden, mask, rotation, low_rank, recovery, export"
 )
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
@@ -30,6 +30,7 @@ def test_list_is_grouped_by_what_recipes_are_for():
         "Fewer blocks: less latency, loads with stock classes:",
         "A narrower residual stream:",
         "Fewer experts, for mixtures of them:",
+        "Two thin linears in the place of each, for any family but mixtures of experts:",
         "Zeros (masks): shapes stay:",
         "Recovery: what stays of each block is trained:",
         "Baselines of papers:",
@@ -37,9 +38,9 @@ def test_list_is_grouped_by_what_recipes_are_for():
     named = {heading: [line.split()[0] for line in lines[1:]] for heading, lines in tables.items()}
     assert sorted(name for own in named.values() for name in own) == list(shipped_recipes())
     assert next(iter(named.values())) == ["best-uniform", "magnitude", "ridge", "ridge-folds"]
-    assert named["Smallest loss:"] == ["best"]
+    assert named["Smallest loss:"] == ["best", "best-attention"]
     assert {"wanda-sp", "flap", "rcpu", "grail", "vbp"} <= set(named["Baselines of papers:"])
-    assert [len(own) for own in named.values()] == [4, 1, 7, 2, 4, 3, 3, 24, 3, 12]
+    assert [len(own) for own in named.values()] == [4, 2, 7, 2, 4, 3, 3, 2, 33, 3, 14]
     assert legend.startswith("time: of pruning, as a multiple of ridge.")
 
 
@@ -153,7 +154,7 @@ def test_schema():
         (
             GOOD.replace("score", "scor"),
             "r.yaml, line 4: spaces.mlp.score is missing; r.yaml, line 4: unknown key spaces.mlp.scor: "
-            "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, compensation",
+            "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, optional, compensation",
         ),
         (
             GOOD.replace("method", "methd"),

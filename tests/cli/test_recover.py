@@ -657,7 +657,7 @@ def test_a_recovered_output_with_remote_code_is_recovered_again(here):
     ok("recover", "once", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "twice")
     ok("verify", "twice", "--against", "dense")
     assert refused("recover", "dense", "--dense", "once", *TEXT, "-o", "out") == (
-        "once was pruned into a shape that no stock class has (remote code): it cannot be pruned or measured again; "
+        "once was pruned into a shape that no stock class has (remote code): no other model is held against it; "
         "start from the dense model"
     )
 

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PhiConfig, PhiForCausalLM
 
 import ckpt_prune
+from ckpt_prune.evaluation.loading import quiet_transformers
 from tests import encoders
 from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
+from tests.evaluation.tiny import tiny_tokenizer
 
 RECIPE = """\
 version: 1
@@ -32,6 +35,7 @@ spaces:
   heads: {score: auto, compensation: {method: ridge}}
   mlp: {score: auto, compensation: {method: ridge}}
 """
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
 KINDS = "moments,gram,rotary,fisher,effects,queries"
 
 
@@ -123,8 +127,6 @@ def test_an_output_is_measured_and_recovered(here):
     ok("recover", "out", "--dense", "dense", *TEXT, "-o", "recovered")
     pairs = [ckpt_prune.load(name).model.layers[1].self_attn.rotary_pairs for name in ("out", "recovered")]
     assert torch.equal(*pairs)
-    # Zeros go into the dense model, or beside the pairs that go: what is stored with code of its own stays as it is.
-    assert "cannot be pruned or measured again" in refused("prune", "out", "--recipe", "wanda-50", *TEXT, "-o", "twice")
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
@@ -135,6 +137,16 @@ def test_a_model_without_rotary_positions(here):
     assert refused("prune", "opt", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
         "recipe mine prunes rotary, pairs of rotary positions, and opt has none; spaces.qk prunes dimensions of its "
         "queries and keys"
+    )
+
+
+def test_a_model_that_is_rotated_in_part(here):
+    with quiet_transformers():
+        PhiForCausalLM(PhiConfig(**SMALL, partial_rotary_factor=0.5)).save_pretrained("phi")
+    tiny_tokenizer("<s> $A").save_pretrained("phi")
+    assert refused("prune", "phi", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
+        "recipe mine prunes rotary, pairs of rotary positions, and in phi none can go: only a part of a head's "
+        "dimensions is rotated (partial_rotary_factor)"
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.calibration.moments import Moments
-from ckpt_prune.compensation.spectrum import spectrum
+from ckpt_prune.compensation.spectrum import leading, spectrum
 
 
 def moments_of(tokens: torch.Tensor, dtype: torch.dtype = torch.float64) -> Moments:
@@ -115,3 +115,34 @@ def test_refusals():
         spectrum(dataclasses.replace(moments, gram=None))
     with pytest.raises(ValueError, match="at least one token"):
         spectrum(Moments.zeros(3, gram=True))
+
+
+class TestWide:
+    """Above a width the largest eigenvalues are found at random."""
+
+    @staticmethod
+    def decaying(d: int, tokens: int = 400) -> torch.Tensor:
+        """Tokens whose variances fall off like those of a network's inputs."""
+        turn = torch.linalg.qr(normal(d, d, seed=3)).Q
+        return normal(tokens, d, seed=4) @ (turn * torch.arange(1, d + 1).double() ** -1.0) @ turn.T
+
+    def test_the_largest_eigenvalues(self):
+        x = self.decaying(120)
+        scatter = (x - x.mean(0)).T @ (x - x.mean(0))
+        true = torch.linalg.eigvalsh(scatter).flip(0)
+        found = leading(scatter, 20)
+        assert bool((found <= true[:20] * (1 + 1e-9)).all())
+        torch.testing.assert_close(found, true[:20], rtol=5e-3, atol=0)
+
+    def test_the_figures_are_near_the_exact_ones(self):
+        moments = moments_of(self.decaying(120))
+        true, near = spectrum(moments), spectrum(moments, exact=100, sketch=40)
+        assert near.effective_rank == pytest.approx(true.effective_rank, rel=0.02)
+        assert near.effective_rank >= true.effective_rank * (1 - 1e-6)
+        assert near.k95 == true.k95 < 40
+        assert near.active == true.active
+
+    def test_of_as_many_as_there_are_nothing_is_left_out(self):
+        moments = moments_of(normal(60, 30))
+        true, all_of_them = spectrum(moments), spectrum(moments, exact=10, sketch=29)
+        assert all_of_them.effective_rank == pytest.approx(true.effective_rank, rel=1e-9)

@@ -1,6 +1,7 @@
 """Multiple choice: items in the shapes of the usual data sets, and answers by log-probability."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.choice_items import Item, read_items
-from ckpt_prune.evaluation.choices import answer
+from ckpt_prune.evaluation.choices import ChoiceScore, answer
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.shared_data import shared_data
 
@@ -185,3 +186,13 @@ def test_a_model_that_is_not_finite(monkeypatch):
 def test_a_real_file_by_name(tmp_path: Path):
     with pytest.raises(UserError, match=r"nowhere\.jsonl cannot be read as text"):
         read_items(tmp_path / "nowhere.jsonl")
+
+
+def test_the_error_of_a_difference_counts_items_that_differ():
+    ours, theirs = (
+        ChoiceScore(4, sum(right) / 4, 0.0, 0.5, (0, 0, 0, 0), right)
+        for right in ((True, True, False, False), (True, True, True, True))
+    )
+    # per item 0, 0, -1, -1: mean -1/2, sample variance 1/3
+    assert ours.difference(theirs) == pytest.approx((-0.5, math.sqrt(1 / 3 / 4)))
+    assert ours.difference(ours) == (0.0, 0.0)

@@ -61,3 +61,13 @@ def entropy(importance: Array, rows: bool, columns: bool) -> float:
     if columns:
         found += sum(group_entropy(column) for column in importance.T)
     return found
+
+
+def entropy_in_groups(importance: Array, of: int) -> float:
+    """Of every group of `of` consecutive weights, times the group's share of its row's importance."""
+    found = 0.0
+    for row in importance:
+        for start in range(0, len(row), of):
+            group = row[start : start + of]
+            found += group_entropy(group) * (sum(group) / sum(row) if sum(row) > 0 else 0.0)
+    return found

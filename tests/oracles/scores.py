@@ -29,6 +29,7 @@ SCORES = {
     "rcpu": _per_column(lambda w, x: norm(w) * norm(x) * deviation(x)),
     "rcpu-code": _per_column(lambda w, x: norm(w) * np.mean(np.abs(x)) * deviation(x)),
     "flap": _per_column(lambda w, x: deviation(x) * norm(w) ** 2),
+    "flap-squared": _per_column(lambda w, x: (deviation(x) * norm(w) ** 2) ** 2),
     "corp": _per_column(lambda w, x: np.mean(x**2) * norm(w)),
 }
 

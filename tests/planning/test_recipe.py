@@ -68,6 +68,18 @@ def test_every_shipped_recipe_loads():
     assert load_recipe("flap-global").widths == "per_layer"
 
 
+def test_flap_of_its_released_code():
+    """Attention's metric squared, columns rounded down as heads are, and the code's own threshold."""
+    uniform, ranked = load_recipe("flap-code"), load_recipe("flap-global-code")
+    assert {s: (own.score, own.rounding) for s, own in uniform.spaces.items()} == {
+        "heads": ("flap-squared", None),
+        "mlp": ("flap", "floor"),
+    }
+    assert {s: own.score for s, own in ranked.spaces.items()} == {"heads": "flap-squared", "mlp": "flap"}
+    assert (ranked.allocation, ranked.widths) == ("across-layers-and-spaces-code", "per_layer")
+    assert {own.compensation.method for r in (uniform, ranked) for own in r.spaces.values()} == {"bias"}
+
+
 def test_what_a_recipe_needs():
     needs = {name: (load_recipe(name).needs_moments, load_recipe(name).needs_gram("mlp")) for name in SHIPPED}
     assert needs["magnitude"] == (False, False)
@@ -167,6 +179,7 @@ def test_denoise_rotator_learns_as_its_paper_says_and_ours_differ_in_nothing_els
         load_recipe(f"{name}-{mask}") for name in ("denoise-rotator", "cayley-rotator", "cayley-rotator-shared")
     )
     learned = {"retraction": "qr", "learning_rate": 0.01, "steps": 2000, "tolerance": 0.0, "patience": 2000}
+    learned |= {"compute_dtype": "bfloat16"} | ({} if mask.startswith("magnitude") else {"measured": "pruned"})
     assert paper.rotation == RotationRecipe(kind="per-layer", **learned)
     assert ours.rotation == RotationRecipe(kind="per-layer")
     assert shared.rotation == RotationRecipe(kind="shared")
@@ -374,7 +387,8 @@ SIZE = "size={params: 5B}"
         (
             ("spaces.queries={score: taylor1}",),
             "spaces.queries: score taylor1 does not rank its units; allowed here: magnitude, activation-energy, "
-            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, corp, obs, auto",
+            "active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, flap-squared, corp, obs, "
+            "auto",
         ),
         (
             ("spaces.queries={score: obs}", "target=drift", "true_sequential=false"),

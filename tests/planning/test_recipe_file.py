@@ -10,10 +10,10 @@ from .recipes import GOOD, refusal, write
 
 KEYS = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, spaces, depth, hidden, mask, rotation, recovery, export"
+    "layers, container, spaces, depth, hidden, mask, rotation, low_rank, recovery, export"
 )
 SPACES = "qk, rotary, queries, heads, values, mlp, shared, experts"
-SPACE_KEYS = "score, ratio, rounding, multiple_of, compensation"
+SPACE_KEYS = "score, ratio, rounding, multiple_of, optional, compensation"
 COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candidates, shares, centre_keys"
 
 

@@ -124,3 +124,21 @@ def test_one_ranking_over_many_sites(heads, mlp, weight, share):
     budget = share * sum(len(s) * cost[site.space] for site, s in scores.items())
     found = select_ranked({site: torch.tensor(s, dtype=torch.float64) for site, s in scores.items()}, cost, budget)
     assert {site: units.tolist() for site, units in found.items()} == ranked_oracle(scores, cost, budget)
+
+
+def test_one_ranking_as_flaps_released_code_cuts():
+    """The unit with which the cost comes nearest to the budget is the threshold, and goes with all of its score."""
+    scores = {Site(0, "heads"): [3.0, -1.0], Site(0, "mlp"): [2.0, 1.0, 0.0, -2.0], Site(1, "mlp"): [2.5, 1.0, -3.0]}
+    cost, tensors = {"heads": 2.0, "mlp": 1.0}, {}
+    for site, own in scores.items():
+        tensors[site] = torch.tensor(own, dtype=torch.float64)
+    for budget in range(1, 12):
+        ranking = sorted(
+            ((value, cost[site.space]) for site, own in scores.items() for value in own), key=lambda pair: -pair[0]
+        )
+        spent = [sum(weight for _, weight in ranking[: length + 1]) for length in range(len(ranking))]
+        threshold = ranking[min(range(len(spent)), key=lambda i: (abs(spent[i] - budget), i))][0]
+        expected = {s: [u for u, value in enumerate(own) if value > threshold] for s, own in scores.items()}
+        found = select_ranked(tensors, cost, float(budget), below_cut=True)
+        # A site that would lose all keeps its best unit, which the code does not see to.
+        assert {s: units.tolist() for s, units in found.items()} == {s: own or [0] for s, own in expected.items()}

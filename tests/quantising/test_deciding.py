@@ -1,5 +1,7 @@
 """A small graph of every use of a weight: what is stored computes what was measured."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnx_ir
@@ -65,16 +67,16 @@ def scheme(kind="blocks", bits=4, allowed=100.0, rounding="nearest") -> Scheme:
     return Scheme(kind, bits, 16, symmetric=False, accuracy=0, rounding=rounding, allowed=allowed)
 
 
-def run(model: onnx_ir.Model) -> np.ndarray:
+def run(model: onnx_ir.Model, feed: dict = FEEDS[0]) -> np.ndarray:
     data = onnx_ir.to_proto(model).SerializeToString()
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    return session.run(["logits"], FEEDS[0])[0]
+    return session.run(["logits"], feed)[0]
 
 
-def divergence(model: onnx_ir.Model) -> float:
+def divergence(model: onnx_ir.Model, feed: dict = FEEDS[0]) -> float:
     """KL of the logits from those of the graph as it was, by the definition."""
     logs = []
-    for logits in (run(MODEL).astype(np.float64), run(model).astype(np.float64)):
+    for logits in (run(MODEL, feed).astype(np.float64), run(model, feed).astype(np.float64)):
         shifted = logits - logits.max(1, keepdims=True)
         logs.append(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
     return float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(1).mean())
@@ -135,6 +137,17 @@ def test_the_most_harmful_stay_in_eight_bits():
     assert divergence(stored) == pytest.approx(record.loss, rel=1e-3)
     by_byte = [each.harm / np.prod(np.shape(MODEL.graph.initializers[each.name].const_value)) for each in record.kept]
     assert by_byte == sorted(by_byte, reverse=True)
+
+
+def test_sets_are_measured_on_more_than_single_weights_are():
+    more = replace(MEASURING, checked=FEEDS[1:])
+    free = decide(MODEL, scheme(), more)
+    apart = np.mean([divergence(store(MODEL, free, more), feed) for feed in FEEDS[1:]])
+    assert free.choice.together == pytest.approx(apart, rel=1e-3)
+    decision = decide(MODEL, scheme(allowed=apart / 3), more)
+    same = decide(MODEL, scheme(allowed=apart / 3), MEASURING)
+    assert decision.record.kept
+    assert decision.choice.alone == pytest.approx(same.choice.alone)  # on the short feeds either way
 
 
 def test_grams_are_sums_of_products_of_inputs():

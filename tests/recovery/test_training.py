@@ -212,6 +212,8 @@ def test_a_narrow_block_is_trained_as_one_with_its_units_masked(twins):
     errors = [error(weights) for weights in path.weights]
     found = at.train()
     assert found.best_epoch == errors.index(min(errors)) > 0
+    assert len(found.curve) == found.epochs + 1
+    assert found.curve.index(min(found.curve)) == found.best_epoch
     for name in narrow:
         module, kind = name.removeprefix(prefix).rsplit(".", 1)
         expected = path.weights[found.best_epoch][name]

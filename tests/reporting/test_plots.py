@@ -305,7 +305,10 @@ def test_perplexity_is_over_how_many_blocks_were_recovered():
 
 
 def test_every_plot_says_what_better_is():
-    assert all(p.note.startswith(("Lower", "Higher", "Where the budget went")) and p.unit for p in PLOTS)
+    assert all(
+        p.note.startswith(("Lower", "Higher", "Where the budget went", "Where the ranks went")) and p.unit
+        for p in PLOTS
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.errors import UserError
-from ckpt_prune.rotations.importance import Term, entropy, importance, objective, rotated, sensitivity
+from ckpt_prune.rotations.importance import (
+    Term,
+    entropy,
+    importance,
+    objective,
+    rotated,
+    sensitivity,
+    within_groups,
+)
 from tests.oracles import rotation_entropy as oracle
 from tests.problems import BACKBONES, DAMP, make_block, orthogonal
 
@@ -242,3 +250,35 @@ def test_hessians_beyond_help():
         sensitivity(torch.full((2, 2), float("nan")), "wanda", True, name="block 3 o_proj")
     with pytest.raises(ValueError, match="damping"):
         sensitivity(torch.eye(2), "sparsegpt", True, -1.0)
+
+
+# ---- inside the groups of an N:M pattern -------------------------------------------------------------------------
+
+
+def test_entropy_inside_groups_equals_the_oracle():
+    """Each group's own entropy, counted by its share of the row; rows and groups without importance count nothing."""
+    values = torch.rand(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    values[1] = 0
+    values[2, 4:8] = 0
+    assert float(within_groups(values, 4)) == pytest.approx(oracle.entropy_in_groups(values.numpy(), 4), rel=1e-12)
+
+
+@pytest.mark.parametrize(("row", "nats"), [([1.0, 0, 0, 0, 0, 5, 0, 0], 0.0), ([1.0] * 8, math.log(4))])
+def test_entropy_inside_groups_where_it_is_known(row, nats):
+    assert float(within_groups(torch.tensor([row]), 4)) == pytest.approx(nats, abs=1e-6)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_objective_of_groups_counts_every_turned_layer_once(backbone):
+    block = make_block(2, hidden=12, mlp=16)
+    residual, heads = orthogonal(12, 12), orthogonal(2, 3, 3)
+    terms = [term for term in block.terms(backbone) if term.left is not None or term.right is not None]
+    expected = sum(oracle.entropy_in_groups(importance(term, backbone, residual, heads).numpy(), 4) for term in terms)
+    assert float(objective(terms, backbone, residual, heads, groups=4)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_sum_over_groups_keeps_what_bfloat16_rounds_off():
+    values = torch.rand(300, 16, generator=torch.Generator().manual_seed(1))
+    coarse, fine = entropy(values.bfloat16(), 1), entropy(values.bfloat16().double(), 1)
+    assert coarse.dtype == torch.float32
+    assert float(coarse) == pytest.approx(float(fine), rel=2e-3)

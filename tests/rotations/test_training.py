@@ -158,9 +158,9 @@ def test_a_loss_that_is_not_finite_stops_training(monkeypatch):
     terms = make_block().terms("wanda")
     calls = []
 
-    def breaks(*arguments):
+    def breaks(*arguments, **options):
         calls.append(1)
-        return objective(*arguments) * (float("nan") if len(calls) > 4 * len(terms) else 1)
+        return objective(*arguments, **options) * (float("nan") if len(calls) > 4 * len(terms) else 1)
 
     monkeypatch.setattr(module, "objective", breaks)
     monkeypatch.setattr(module._Loss, "__call__", _only_training(module._Loss.__call__, calls))
@@ -267,3 +267,36 @@ def test_terms_are_left_as_they_are():
     learn(terms, "sparsegpt", **WHOLE, training=quick(3), device="cpu")
     assert all(torch.equal(term.weight, copy) for term, copy in zip(terms, copies, strict=True))
     assert near_identity((3, 3), 0.0, torch.Generator()).equal(torch.eye(3).double())
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
+    """What is optimised stays wide, so that rotations are as orthogonal as in float32."""
+    terms, _ = planted()
+    found = [
+        learn(
+            terms,
+            "magnitude",
+            hidden=24,
+            kv_heads=None,
+            head_dim=None,
+            training=quick(60, method=method),
+            device="cpu",
+            dtype=dtype,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert defect(found[1].residual) < 1e-12
+    gained = [each.entropy_before - each.entropy_after for each in found]
+    assert gained[1] > 0.9 * gained[0] > 0
+
+
+def test_groups_are_concentrated_where_they_are_asked_for():
+    terms, _ = planted()
+    sizes = {"hidden": 24, "kv_heads": None, "head_dim": None}
+    lines, groups = (
+        learn(terms, "magnitude", **sizes, training=quick(60), device="cpu", groups=each) for each in (None, 4)
+    )
+    loss = [float(objective(terms, "magnitude", each.residual, None, groups=4)) for each in (lines, groups)]
+    assert groups.entropy_after == pytest.approx(loss[1], rel=1e-12)
+    assert loss[1] < loss[0]

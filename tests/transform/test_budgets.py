@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.architectures.sites import Site
+from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.statistics import Statistics, with_effects
+from ckpt_prune.compensation.logit import logit_system
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.verify import verify
 from ckpt_prune.planning.accounting import cost_of
@@ -23,6 +25,7 @@ from ckpt_prune.planning.sizes import cost_in
 from ckpt_prune.transform.budgets import (
     decide,
     dense_ranking,
+    effects_on,
     scaled,
     weighed_by_energy,
 )
@@ -211,19 +214,26 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     assert len({str(width) for width in own.widths}) > 1
 
 
-def test_effects_that_another_compensation_was_measured_by_do_not_count(dense, weighed):
-    """What is measured of q and k is what CORP's compensation loses."""
-    found = {}
-    for method in ("logit", "low-rank"):
-        spaces = {"qk": {"score": "logit-energy", "compensation": {"method": method}}}
-        values = wanted("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
-        job = job_on(dense.folder("vit"), Recipe.model_validate(values | {"spaces": spaces}), weighed("vit"))
-        predicted = curves_of(job)
-        found[method] = [
-            torch.allclose(own.errors, torch.from_numpy(predicted[site]))
-            for site, (own,) in dense_ranking(job.request).items()
-        ]
-    assert found == {"logit": [False] * BLOCKS, "low-rank": [True] * BLOCKS}
+def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weighed):
+    """Effects of q and k are measured with CORP's compensation; low rank errs less, and is scaled by the same worth."""
+    statistics, width = weighed("vit"), UNITS["vit"]["qk"][0]
+    qk: dict[str, Any] = {"score": "logit-energy", "compensation": {"method": "low-rank"}}
+    values = wanted("vit", widths="per_layer", size={"params": "90%"}).model_dump(by_alias=True)
+    job = job_on(dense.folder("vit"), Recipe.model_validate(values | {"spaces": {"qk": qk}}), statistics)
+    plain, ranking = curves_of(job), dense_ranking(job.request)
+    corp = {"score": "logit-energy", "ratio": 1 / width, "compensation": {"method": "logit", "lambda": 0.001}}
+    one = Recipe.model_validate({"version": 1, "name": "one", "container": "any", "spaces": {"qk": corp}})
+    for site in make_plan(job_on(dense.folder("vit"), one, statistics, diagnostics=True)).sites:
+        name = job.model.moments_name(site.site.block, "qk")
+        moments = total(statistics.block(site.site.block)[name])
+        energy = logit_system(moments, torch.arange(width).expand(moments.heads, -1)).energy
+        lost = torch.tensor([head.error_compensated for head in site.heads]) * energy / moments.samples
+        predicted = float(statistics.fisher(site.site.block)[name].mean @ lost) / 2
+        count, effect = effects_on(statistics, name, "logit-energy")[0]
+        assert count == width - len(site.kept) // moments.heads
+        (own,) = ranking[site.site]
+        assert float(own.errors[count]) == pytest.approx(plain[site.site][count] * effect / predicted, rel=1e-4)
+        assert not torch.allclose(own.errors, torch.from_numpy(plain[site.site]))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.rotations.rotated import check_rotatable
 from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
-from ckpt_prune.transform.run import learner_of
+from ckpt_prune.transform.rotating import learner_of
 from tests import encoders, families
 from tests.containers.test_remote import ELSEWHERE
 from tests.families import BLOCKS, prune, windows
@@ -443,8 +443,14 @@ def test_turning_between_blocks_needs_remote_code(dense):
 
 
 def test_modules_between_blocks_are_not_pruned_again(turned):
-    for recipe in (rotating("shared"), rotating("values"), families.recipe()):
-        assert "(remote code): it cannot be pruned" in refusal(turned("llama", "per-layer"), recipe)
+    reasons = {
+        "rotations are absorbed by blocks of the stock shape": [rotating("shared"), rotating("values")],
+        "units are counted alike in every block": [families.recipe()],
+        "its residual stream turns between blocks": [rotating("shared").model_copy(update={"rotation": None})],
+    }
+    for reason, recipes in reasons.items():
+        for recipe in recipes:
+            assert f"(remote code): {reason}" in refusal(turned("llama", "per-layer"), recipe)
 
 
 def without_gain(folder: Path, *, bias: float) -> Path:

@@ -65,7 +65,7 @@ def test_points_are_plans(dense, case):
     points = points_at(request, RATIOS)
     for point, ratio in zip(points, RATIOS, strict=True):
         alone = expected(request, ratio)
-        assert (point.ratio, point.after, point.widths) == (alone.ratio, alone.after, alone.widths)
+        assert (point.value, point.after, point.widths) == (alone.value, alone.after, alone.widths)
         assert point.errors == pytest.approx(alone.errors)
     assert points[0].after == cost_of(request.model)
     assert set(points[0].errors.values()) == {0.0}

@@ -1,7 +1,7 @@
 """What every solver of sites does."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,6 +106,30 @@ class Solver(ABC):
             divergence of the model's output from its own (`calibration.fisher`), the mean over samples; without, the
             error on a scale of its own.
         """
+
+    def tried_errors(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        counts: Sequence[int],
+        errors: Tensor,
+        fisher: Fisher,
+    ) -> list[float]:
+        """What the metric predicts of so many units dropped as `trial` drops them.
+
+        Args:
+            block: index of the block.
+            tensors: at least those that `tensors` names and the block has.
+            folds: moments, one for each fold.
+            counts: units dropped.
+            errors: of the recipe's compensation, as `errors` gives them with the metric.
+            fisher: the metric.
+
+        Returns:
+            A divergence for each count: where nothing better is known, that of the recipe's compensation.
+        """
+        return [float(errors[count]) for count in counts]
 
     @abstractmethod
     def select(self, scores: Tensor, keep: int) -> Tensor:

@@ -27,8 +27,6 @@ from ckpt_prune.scoring.unit_scores import UNIT_SCORES, without_mean
 from ckpt_prune.transform.decisions import Decision
 from ckpt_prune.transform.solvers.base import NO_FOLDS, SolvedSite, Solver
 
-SPECTRUM_WIDTH = 4096
-"""Eigenvalues of wider Grams take minutes of a CPU for every site: they are left out."""
 _TRIAL_STRENGTH = 0.01
 
 
@@ -227,9 +225,8 @@ class ColumnSolver(Solver):
         """Enter CORP's errors and the spectrum of the inputs into the plan."""
         ColumnSolver.enter_errors(plan, weight, moments, kept)
         plan.width = moments.width
-        if moments.width <= SPECTRUM_WIDTH:
-            spread = spectrum(moments)
-            plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
+        spread = spectrum(moments)
+        plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
 
     @staticmethod
     def enter_errors(plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:

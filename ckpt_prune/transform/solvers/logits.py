@@ -39,11 +39,6 @@ class LogitSolver(Solver):
         """How queries and keys make up for what they lose."""
         return LOGIT_METHODS[self.own.compensation.method]
 
-    @property
-    def tried_out(self) -> bool:
-        """Not where the method tells the errors of every width: what CORP's loses is no measure of it."""
-        return self.method.width_errors is None
-
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Samples whose Grams span the unknowns of a head."""
         rows, columns = self.method.unknowns(self.model.units(self.space), kept)
@@ -82,6 +77,33 @@ class LogitSolver(Solver):
         else:
             lost = self._carried(moments, scores)
         return over_heads(lost, fisher)
+
+    def tried_errors(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        counts: Sequence[int],
+        errors: Tensor,
+        fisher: Fisher,
+    ) -> list[float]:
+        """Those of CORP's solution where the recipe's loses less: the two are tried out by the same logit errors."""
+        if self.method.width_errors is None or not counts:
+            return super().tried_errors(block, tensors, folds, counts, errors, fisher)
+        moments = total(tuple(each.to(self.device) for each in _logits(folds)))
+        trial = self.trial(biased=False)
+        corp, scores = (
+            LOGIT_METHODS[trial["compensation"]["method"]],
+            self.scores(block, tensors, folds, trial["score"]),
+        )
+        heads, width = scores.shape
+        found = []
+        for count in counts:
+            kept = in_heads(self.select(scores, width - count), heads, width).to(self.device)
+            system = logit.logit_system(moments, kept)
+            lost = corp.fit(moments, system, kept, _TRIAL_STRENGTH, "relative").errors
+            found.append(float(over_heads(lost[:, None] / moments.samples, fisher)))
+        return found
 
     def _fitted(self, moments: LogitMoments) -> LogitMoments:
         """The moments that logits are fitted with."""

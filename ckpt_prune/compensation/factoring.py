@@ -1,0 +1,97 @@
+"""The best product of two thin matrices in place of a linear module's weight (compensation/README.md, section 14)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Ŵ = up · down.
+
+    Attributes:
+        up: (d_out, r) float64, columns orthonormal.
+        down: (r, d_in) float64.
+        error: Σ‖y − ŷ‖² / Σ‖y‖² on the tokens of the Gram; without one ‖W − Ŵ‖² / ‖W‖².
+    """
+
+    up: Tensor
+    down: Tensor
+    error: float
+
+
+def rank_at(rows: int, columns: int, ratio: float) -> int:
+    """The largest rank whose factors have at most a share 1 - ratio of a weight's parameters; at least 1.
+
+    SVD-LLM's code takes ⌊d_out d_in (1 - ratio) / (d_out + d_in)⌋, which is that.
+    """
+    return max(1, int(rows * columns * (1 - ratio) / (rows + columns)))
+
+
+def saves(rows: int, columns: int, rank: int) -> bool:
+    """Whether the factors have fewer parameters than the weight."""
+    return rank * (rows + columns) < rows * columns
+
+
+def energies(weight: Tensor, gram: Tensor | None) -> Tensor:
+    """What every direction of the output is worth: the squared singular values of W S, S Sᵀ = G, descending.
+
+    The error of rank r is the sum of those from the r-th on (Wang et al. 2024, SVD-LLM, Theorem 3.2).
+
+    Args:
+        weight: (d_out, d_in) float64.
+        gram: G = Σ x xᵀ, (d_in, d_in); None for the identity.
+
+    Returns:
+        (min(d_out, d_in),) float64.
+    """
+    values: Tensor = torch.linalg.eigvalsh(_smaller(weight, gram)[0])
+    return values.flip(0).clamp_min(0)
+
+
+def factor(weight: Tensor, gram: Tensor | None, rank: int) -> Factors:
+    """The Ŵ of a rank that minimises Σ‖(W − Ŵ) x‖².
+
+    SVD-LLM whitens: W S = U Σ Vᵀ, S Sᵀ = G, and Ŵ = U_r Σ_r V_rᵀ S⁻¹. That is U_r U_rᵀ W, which needs no inverse and so
+    takes a singular G as it is: S⁻¹ stands behind V_rᵀ = Σ_r⁻¹ U_rᵀ W S. U_r are the first eigenvectors of W G Wᵀ.
+
+    Args:
+        weight: (d_out, d_in) float64.
+        gram: G = Σ x xᵀ, (d_in, d_in), positive semidefinite up to rounding; None for the identity: a plain truncated
+            singular value decomposition of W.
+        rank: r, from 1 to min(d_out, d_in).
+    """
+    product, root = _smaller(weight, gram)
+    found = torch.linalg.eigh(product)
+    values, vectors = found.eigenvalues, found.eigenvectors
+    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)[:, :rank]
+    if root is not None:
+        # Right singular vectors: W S V = U Σ. Householder's QR has orthonormal columns also where Σ is zero.
+        vectors = torch.linalg.qr(weight @ root @ vectors).Q
+    # The sign of an eigenvector is left to the library: its largest entry is positive here.
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    up = vectors * torch.where(largest < 0, -1.0, 1.0)
+    energy = values.sum().item()
+    return Factors(up, up.T @ weight, values[rank:].sum().item() / energy if energy else 0.0)
+
+
+def _smaller(weight: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """W G Wᵀ, or (W S)ᵀ W S and S where the inputs are fewer than the outputs: the smaller of the two."""
+    rows, columns = weight.shape
+    if rows <= columns:
+        return weight @ (weight.T if gram is None else gram @ weight.T), None
+    root = torch.eye(columns, dtype=weight.dtype, device=weight.device) if gram is None else _root(gram)
+    whitened = weight @ root
+    return whitened.T @ whitened, root
+
+
+def _root(gram: Tensor) -> Tensor:
+    """S of S Sᵀ = G: Cholesky's, or where G is singular that of its eigenvectors."""
+    factored = torch.linalg.cholesky_ex(gram)
+    if not factored.info:
+        lower: Tensor = factored.L
+        return lower
+    values, vectors = torch.linalg.eigh(gram)
+    root: Tensor = vectors * values.clamp_min(0).sqrt()
+    return root

@@ -1,0 +1,81 @@
+"""Which rank every linear module of a model gets: one share of its parameters, or the shares of least error in all."""
+
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckpt_prune.compensation.factoring import rank_at, saves
+
+L = TypeVar("L", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Thin:
+    """A linear module that may become two.
+
+    Attributes:
+        rows, columns: of its weight.
+        energies: what every direction of its output is worth, descending (`factoring.energies`); empty where ranks are
+            not chosen by them.
+    """
+
+    rows: int
+    columns: int
+    energies: Sequence[float] = ()
+
+
+def rounded(linear: Thin, rank: int, multiple_of: int) -> int | None:
+    """A rank rounded up to a multiple; None where its factors would save nothing, so that the linear stays."""
+    up = -(-rank // multiple_of) * multiple_of
+    return up if saves(linear.rows, linear.columns, up) else None
+
+
+def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
+    """The published ranks: the same share of every weight's parameters goes (`factoring.rank_at`).
+
+    Returns:
+        Ranks of those that become two.
+    """
+    ranks = {each: rounded(own, rank_at(own.rows, own.columns, ratio), multiple_of) for each, own in linears.items()}
+    return {each: rank for each, rank in ranks.items() if rank is not None}
+
+
+def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
+    """The ranks of least error for as many parameters as one ratio leaves.
+
+    The error of a linear is Σ_{i ≥ r} e_i / Σ e_i, convex in r, and every rank costs d_out + d_in parameters: taking
+    directions in the order of what they save for a parameter is optimal up to the last one. A linear whose factors
+    would have as many parameters as its weight stays whole.
+
+    Returns:
+        Ranks of those that become two; at least 1.
+    """
+    room = sum(rank_at(own.rows, own.columns, ratio) * (own.rows + own.columns) for own in linears.values())
+    keys = list(linears)
+    taken = dict.fromkeys(keys, 1)
+    room -= sum(own.rows + own.columns for own in linears.values())
+    queue: list[tuple[float, int]] = []
+
+    def offer(index: int) -> None:
+        """The next direction of a linear, where there is one that saves."""
+        own = linears[keys[index]]
+        rank, whole = taken[keys[index]], sum(own.energies)
+        if rank < len(own.energies) and saves(own.rows, own.columns, rank):
+            heapq.heappush(queue, (-own.energies[rank] / (whole or 1.0) / (own.rows + own.columns), index))
+
+    for index in range(len(keys)):
+        offer(index)
+    while queue:
+        _, index = heapq.heappop(queue)
+        own = linears[keys[index]]
+        rank = taken[keys[index]] + 1
+        cost = own.rows + own.columns
+        if not saves(own.rows, own.columns, rank):  # from here on the weight itself is smaller
+            cost = own.rows * own.columns - (rank - 1) * cost
+        if cost <= room:
+            room -= cost
+            taken[keys[index]] = rank
+            offer(index)
+    ranks = {each: rounded(own, taken[each], multiple_of) for each, own in linears.items()}
+    return {each: rank for each, rank in ranks.items() if rank is not None}

@@ -1,0 +1,145 @@
+"""`low_rank` from the command line: two thin linears in the place of each."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ckpt_prune.evaluation.loading import quiet_transformers
+from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
+from tests.pairs import every
+
+PRUNE = ("prune", "dense", "--recipe", "svd-llm-w", "--ratio", "0.4")
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def factored(place: Path) -> Path:
+    ok(*PRUNE, *TEXT, "-o", "out")
+    return place
+
+
+def test_what_is_said_and_written(factored, capsys):
+    lines = ok(*PRUNE, *TEXT, "-o", "out", "--overwrite").splitlines()
+    assert lines[0].startswith("stored as llama with remote code (two thin linears stand in for one)")
+    report = read_json("out/ckpt_prune.json")
+    own = report["factored"]
+    dense = ok("inspect", "dense", "--json")
+    assert {each["kind"] for each in own} == {"q", "k", "v", "o", "gate", "up", "down"}
+    assert all(each["rank"] * (each["rows"] + each["columns"]) < each["rows"] * each["columns"] for each in own)
+    ranks = [each["rank"] for each in own]
+    assert lines[-3].startswith(f"factored {len(own)} linears into ranks of {min(ranks)} to {max(ranks)}: ")
+    error = sum(each["error"] for each in own) / len(own)
+    assert lines[-2:] == [f"mean error of the outputs on the calibration samples {error:.4f}", "written to out"]
+    gone = sum(each["rows"] * each["columns"] - each["rank"] * (each["rows"] + each["columns"]) for each in own)
+    assert report["after"]["parameters"] == json.loads(dense)["parameters"] - gone
+    assert read_json("out/config.json")["ckpt_prune_ranks"]["self_attn.q_proj"] == own[0]["rank"]
+
+
+def test_statistics_give_the_same(factored):
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,linears", "-o", "grams")
+    ok(*PRUNE, "--statistics", "grams", "-o", "again")
+    first, second = (read_json(f"{folder}/ckpt_prune.json")["factored"] for folder in ("out", "again"))
+    assert [each["rank"] for each in first] == [each["rank"] for each in second]
+    assert [each["change"] for each in first] == pytest.approx([each["change"] for each in second], rel=1e-3)
+    assert "computed again" in ok("verify", "again", "--against", "dense", "--statistics", "grams")
+
+
+def test_it_loads_by_remote_code(factored):
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    rank = read_json("out/ckpt_prune.json")["factored"][0]["rank"]
+    query = model.model.layers[0].self_attn.q_proj
+    assert (query.down.out_features, query.up.in_features) == (rank, rank)
+    assert query.weight.shape == (query.out_features, query.in_features)
+
+
+def test_verify_finds_another_factor(factored):
+    said = ok("verify", "out", "--against", "dense")
+    assert "products of two factors are as far from the dense weights as ckpt_prune.json says" in said
+
+    def scale(tensors):
+        tensors[f"{QUERY}.up.weight"] *= 1.5
+
+    edit_weights("out", scale)
+    found = run("verify", "out", "--against", "dense")
+    assert found.exit_code == 1
+    assert f"kept units: {QUERY}.weight is " in found.stdout
+    assert " of its norm away from the product of its factors, ckpt_prune.json says " in found.stdout
+
+
+@pytest.mark.parametrize("recipe", every(2, ["low-rank", "svd-llm-w"]))
+def test_an_interrupted_run_goes_on(place, recipe):
+    job = ["prune", "dense", "--recipe", recipe, "--ratio", "0.4", *TEXT]
+    ok(*job, "-o", "whole")
+    interrupted(job, 2)
+    resumed(job)
+
+
+def test_ranks_by_energy_differ_from_block_to_block(place):
+    ok("prune", "dense", "--recipe", "low-rank", "--ratio", "0.4", *TEXT, "-o", "out")
+    own = read_json("out/ckpt_prune.json")
+    per_layer = read_json("out/config.json")["per_layer_config"]
+    assert any("ckpt_prune_ranks" in values for values in per_layer.values())
+    ok(*PRUNE, *TEXT, "-o", "even")
+    assert own["after"]["parameters"] <= read_json("even/ckpt_prune.json")["after"]["parameters"]
+    ok("verify", "out", "--against", "dense")
+    assert float(json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"]) > 1
+
+
+def test_without_data(place):
+    ok(*PRUNE, "--set", "low_rank.method=plain", "-o", "out")
+    assert all(each["error"] is None for each in read_json("out/ckpt_prune.json")["factored"])
+
+
+def test_a_dry_run(place):
+    assert "to be factored: 14 linears, into ranks of " in ok(*PRUNE, *TEXT, "-o", "out", "--dry-run")
+    said = ok("prune", "dense", "--recipe", "low-rank", *TEXT, "-o", "out", "--dry-run")
+    assert "measuring finds ranks of that size that lose less" in said
+    assert "ckpt-prune plan" not in said
+    assert not Path("out").exists()
+
+
+def test_what_else_reads_it(factored):
+    ok("report", "out", "-o", "page.html")
+    page = Path("page.html").read_text()
+    assert "Output error of the factored linears" in page
+    assert f"{QUERY}.weight" in page
+    assert "linear modules are the product of two, of ranks" in Path("out/README.md").read_text()
+    found = json.loads(ok("compare", "dense", "out", *TEXT, "--json"))
+    score = json.loads(ok("evaluate", "out", "--against", "dense", "--text", "calib.txt", "--window", "16", "--json"))
+    assert found["divergence"] > 0
+    assert score["kl"] > 0
+
+
+def test_what_does_not_read_it(factored):
+    has = "out has two thin linears in the place of each, which recovery does not train"
+    assert refused("recover", "out", "--dense", "dense", *TEXT, "-o", "again") == has
+    assert refused("plan", "dense", "--recipe", "svd-llm-w") == (
+        "recipe svd-llm-w factors linears, which a plan does not list: `ckpt-prune prune` applies it, with --dry-run "
+        "to see sizes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("ratio=0",), "low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes"),
+        (("target=drift",), "target drift is for spaces, whose consumers are refitted: say sequential with low_rank"),
+        (("allocation=across-layers",), "allocation speaks of units of spaces: it does not go with low_rank"),
+        (("container=padded",), "low_rank needs remote code, which container padded rules out"),
+        (("mask.method=wanda",), "low_rank factors linears of the dense model: mask does not go with it"),
+        (("low_rank.rank=3",), "low_rank.rank"),
+    ],
+)
+def test_recipes_that_mean_nothing(place, changes, said):
+    options = [each for change in changes for each in ("--set", change)]
+    assert said in refused("prune", "dense", "--recipe", "svd-llm-w", *options, *TEXT, "-o", "out")
+
+
+def test_ranks_that_save_nothing(place):
+    assert refused(*PRUNE, "--set", "low_rank.multiple_of=64", *TEXT, "-o", "out") == (
+        "ratio 0.4 leaves every linear as it is: with ranks that are multiples of 64 two thin ones are no smaller; say "
+        "a larger ratio"
+    )

@@ -1,0 +1,83 @@
+"""Two thin matrices in the place of one, against SVD-LLM's formula and a minimiser that knows none."""
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_prune.compensation.factoring import energies, factor, rank_at, saves
+from tests.oracles import factors
+
+SHAPES = [(6, 9), (9, 6), (7, 7)]
+
+
+def drawn(rows: int, columns: int, tokens: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """W (rows, columns) and X (tokens, columns) of unequal scales."""
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(tokens, columns)) @ rng.normal(size=(columns, columns))
+    return rng.normal(size=(rows, columns)), X
+
+
+def error(W: np.ndarray, product: np.ndarray, X: np.ndarray) -> float:
+    return float(np.linalg.norm((W - product) @ X.T) ** 2)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_the_published_formula(shape, rank):
+    W, X = drawn(*shape)
+    found = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), rank)
+    product = (found.up @ found.down).numpy()
+    np.testing.assert_allclose(product, factors.svd_llm(W, X, rank), rtol=1e-6, atol=1e-8)
+    assert found.error == pytest.approx(error(W, product, X) / error(W, 0 * W, X), rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_other_product_of_its_rank_is_nearer(shape):
+    W, X = drawn(*shape)
+    found = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), 2)
+    least = min(factors.alternating(W, X, 2, seed) for seed in range(3))
+    assert error(W, (found.up @ found.down).numpy(), X) == pytest.approx(least, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_singular_gram(shape):
+    """Fewer tokens than inputs: the rest of W is free, and beyond the rank of the outputs nothing is lost."""
+    W, X = drawn(*shape, tokens=3)
+    for rank in (2, 3, 5):
+        found = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), rank)
+        product = (found.up @ found.down).numpy()
+        expected = error(W, factors.truncated(W, X, rank), X)
+        assert error(W, product, X) == pytest.approx(expected, abs=1e-9 * error(W, 0 * W, X))
+        torch.testing.assert_close(found.up.T @ found.up, torch.eye(rank, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_data_it_is_the_plain_decomposition(shape):
+    W, _ = drawn(*shape)
+    U, values, Vt = np.linalg.svd(W, full_matrices=False)
+    found = factor(torch.from_numpy(W), None, 2)
+    np.testing.assert_allclose((found.up @ found.down).numpy(), (U[:, :2] * values[:2]) @ Vt[:2], atol=1e-9)
+    assert found.error == pytest.approx((values[2:] ** 2).sum() / (values**2).sum())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_energies_are_the_errors_of_every_rank(shape):
+    W, X = drawn(*shape)
+    own = energies(torch.from_numpy(W), torch.from_numpy(X.T @ X))
+    assert own.shape == (min(shape),)
+    for rank in (1, 4):
+        assert own[rank:].sum().item() == pytest.approx(error(W, factors.truncated(W, X, rank), X))
+
+
+def test_nothing_comes_in():
+    found = factor(torch.ones(3, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64), 1)
+    assert found.error == 0
+    assert bool(found.down.isfinite().all())
+
+
+def test_ranks_are_the_published_ones():
+    # SVD-LLM on LLaMA-7B at 20 %: q, k, v, o of 4096 x 4096 and the mlp of 11008 x 4096
+    assert (rank_at(4096, 4096, 0.2), rank_at(11008, 4096, 0.2)) == (1638, 2388)
+    assert rank_at(4, 4, 0.9) == 1
+    assert saves(4096, 4096, 2047)
+    assert not saves(4096, 4096, 2048)

@@ -1,0 +1,129 @@
+"""Rotations that are learned on what is masked before their block, against whole models."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import ckpt_prune
+from ckpt_prune.filenames import ROTATIONS
+from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.rotations import learning
+from ckpt_prune.rotations.importance import Term
+from ckpt_prune.rotations.training import Learned
+from ckpt_prune.transform.masking import Masker
+from tests import encoders, families
+from tests.families import BLOCKS, prune
+
+from .test_rotations import kill, random_rotations
+from .whole import data_of, masked, tensors_of, watch_reading
+
+NORMS = {
+    "llama-biases": ("input_layernorm", "post_attention_layernorm"),
+    "llama-gqa-tied": ("input_layernorm", "post_attention_layernorm"),
+    "opt": ("self_attn_layer_norm", "final_layer_norm"),
+}
+FIRST = {"opt": ("self_attn.q_proj", "fc1")}
+LLAMA_FIRST = ("self_attn.q_proj", "mlp.gate_proj")
+
+
+def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> Recipe:
+    values = {"kind": kind, "steps": 2, "measured": "pruned"} | rotation
+    return Recipe.model_validate(
+        {"version": 1, "name": "test", "ratio": 0.5, "target": "sequential"}
+        | {"mask": {"method": method}, "rotation": values}
+    )
+
+
+@pytest.mark.parametrize("method", ["wanda", "magnitude"])
+@pytest.mark.parametrize("variant", list(NORMS))
+def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch, variant, method):
+    """Of every block: the dense block on what the output's blocks before it give, turned back."""
+    random_rotations(monkeypatch)
+    by_hand, seen = learning.learn, []
+
+    def watched(terms: list[Term], *rest: Any, **options: Any) -> Learned:
+        seen.append({term.name: term.inputs for term in terms})
+        return by_hand(terms, *rest, **options)
+
+    monkeypatch.setattr(learning, "learn", watched)
+    recipe = in_turn(method=method, importance="wanda")
+    report = masked(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
+    assert report["calibration"]["target"] == "sequential"
+    ids = data_of(variant).batch(slice(0, len(data_of(variant))))["input_ids"]
+    ours = ckpt_prune.load(tmp_path / "out").double()
+    theirs = families.stock(dense.folder(variant)).double()
+    weights = tensors_of(dense.folder(variant))
+    turned = load_file(tmp_path / "out" / ROTATIONS)
+    with torch.inference_mode():
+        streams = ours(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    for block in range(BLOCKS):
+        # The first block sees the dense embedding; between blocks the stream is in the basis of the one before.
+        back = None if block == 0 else streams[block] @ turned[f"blocks.{block - 1}.residual"].double().T
+        inputs = inputs_of(theirs, block, back, ids)
+        for norm, first in zip(NORMS[variant], FIRST.get(variant, LLAMA_FIRST), strict=True):
+            name = next(n for n in seen[block] if n.endswith(f"{first}.weight"))
+            gain = weights[name.replace(f"{first}.weight", f"{norm}.weight")].double()
+            shift = weights.get(name.replace(f"{first}.weight", f"{norm}.bias"), torch.zeros(1)).double()
+            x = (inputs[first] - shift) / gain
+            H = x.T @ x
+            torch.testing.assert_close(seen[block][name].double(), H / H.diagonal().mean(), rtol=2e-3, atol=2e-4)
+
+
+@torch.inference_mode()
+def inputs_of(model: Any, block: int, states: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
+    """What the linears of a dense block read, (tokens, width), where its input is replaced."""
+    layers = model.get_decoder().layers
+    found: dict[str, Tensor] = {}
+    hooks = []
+    for path, module in layers[block].named_modules():
+        if isinstance(module, torch.nn.Linear):
+            keep = lambda _, args, path=path: found.__setitem__(path, args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
+            hooks.append(module.register_forward_pre_hook(keep))
+    if states is not None:
+        hooks.append(layers[block].register_forward_pre_hook(lambda _, args: (states, *args[1:])))
+    model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_heads_alone_in_turn_load_with_a_stock_class(dense, tmp_path):
+    report = masked(dense.folder("qwen3"), tmp_path / "out", in_turn("values", steps=20), data_of("qwen3"))
+    assert [each["block"] for each in report["rotation"]["learned"]] == list(range(BLOCKS))
+    assert all(each["entropy_after"] < each["entropy_before"] for each in report["rotation"]["learned"])
+    families.stock(tmp_path / "out")
+
+
+def test_what_is_masked_before_shows(dense, tmp_path):
+    """The first block learns what it did on the dense model, the others something else."""
+    folder, data = dense.folder("llama"), data_of("llama")
+    pruned, cached = in_turn(), in_turn(measured="dense")
+    one = masked(folder, tmp_path / "one", pruned, data)["rotation"]["learned"]
+    two = masked(folder, tmp_path / "two", cached, data)["rotation"]["learned"]
+    assert one[0]["entropy_before"] == pytest.approx(two[0]["entropy_before"], rel=1e-6)
+    for ours, theirs in zip(one[1:], two[1:], strict=True):
+        assert ours["entropy_before"] != pytest.approx(theirs["entropy_before"], rel=1e-6)
+
+
+@pytest.mark.parametrize("place", ["learning", "masking"])
+def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, place):
+    folder, data = dense.folder("opt"), data_of("opt")
+    masked(folder, tmp_path / "through", in_turn(), data)
+    owner, name = (Masker, "block") if place == "masking" else (learning, "learn")
+    with monkeypatch.context() as patch:
+        kill(patch, owner, name, 1)
+        with pytest.raises(KeyboardInterrupt):
+            prune(encoders.job_on(folder, in_turn(), None, data), tmp_path / "out")
+    prune(encoders.job_on(folder, in_turn(), None, data), tmp_path / "out", resume=True)
+    assert families.contents(tmp_path / "out") == families.contents(tmp_path / "through")
+
+
+def test_no_two_blocks_are_read_together(dense, tmp_path, monkeypatch):
+    folder = dense.folder("llama")
+    seen = watch_reading(monkeypatch)
+    masked(folder, tmp_path / "out", in_turn(), data_of("llama"))
+    assert seen.together == 1
+    assert seen.alive <= 2
