@@ -1,12 +1,15 @@
 """SIGTERM and SIGHUP end a command as Ctrl-C does: what is done is kept, and the exit code tells which it was."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
+_LATER = 0.05
+"""Seconds after which a signal that was lost is sent again."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -30,7 +33,8 @@ def exit_code(error: KeyboardInterrupt) -> int:
 def stoppable() -> Iterator[None]:
     """Raise `Stopped` at the first SIGTERM or SIGHUP; more of them do not disturb what it makes the command do.
 
-    A signal that was ignored stays so: `nohup` has SIGHUP ignored.
+    A signal that was ignored stays so: `nohup` has SIGHUP ignored. One that comes while Python runs a callback that
+    nobody called (of a weak reference, say), where an exception is lost, is sent again, and so is Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
         yield
@@ -46,8 +50,23 @@ def stoppable() -> Iterator[None]:
     before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for each in before:
         signal.signal(each, stop)
+
+    def lost(what: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(what.exc_value, KeyboardInterrupt):
+            hook(what)
+            return
+        number = exit_code(what.exc_value) - 128
+        if number in before:
+            signal.signal(number, stop)
+        # Not here: an exception in this hook would be lost as well.
+        again = threading.Timer(_LATER, signal.raise_signal, (number,))
+        again.daemon = True
+        again.start()
+
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -256,7 +256,7 @@ class Recipe(Strict):
             )
         if self.layers is not None:
             raise ValueError("layers could mean the blocks that may go or those that are pruned: leave it out")
-        if depth.auto and not self.weighed_by_effect:
+        if depth.auto and not self.weighed_by_effect and self.at_its_size.depth is not None:
             raise ValueError(
                 "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
                 "allocation: least-error, without weigh_by"

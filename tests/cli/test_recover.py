@@ -149,7 +149,7 @@ def test_json_alone_is_on_standard_output(place):
     assert [list(layer) for layer in said["layers"]] == [
         [
             *["block", "mse_before", "mse_start", "mse_after", "cka_before", "cka_after"],
-            *["epochs", "best_epoch", "rate", "diverged", "recovered"],
+            *["epochs", "best_epoch", "rate", "diverged", "recovered", "curve"],
         ]
     ] * 2
     assert all(0 <= layer[key] <= 1 for layer in said["layers"] for key in ("cka_before", "cka_after"))

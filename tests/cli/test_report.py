@@ -268,7 +268,11 @@ def test_what_prune_writes_of_masks_and_rotations(place):
     ok("report", "rotated")
     root = parse(Path("rotated.report.html").read_text(encoding="utf-8"))
     assert heading("rotated.report.html") == "dense, pruned by denoise-rotator-sparsegpt-2-4"
-    assert [words(h) for h in root.iter("h3")] == ["Output error of the linears", "Entropy of the importance"]
+    assert [words(h) for h in root.iter("h3")] == [
+        "Output error of the linears",
+        "Entropy of the importance",
+        "Entropy over steps",
+    ]
     assert [words(li) for li in next(root.iter("ul"))] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every rotation", "Every stage"]
     sentences = [words(p) for p in root.find(".//header").iter("p")]

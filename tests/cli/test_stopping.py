@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+import weakref
 from itertools import count
 from pathlib import Path
 
@@ -81,3 +83,27 @@ def test_under_nohup_a_hangup_is_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@posix
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_that_python_loses_comes_again(name, capfd):
+    """In a callback of a weak reference an exception is told and dropped."""
+    number = getattr(signal, name)
+
+    class Dropped:
+        pass
+
+    def work():
+        dropped = Dropped()
+        watched = weakref.ref(dropped, lambda _: os.kill(os.getpid(), number))
+        with stoppable():
+            del dropped
+            assert watched() is None
+            time.sleep(10)
+        raise AssertionError("nobody was stopped")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert exit_code(caught.value) == 128 + number
+    assert capfd.readouterr().err == ""

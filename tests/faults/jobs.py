@@ -80,7 +80,7 @@ JOBS = {
     "export": Job(("export", f"{IN}/pruned", "-o", "out", *TEXT), graph=True),
     "export-again": Job(("export", f"{IN}/pruned", "-o", "out", *TEXT, "--overwrite"), old="onnx", graph=True),
     "export-int8": Job(
-        ("export", f"{IN}/pruned", "-o", "out", *TEXT, "--dtype", "int8", "--max-loss", "100"), graph=True
+        ("export", f"{IN}/pruned", "-o", "out", *TEXT, "--dtype", "int8", "--max-loss", "99%"), graph=True
     ),
     "depth": _prune("replaceme", "--set", "depth.drop=1"),
     "depth-alone": _prune("shortgpt", "--set", "depth.drop=1"),

@@ -54,8 +54,8 @@ COMPENSATION_KEYS = "method, lambda, lambda_units, lambda_grid, lambda_by, candi
             "score: wanda",
             8,
             "spaces.mlp.score: unknown score 'wanda': did you mean 'wanda-sp'? allowed here: magnitude, "
-            "activation-energy, active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, corp, "
-            "obs, taylor1, taylor2, auto, logit-energy, routed-energy, frequency, reap, principal",
+            "activation-energy, active-probability, variance, wanda-sp, wanda-sp-code, rcpu, rcpu-code, flap, "
+            "flap-squared, corp, obs, taylor1, taylor2, auto, logit-energy, routed-energy, frequency, reap, principal",
         ),
         ("method: ridge", "method: rotation", 9, "spaces.mlp.compensation: method rotation has no lambda"),
         (

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.architectures.descriptions import load_family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import parse_config
 from ckpt_prune.calibration.moments import total
@@ -425,9 +424,9 @@ def test_a_stream_that_is_not_plain_pre_norm(dense, variant, kind, reason):
         ({"_remove_final_layer_norm": True}, "has no norm after its last block"),
     ],
 )
-def test_an_opt_with_another_stream(changes, reason):
+def test_an_opt_with_another_stream(dense, changes, reason):
     values = {"model_type": "opt"} | encoders.SIZES["opt"] | changes
-    model = Model(None, load_family("opt"), parse_config(values))
+    model = Model.open(dense.folder("opt")).with_config(parse_config(values))
     for kind in ("shared", "per-layer"):
         with pytest.raises(UserError, match=f"opt cannot be rotated: this one {reason}"):
             check_rotatable(model, kind)
