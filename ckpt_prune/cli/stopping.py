@@ -59,7 +59,7 @@ def stoppable() -> Iterator[None]:
         if number in before:
             signal.signal(number, stop)
         # Not here: an exception in this hook would be lost as well.
-        again = threading.Timer(_LATER, signal.raise_signal, (number,))
+        again = threading.Timer(_LATER, _send, (number,))
         again.daemon = True
         again.start()
 
@@ -70,3 +70,12 @@ def stoppable() -> Iterator[None]:
         sys.unraisablehook = hook
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def _send(number: int) -> None:
+    """Send a signal to the main thread, which it wakes where threads can be sent one."""
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, number)
+    else:
+        signal.raise_signal(number)
