@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -66,6 +67,10 @@ MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
 # is pytest's, below this one, and workers and processes that tests start have the same.
 if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
+# A shell's job in the background has Ctrl-C ignored, and tests of it want it heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
