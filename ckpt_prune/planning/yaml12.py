@@ -46,10 +46,13 @@ def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
             for too many values: 500 bytes of aliases can stand for any number. The message is one line.
     """
     try:
-        root = yaml.compose(text, Loader=Yaml12Loader)
-        if root is not None and _count(root, {}) > _MOST_VALUES:
+        loader = Yaml12Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, None
+        if _count(root, {}) > _MOST_VALUES:
             raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
-        return root, yaml.load(text, Loader=Yaml12Loader)
+        return root, loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:

@@ -60,11 +60,11 @@ def logits(kind: str = "float32") -> Any:
 PUBLIC: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "llama-gqa-tied": ({}, decoder() + past([2, 2]), [logits(), *present([2, 2])]),
     "uneven-llama": ({}, decoder() + past([2, 1]), [logits(), *present([2, 1])]),
-    "narrow-opt": ({}, decoder() + past([3, 3], widths=(2, 4)), [logits(), *present([3, 3], widths=(2, 4))]),
+    "narrow-opt": ({}, decoder() + past([3], widths=(2, 4)), [logits(), *present([3], widths=(2, 4))]),
     "opt": (
         {"dtype": "fp16"},
-        decoder() + past([4, 4], "float16"),
-        [logits("float16"), *present([4, 4], "float16")],
+        decoder() + past([4], "float16"),
+        [logits("float16"), *present([4], "float16")],
     ),
     "rotated-llama": (
         {"cache": False, "opset": 18},
@@ -168,7 +168,7 @@ def test_two_exports_of_a_model_are_the_same_bytes(exported, tmp_path):
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory) -> Path:
-    return graphs.make(tmp_path_factory.mktemp("model") / "vit", "vit", 1)
+    return graphs.make(tmp_path_factory.mktemp("model") / "vit", "vit")
 
 
 def refusal(model: Path, out: Path, **settings: Any) -> str:
