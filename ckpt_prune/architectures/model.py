@@ -73,7 +73,14 @@ class Model:
 
     def dimension(self, name: str) -> int:
         """A dimension by the family's name for it; of an output whose blocks differ, that of its first block."""
-        return self.family.dimension(self._counted, name)
+        if name not in self._dimensions:
+            self._dimensions[name] = self.family.dimension(self._counted, name)
+        return self._dimensions[name]
+
+    @cached_property
+    def _dimensions(self) -> dict[str, int]:
+        """Those that were asked for: every line that is cut asks, and a config of transformers is slow to answer."""
+        return {}
 
     @cached_property
     def _counted(self) -> PreTrainedConfig:

@@ -23,7 +23,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 from tests.forked import forked, posix
 from tests.graphs import Exported, graph_of, undisturbed
 from tests.once import run_folder
-from tests.pairs import every
+from tests.pairs import chosen
 
 from .exports import graphs, made
 
@@ -118,7 +118,7 @@ def read(values: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", every(2, PUBLIC))
+@pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model")))
 def test_inputs_and_outputs(exported, name):
     settings, inputs, outputs = PUBLIC[name]
     graph = onnx.load(graph_of(exported(name, **settings)[1])).graph
@@ -126,7 +126,7 @@ def test_inputs_and_outputs(exported, name):
     assert read(graph.output) == outputs
 
 
-@pytest.mark.parametrize("name", every(2, PUBLIC))
+@pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model")))
 def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory):
     """No stack traces, no paths, no shapes inside in the tracer's symbols."""
     _, folder = exported(name, **PUBLIC[name][0])
