@@ -1,6 +1,5 @@
 """`ckpt_prune.plan`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +51,6 @@ class Planned:
 
         told = of_plan(self.settled, self.plan)
         return None if told is None else f"pruning by it takes {told.line}"
-
-    def data(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        data: dict[str, Any] = json.loads(self.plan.to_json())
-        return data if self.shifting is None else data | {"shift": [site.data() for site in self.shifting.sites]}
 
 
 @dataclass(frozen=True)

@@ -337,6 +337,17 @@ _HEAD_COLUMNS = {
     "floor": "floor",
     "ρ²": "rho2",
 }
+_SHIFT_COLUMNS = {
+    "uncompensated": "uncompensated",
+    "compensated": "test",
+    "floor": "floor",
+    "|Σ − Σ′| / |Σ|": "covariances",
+    "|μ − μ′|² / E|x|²": "means",
+    "least eigenvalue": "smallest",
+    "CORP's bound": "bound",
+    "degrees of freedom": "freedom",
+    "calibration tokens": "tokens",
+}
 
 
 _LINEAR_COLUMNS: dict[str, Callable[[MaskedLinear], float | None]] = {
@@ -366,6 +377,17 @@ def _site_tables(sites: Sequence[SiteRecord]) -> Iterable[str]:
     ]
     names = [name for name, _ in columns]
     yield details("Every site", ("block", "space", "compensation", "λ", "kept", *names), rows, left=3)
+    if any(site.shift is not None for site in sites):
+        moved = [
+            (
+                str(site.block),
+                words(site.space).label,
+                *(_cell(site.shift.figure(key)) for key in _SHIFT_COLUMNS.values()),
+            )
+            for site in sites
+            if site.shift is not None
+        ]
+        yield details("Every site on other samples", ("block", "space", *_SHIFT_COLUMNS), moved, left=2)
     heads = [
         (str(site.block), words(site.space).label, str(head.head), *(_cell(_of(head, n)) for n in _HEAD_COLUMNS))
         for site in sites
