@@ -1,5 +1,6 @@
 """`ckpt_prune.plan`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,11 @@ class Planned:
 
         told = of_plan(self.settled, self.plan)
         return None if told is None else f"pruning by it takes {told.line}"
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        found: dict[str, Any] = json.loads(self.plan.to_json())
+        return found
 
 
 @dataclass(frozen=True)

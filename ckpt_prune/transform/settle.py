@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD
 from ckpt_prune.calibration.sources import (
     CachedMoments,
     DriftMoments,
@@ -235,6 +236,7 @@ class Settled:
                 "window": index.window,
                 "tokens": index.tokens,
                 "folds": index.folds,
+                **({} if index.active_above == ACTIVE_THRESHOLD else {"active_above": index.active_above}),
             }
         if request.live is not None:
             samples = request.live.samples
