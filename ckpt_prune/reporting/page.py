@@ -24,6 +24,7 @@ from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.curves import curves
 from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
+from ckpt_prune.reporting.maps import map_figures
 from ckpt_prune.reporting.place import MARKER
 from ckpt_prune.reporting.plots import Figure, count_of_steps, figures, outcome, shown, words
 
@@ -78,17 +79,18 @@ def shell(title: str, body: Iterable[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def over_depth(plots: Sequence[Figure], heading: str = "Over depth") -> Iterable[str]:
-    """The part of a page that holds its plots."""
+def over_depth(plots: Sequence[Figure], heading: str = "Over depth", maps: Sequence[str] = ()) -> Iterable[str]:
+    """The part of a page that holds its plots, and maps as they are drawn."""
     yield f'<h2>{heading}</h2>\n<div class="plots">'
     yield from (_figure(plot) for plot in plots)
+    yield from maps
     yield "</div>"
 
 
 def _tried(document: Document) -> Iterable[str]:
     """Plots over what was tried or trained."""
-    found = curves(document.learned, document.search, document.layers)
-    return over_depth(found, "While it was made") if found else ()
+    found, maps = curves(document.learned, document.search, document.layers), map_figures(document.learned)
+    return over_depth(found, "While it was made", maps) if found or maps else ()
 
 
 def _header(document: Document) -> Iterable[str]:
