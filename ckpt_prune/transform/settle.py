@@ -136,7 +136,10 @@ class Settled:
         """What prunes a block."""
         request, container = self.request, self.output.container
         if request.recipe.low_rank is not None:
-            return Factorer(self.model.family, self.output.ranks, request.device)
+            dense = None
+            if request.recipe.low_rank.update and request.statistics is not None:
+                dense = CachedMoments(request.statistics, self.model)
+            return Factorer(self.model.family, self.output.ranks, request.device, dense)
         if request.recipe.mask is not None:
             return Masker(
                 self.model.family,
