@@ -63,6 +63,10 @@ class Family(Description):
         spaces: what can be pruned, in the order of computation.
         absent: why there is none of a space that families alike have.
         experts: of a block's mlp, where it is a mixture of them.
+        leading: the config key that counts blocks that come before those with the spaces and stay whole (one mlp in
+            place of experts), or None.
+        together: dimensions that one config key says of several spaces: as many units stay in each.
+        spaceless: linear modules of a block that no space lies on, those that are there.
         rope: whether q and k are rotated by position before they meet.
         rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
         unpaired: why none can, where q and k are rotated.
@@ -108,6 +112,9 @@ class Family(Description):
     spaces: dict[SpaceName, AnySpace]
     absent: dict[SpaceName, str] = Field(default_factory=dict)
     experts: Experts | None = None
+    leading: str | None = None
+    together: list[str] = Field(default_factory=list)
+    spaceless: list[str] = Field(default_factory=list)
     rope: bool = False
     rotary: Rotary | None = None
     unpaired: str | None = None
@@ -273,7 +280,7 @@ class Family(Description):
         found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
         found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
         found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
-        found |= {key for key in (self.sliding_window, self.variant) if key is not None}
+        found |= {key for key in (self.sliding_window, self.variant, self.leading) if key is not None}
         refused = [*self.refused, *(self.residual.refused if self.residual else ())]
         found |= {refusal.key.split(".")[0] for refusal in refused}
         found |= {key for space in self.spaces.values() for key in space.config}

@@ -151,15 +151,16 @@ def measure_fisher(
         ends.see(stream, states, end, gradients)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
-        if watcher is not None:
-            watcher.begin(block, tensors)
+        watched = watcher if block in model.spaced else None
+        if watched is not None:
+            watched.begin(block, tensors)
         module = factory.block(block, tensors).requires_grad_(False)
         end = states.pop()
-        found = _backward(stream, module, block, end, gradients, watcher, rotary)
+        found = _backward(stream, module, block, end, gradients, watched, rotary)
         if ends is not None and states:
             ends.see(stream, states, end, gradients)
-        if watcher is not None:
-            watcher.end(len(samples))
+        if watched is not None:
+            watched.end(len(samples))
         named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
         for name, own in named.items():
             if not bool(torch.isfinite(own.sums).all()):
@@ -194,6 +195,10 @@ def _backward(
         `Fisher.sums` of the block's sites, on CPU.
     """
     family, factory = stream.factory.family, stream.factory
+    if block not in factory.model.spaced:
+        for _ in pass_back(stream, module, block, given, [each.values for each in gradients], ()):
+            pass
+        return {}
     consumers = {space: own.consumer for space, own in family.consumers.items()}
     watched_at = {
         consumer: [space for space, own in family.columns.items() if own.consumer == consumer]

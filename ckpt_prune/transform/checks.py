@@ -162,6 +162,13 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
+    first, family = request.model.spaced.start, request.model.family
+    if first:
+        raise UserError(
+            f"recipe {recipe.name} masks every block alike, and the first {first} of this {family.model_type} "
+            f"({family.leading} in config.json) have one mlp in place of experts: prune columns "
+            "(corp-mlp) or whole experts (experts)"
+        )
     check_widths(request.model, recipe.mask)
     _mask_shares(request)
     if recipe.rotation is not None:
@@ -334,7 +341,7 @@ def check_enough_samples(request: Request) -> None:
 
 def _plan(request: Request, plan: Plan) -> None:
     """Every pruned space of every block once, its kept units ascending and among those there are."""
-    expected = [Site(block, space) for block in range(request.model.blocks) for space in request.recipe.spaces]
+    expected = [Site(block, space) for block in request.model.spaced for space in request.recipe.spaces]
     if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
@@ -413,6 +420,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"{family.model_type} has none: nothing is left to do"
         )
     missing = [space for space in recipe.spaces if space not in family.spaces]
+    if missing and missing[0] in family.absent:
+        remedy = ". --set spaces.heads.optional=true leaves them as they are" if missing[0] == "heads" else ""
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not "
+            f"({family.absent[missing[0]]}){remedy}: it has {', '.join(first_of_experts(family.spaces))}"
+        )
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
@@ -438,9 +451,8 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"{why}. Leave out spaces.{missing[0]}"
         )
     if missing:
-        why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not{why}: it has "
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
             f"{', '.join(first_of_experts(family.spaces))}"
         )
     gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]

@@ -165,7 +165,7 @@ def check_depth(request: Request) -> None:
     if depth.compensation.linear and not map_spaces(family):
         raise UserError(
             f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
-            "tokens share add to it with a factor of their own: say --set depth.compensation.method=none"
+            "tokens share add to it: say --set depth.compensation.method=none"
         )
     several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
     if several and depth.choice in ("influence", "divergence"):

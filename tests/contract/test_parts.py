@@ -156,7 +156,8 @@ class InComposite(Whole):
         self._outer = next(iter(described.modules.items()))
         self.model: Any = self.whole if self._outer[1] else self.whole.get_submodule(self._outer[0])
         self._paths = module_paths(part.family)
-        self.case: Any = SimpleNamespace(units=part.units, ratio=dict(case.ratios).__getitem__, config=part.config)
+        ratio = dict(case.ratios).__getitem__
+        self.case: Any = SimpleNamespace(units=part.units, spaced=part.spaced, ratio=ratio, config=part.config)
 
     def path(self, block: int, module: str) -> str:
         inner = super().path(block, module)
