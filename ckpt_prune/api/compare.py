@@ -26,6 +26,7 @@ def compare(
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
     max_corrupt: float = 0.05,
+    audio: AnyPath | None = None,
     samples: int | None = None,
     window: int | None = None,
     seed: int = 0,
@@ -51,6 +52,7 @@ def compare(
         images: folder of images to run vision models on.
         labels: CSV with a column file and perhaps split (calib).
         max_corrupt: share of the images that may fail to decode.
+        audio: folder of audio to run an encoder of speech on.
         samples: windows, or images; None for 128 windows, or all images up to 4000.
         window: tokens per window; None for the model's context, at most 2048.
         seed: of the choice of samples.
@@ -73,7 +75,7 @@ def compare(
     options = checked(CompareOptions, locals())
     # Before torch is imported, what can be told without it.
     if not has_data(options, options):
-        raise UserError("compare needs --text FILE, or --images DIR for vision models")
+        raise UserError("compare needs --text FILE, --images DIR for vision models, or --audio DIR")
     for each in (options.reference, options.model):
         check_supported(each, options.family, options.part)
     check_texts(options.text)

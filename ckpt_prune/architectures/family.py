@@ -26,7 +26,9 @@ from ckpt_prune.architectures.spaces import (
 )
 from ckpt_prune.errors import UserError
 
-Modality = Literal["text", "image"]
+Modality = Literal["text", "image", "audio"]
+DATA_OPTIONS: dict[Modality, str] = {"text": "--text", "image": "--images", "audio": "--audio"}
+"""What commands are given data of each kind by."""
 
 KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
@@ -53,6 +55,7 @@ class Family(Description):
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
         embedding: module of the token embedding.
+        applied: modules outside the blocks that are no linear ones → how often they are multiplied for a token.
         lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
             those of a block.
         dimensions: dimension → config keys to try in order.
@@ -104,6 +107,7 @@ class Family(Description):
     block: str
     entry: list[str]
     embedding: str | None = None
+    applied: dict[str, int] = Field(default_factory=dict)
     lookups: list[str]
     dimensions: dict[str, list[str]]
     attention: Attention

@@ -197,6 +197,8 @@ class Model:
     @property
     def tokens(self) -> int:
         """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
+        if self.family.modality == "audio":
+            return self.dimension("positions")
         if self.family.modality == "image":
             return self.image_tokens(_pair(self.config.image_size))
         context = context_length(self.config)
@@ -273,7 +275,7 @@ class Model:
     @property
     def reader_fingerprint(self) -> str | None:
         """Fingerprint of what turns data into the model's input: the tokenizer, or the image processor."""
-        read = processor_fingerprint if self.family.modality == "image" else tokenizer_fingerprint
+        read = tokenizer_fingerprint if self.family.modality == "text" else processor_fingerprint
         return read(self.checkpoint.path)
 
     # ---- what stays -------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def check_kind(config: Mapping[str, Any]) -> None:
         )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
-    if model_type in known_composites() and model_type not in known_families():
+    if model_type in known_composites() and not (model_type in known_families() or OUTSIDE_KEY in config):
         raise UserError(load_composite(model_type).advice)
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)

@@ -30,7 +30,7 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
-LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
+LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
 _SEED = 0

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.family import DATA_OPTIONS, Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
@@ -127,11 +127,11 @@ def check_data(request: Request) -> None:
         UserError: with what it needs.
     """
     if request.lacks_moments:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     mask = request.recipe.mask
     if mask is not None and mask.allocation == "divergence" and request.live is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(
             f"recipe {request.recipe.name} shares a mask's zeros out by what they do to the model itself: give {data} "
             "in place of --statistics"
@@ -280,11 +280,11 @@ def check_trained(request: Request) -> None:
     depth = request.recipe.depth
     settled = request.statistics is not None or request.plan is not None
     if depth is not None and depth.runs_model and settled and request.live is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
         raise UserError(f"recipe {request.recipe.name} {what} the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(
             f"recipe {request.recipe.name} recovers every block on samples, beside any statistics: give {data}"
         )

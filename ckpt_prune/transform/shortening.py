@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_prune.architectures.depth import check_shortened, movable, shortened
+from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.checkpoint.units import counted
@@ -144,7 +145,7 @@ def check_depth(request: Request) -> None:
     """
     model, recipe, depth = request.model, request.recipe, depth_of(request)
     family = model.family
-    data = "--images" if family.modality == "image" else "--text"
+    data = DATA_OPTIONS[family.modality]
     if request.statistics is not None and depth.choice == "loss":
         raise UserError(f"recipe {recipe.name} runs the model itself: give {data} in place of --statistics")
     if request.statistics is not None and depth.choice is not None and request.statistics.index.stream is None:

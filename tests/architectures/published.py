@@ -472,6 +472,7 @@ PUBLISHED: dict[str, Published] = {
 """Model on the Hub → config.json as published, as far as it says what is computed, and parameters by its page."""
 
 COMPOSITES: dict[str, Published] = {
+    "openai/whisper-tiny": _only("whisper", 37_760_640),
     "Qwen/Qwen2.5-VL-7B-Instruct": _only(
         "qwen2_5_vl",
         8_292_166_656,
