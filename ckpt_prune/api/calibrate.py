@@ -73,7 +73,7 @@ def calibrate(
         shard: "I/N": measure only the I-th of N equal shares of the samples, to be added to the others later.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text or vision.
+        part: which part of a model that is made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.

@@ -64,7 +64,7 @@ def compare(
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
         overwrite: replace an existing page.
         family: file of a description of the model's family, where this version has none.
-        part: which part of models that are made of several: text or vision.
+        part: which part of models that are made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
