@@ -55,7 +55,10 @@ class Family(Description):
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
         embedding: module of the token embedding.
-        applied: modules outside the blocks that are no linear ones → how often they are multiplied for a token.
+        flat: whether blocks read the tokens of all samples in one sequence, and an image as patches that are cut out
+            beforehand, with the numbers of their rows and columns.
+        usual: height and width of the image that costs are told for, where the config says none.
+        applied: modules outside the blocks → how often they are multiplied for a token, where that is not once.
         lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
             those of a block.
         dimensions: dimension → config keys to try in order.
@@ -107,7 +110,9 @@ class Family(Description):
     block: str
     entry: list[str]
     embedding: str | None = None
-    applied: dict[str, int] = Field(default_factory=dict)
+    flat: bool = False
+    usual: tuple[int, int] | None = None
+    applied: dict[str, float] = Field(default_factory=dict)
     lookups: list[str]
     dimensions: dict[str, list[str]]
     attention: Attention

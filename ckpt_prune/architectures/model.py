@@ -200,7 +200,7 @@ class Model:
         if self.family.modality == "audio":
             return self.dimension("positions")
         if self.family.modality == "image":
-            return self.image_tokens(_pair(self.config.image_size))
+            return self.image_tokens(self.family.usual or _pair(self.config.image_size))
         context = context_length(self.config)
         return _MOST_TOKENS if context is None else min(_MOST_TOKENS, context)
 

@@ -7,7 +7,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.audio import AudioSamples, find_audio
 from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.calibration.images import ImageSamples, PatchSamples
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import (
     calibration_windows,
@@ -115,7 +115,8 @@ def _images(
     if count < wanted and calibration.samples is not None:
         say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", wanted))
     chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
-    samples = ImageSamples(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
+    reads = PatchSamples if model.family.flat else ImageSamples
+    samples = reads(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
         named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
         say(f"{len(samples.skipped)} of {count} images do not decode and are left out: {named}")

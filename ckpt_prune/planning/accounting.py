@@ -65,7 +65,7 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     """How often a tensor is multiplied in one forward pass."""
     family, module = model.family, name.rpartition(".")[0]
     if module in family.applied:
-        return family.applied[module] * model.tokens if dimensions > 1 else 0
+        return int(family.applied[module] * model.tokens) if dimensions > 1 else 0
     if dimensions == 4:
         return patches(model.config)
     if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):

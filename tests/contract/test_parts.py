@@ -38,6 +38,8 @@ IMAGE = 5
 """The token that stands for one patch of an image."""
 PATCHES = 9
 MELS, FRAMES = 5, 14
+ROWS, START = 4, 6
+"""Of patches of an image that is cut up, and what stands before it."""
 TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -82,7 +84,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llava": LLAVA,
     "qwen2_5_vl": {
         "text_config": TEXT | MROPE,
-        "vision_config": QWEN_EYES | {"intermediate_size": 24, "out_hidden_size": 16, "fullatt_block_indexes": [1]},
+        "vision_config": QWEN_EYES
+        | {"intermediate_size": 24, "out_hidden_size": 16, "fullatt_block_indexes": [1], "window_size": 8},
+        "image_token_id": IMAGE,
+        "vision_start_token_id": START,
     },
     "qwen2_vl": {
         "text_config": TEXT | MROPE,
@@ -127,6 +132,8 @@ class PartCase:
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
         if self.part == "encoder":
             return Sounds(torch.randn(count, MELS, FRAMES, generator=torch.Generator().manual_seed(seed)))
+        if self.model_type == "qwen2_5_vl":
+            return Patches(torch.randn(count, ROWS**2, 96, generator=torch.Generator().manual_seed(seed)))
         pixels = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
         return Pixels(pixels, PATCHES + (self.model_type != "gemma3"))  # SigLIP has no token for the class
 
@@ -136,6 +143,8 @@ class PartCase:
         windows[windows == IMAGE] = IMAGE + 1
         if self.model_type == "whisper":
             return Heard(windows, torch.randn(4, MELS, FRAMES, generator=torch.Generator().manual_seed(9)))
+        if self.part == "vision" and self.model_type == "qwen2_5_vl":
+            return Seen(windows, torch.randn(4, ROWS**2, 96, generator=torch.Generator().manual_seed(9)))
         if self.model_type.startswith("qwen"):
             return TokenWindows(windows)
         if self.model_type != "clip":
@@ -169,6 +178,37 @@ class Sounds:
         return {"input_features": self._features[part]}
 
 
+class Patches(Sounds):
+    """Images as patches that are cut out."""
+
+    tokens, fingerprint = ROWS**2, "patches"
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        own = self._features[part]
+        return {"hidden_states": own.flatten(0, 1), "grid_thw": torch.tensor([[1, ROWS, ROWS]]).repeat(len(own), 1)}
+
+
+class Seen(Patches):
+    """Windows of text with an image each: a token stands for four patches."""
+
+    def __init__(self, windows: Tensor, features: Tensor) -> None:
+        super().__init__(features)
+        windows[:, 1 : 2 + ROWS**2 // 4 + 1] = START
+        windows[:, 2 : 2 + ROWS**2 // 4] = IMAGE
+        self._windows = windows
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        own = super().batch(part)
+        ids = self._windows[part]
+        kinds = (ids == IMAGE).int()
+        return {
+            "input_ids": ids,
+            "pixel_values": own["hidden_states"],
+            "image_grid_thw": own["grid_thw"],
+            "mm_token_type_ids": kinds,
+        }
+
+
 class Heard(Sounds):
     """Sounds with the text that is said."""
 
@@ -188,6 +228,7 @@ CASES = [
     PartCase("llava", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),
     PartCase("qwen2_5_vl", "text", MLP),
+    PartCase("qwen2_5_vl", "vision", MLP),
     PartCase("qwen2_vl", "text", MLP),
     PartCase("whisper", "encoder", MLP),
 ]
@@ -212,7 +253,7 @@ class InComposite(Whole):
         return f"{outer}.{inner.removeprefix(f'{own}.')}" if own else inner
 
 
-ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text", "whisper-encoder")
+ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text", "qwen2_5_vl-vision", "whisper-encoder")
 
 
 @pytest.mark.parametrize("case", chosen(CASES, lambda case: str(case) in ALWAYS), ids=str)
