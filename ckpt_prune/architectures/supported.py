@@ -63,6 +63,8 @@ def check_supported(
         config = read_object(Path(model) / "config.json")
     except (OSError, UserError):
         return
+    # First, so that nobody makes a plain copy of what is refused all the same.
+    refuse_unsupported(str(config.get("model_type")))
     refuse_quantised(Path(model), config)
     if part is not None:
         load_composite(str(config.get("model_type"))).part(part)
