@@ -118,7 +118,10 @@ NAFLEX = (
     "it reads patches that are cut out beforehand, as many of each image as fit (NaFlex), with their mask and shape, "
     "and images are calibrated in one size"
 )
-STAGES = "its stages differ in hidden size, and blocks of one model have one here; vit, deit, beit, dinov2 and dinov3_vit can be pruned"
+STAGES = (
+    "its stages differ in hidden size, and blocks of one model have one here; vit, deit, beit, dinov2 and dinov3_vit "
+    "can be pruned"
+)
 
 
 @pytest.mark.parametrize(
