@@ -97,12 +97,12 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
     per_block += sum(8 * folds * heads * packed_width(2 * count) for heads, count in pairs)
     if "fisher" in collect:
         for space in model.family.consumers.values():
-            outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
+            outputs = model.tensors[model.tensor(model.spaced.start, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in (*model.query_heads.values(), *pairs))
     if "taylor" in collect:
         per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
-    return per_block * model.blocks
+    return per_block * len(model.spaced)
 
 
 def measure(
@@ -260,7 +260,8 @@ def measure_into(
             stream.advance(block, model.read_block(block))
             files[block_file(block)] = known[_unit(block)]
             continue
-        found = stream.observe(block, model.read_block(block), wanted, advance=True)
+        own = wanted if block in model.spaced else {}
+        found = stream.observe(block, model.read_block(block), own, advance=True)
         named = {model.moments_name(block, key): moments for key, moments in found.items()}
         group.at_first(partial(write, block, named))
     if "taylor" in collect:
@@ -285,6 +286,7 @@ def measure_into(
         collect=[kind for kind in collect if kind != "fisher"],
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         blocks=blocks,
+        leading=model.spaced.start,
         consumers=model.consumer_widths,
         queries=model.query_heads,
         turned=model.turned_heads if "rotary" in collect else {},

@@ -96,6 +96,7 @@ class StatisticsIndex(BaseModel):
             metric at the outputs of consumers and of queries); taylor (importances of units, by gradients of the loss).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
+        leading: the first of them that come before those with consumers. Left out like `effects`.
         consumers: consumer's on-disk weight → width, of all blocks, or of each where they differ.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
@@ -137,6 +138,7 @@ class StatisticsIndex(BaseModel):
     collect: list[Collect]
     compute_dtype: str
     blocks: int = Field(ge=1)
+    leading: Annotated[int, Field(ge=0)] = 0
     consumers: dict[str, Width]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
@@ -169,7 +171,7 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
+        for key in ("leading", "turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
             if not values.get(key):
                 values.pop(key, None)
         if values.get("active_above") == ACTIVE_THRESHOLD:
@@ -378,13 +380,13 @@ class Statistics:
 
             folds = range(self.index.folds)
             linears = self.index.linears if "linears" in self.index.collect else {}
-            for weight, widths in (self.index.consumers | linears).items():
+            for weight, widths in (self.index.consumers | linears).items() if block >= self.index.leading else ():
                 name = _in_block(weight, block)
                 if weights is not None and name not in weights:
                     continue
                 width = widths if isinstance(widths, int) else widths[block]
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
-            for router, experts in self.index.routers.items():
+            for router, experts in self.index.routers.items() if block >= self.index.leading else ():
                 name = _in_block(router, block)
                 if weights is None or name in weights:
                     found[name] = tuple(

@@ -30,6 +30,11 @@ class _LastBlockReachedError(Exception):
     """Raised by the last recorder to stop the model before its final norm."""
 
 
+def _by_sample(states: Tensor, count: int, *, flat: bool) -> Tensor:
+    """States (count, T, hidden), also of blocks that read the tokens of all samples in one sequence."""
+    return states.view(count, -1, *states.shape[1:]) if flat else states
+
+
 def fold_slices(samples: int, folds: int) -> list[slice]:
     """Cut samples into `folds` contiguous runs of nearly equal length."""
     return [slice(samples * f // folds, samples * (f + 1) // folds) for f in range(folds)]
@@ -138,9 +143,10 @@ class HiddenStream:
             # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
             self._arguments.setdefault(rows.stop - rows.start, list(captured))
             if position == 0:
-                self.states = allocate((len(self.samples), *states[0].shape[1:]), states[0].dtype)
+                shape = _by_sample(states[0], rows.stop - rows.start, flat=family.flat).shape[1:]
+                self.states = allocate((len(self.samples), *shape), states[0].dtype)
             if position < len(own):
-                self.states[rows] = states[0].cpu()
+                self.states[rows] = _by_sample(states[0], rows.stop - rows.start, flat=family.flat).cpu()
         for layer in layers:
             del layer.forward
         # What comes before the blocks is not needed again.
@@ -159,9 +165,11 @@ class HiddenStream:
             (B, T, hidden), on the block's device.
         """
         arguments, options = self._arguments[len(states)][index]
-        output = block(states.to(self.factory.device), *arguments, **options)
+        flat = self.factory.family.flat
+        entering = states.to(self.factory.device)
+        output = block(entering.flatten(0, 1) if flat else entering, *arguments, **options)
         result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+        return _by_sample(result, len(states), flat=flat)
 
     @torch.no_grad()
     def observe(

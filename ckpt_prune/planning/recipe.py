@@ -374,13 +374,20 @@ class Recipe(Strict):
     def at(self, family: Family) -> "Recipe":
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
-        What the family has not stays as it is, but for what is optional.
+        What the family has not stays as it is, but for what is optional. Spaces of one width (`Family.together`) go
+        together.
         """
         able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
         lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
         if lacking:
             left = {name: own for name, own in self.spaces.items() if name not in lacking}
             return self.model_copy(update={"spaces": left}).at(family)
+        # One config key says their width: what is said of the first is said of the others.
+        alike = {known_space(name): own for name, own in family.spaces.items() if own.units in family.together}
+        told = next((self.spaces[name] for name in alike if name in self.spaces), None)
+        if told is not None and not alike.keys() <= {known_space(name) for name in self.spaces}:
+            more = {name: told for name in alike if name not in self.spaces}
+            return self.model_copy(update={"spaces": self.spaces | more}).at(family)
         here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
         if not here:
             return self

@@ -102,6 +102,11 @@ class Settled:
         """Units kept per block and space."""
         return self.decisions.widths(self.model)
 
+    @property
+    def spaced_widths(self) -> list[dict[Any, int]]:
+        """The same of the blocks that have spaces alone (`Model.spaced`)."""
+        return self.widths[self.model.spaced.start :]
+
     def with_strength(self, strength: float) -> "Settled":
         """This job with a fixed strength wherever it was to be chosen by perplexity. No width depends on it."""
         recipe = self.recipe.with_strength(strength)
