@@ -352,7 +352,18 @@ class CompareOptions(SampleOptions, ImageOptions, PlaceOptions, OpeningOptions):
     overwrite: bool = Field(False, description="Replace an existing page.")
 
 
-class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
+class ActivityOptions(Options):
+    """What counts as active."""
+
+    active_above: float = Field(
+        1e-6,
+        ge=0,
+        description="Absolute value above which an input of a projection counts as active: for the score "
+        "active-probability, and the share of active inputs in reports.",
+    )
+
+
+class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions, ActivityOptions):
     """What to measure statistics of."""
 
     output: Path = Field(description="Statistics folder to write.")

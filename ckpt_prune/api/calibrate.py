@@ -40,6 +40,7 @@ def calibrate(
     compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
+    active_above: float = 1e-6,
     shard: str | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
@@ -68,6 +69,7 @@ def calibrate(
         collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
             `effects` only of up to `measured_effects.SHALLOW` blocks. `queries` and `values`, what recipes need that
             weigh these by effect, are collected on request only.
+        active_above: absolute value above which an input of a projection counts as active.
         shard: "I/N": measure only the I-th of N equal shares of the samples, to be added to the others later.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
@@ -135,7 +137,7 @@ def calibrate(
             {
                 "model": checkpoint.fingerprint,
                 "text" if described.modality == "text" else "set of images": chosen.fingerprint,
-                "job": [kinds, options.folds, str(dtype)],
+                "job": [kinds, options.folds, str(dtype), options.active_above],
             }
         )
 
@@ -167,6 +169,7 @@ def calibrate(
             skeleton=container_of(source).skeleton() if again else None,
             announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
             finish=finish,
+            active_above=options.active_above,
         )
 
 

@@ -55,8 +55,8 @@ class Planned:
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        data: dict[str, Any] = json.loads(self.plan.to_json())
-        return data if self.shifting is None else data | {"shift": [site.data() for site in self.shifting.sites]}
+        found: dict[str, Any] = json.loads(self.plan.to_json())
+        return found
 
 
 @dataclass(frozen=True)

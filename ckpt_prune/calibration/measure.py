@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import packed_width, smaller_form
-from ckpt_prune.calibration.moments import Taylor
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Taylor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import (
@@ -120,6 +120,7 @@ def measure(
     allocate: Allocate = in_memory,
     skeleton: nn.Module | None = None,
     finish: Callable[[Statistics], object] | None = None,
+    active_above: float = ACTIVE_THRESHOLD,
 ) -> Statistics:
     """Measure the dense model's moments over samples and write them to a folder.
 
@@ -139,6 +140,7 @@ def measure(
         allocate: makes the tensor that holds hidden states.
         skeleton: the model on the meta device, where it is not the stock one of its config.
         finish: given the moments, measures more into their folder before it gets its name.
+        active_above: absolute value above which an input counts as active.
 
     Raises:
         UserError: the folder exists, or the disk has no room.
@@ -162,6 +164,7 @@ def measure(
             compute_dtype=compute_dtype,
             allocate=allocate,
             skeleton=skeleton,
+            active_above=active_above,
         )
         if finish is not None:
             finish(found)
@@ -193,6 +196,7 @@ def measure_into(
     allocate: Allocate = in_memory,
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
+    active_above: float = ACTIVE_THRESHOLD,
 ) -> Statistics:
     """Measure as `measure` does, into a folder that is there.
 
@@ -209,6 +213,7 @@ def measure_into(
         skeleton: as of `measure`.
         journal: of the run, in which every block is entered when it is measured; blocks that are in it are run, but
             not measured again.
+        active_above: as of `measure`.
 
     Raises:
         UserError: what is measured is not finite, or the disk has no room.
@@ -223,6 +228,7 @@ def measure_into(
         folds=folds,
         allocate=allocate,
         group=group,
+        active_above=active_above,
     )
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     wanted |= dict.fromkeys(family.routers, False)
@@ -284,6 +290,7 @@ def measure_into(
         turned=model.turned_heads if "rotary" in collect else {},
         routers=model.router_experts,
         linears=model.linear_widths if "linears" in collect else {},
+        active_above=active_above,
         files=files,
     )
 

@@ -41,7 +41,7 @@ from ckpt_prune.calibration.distances import Distances
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, packed_width
-from ckpt_prune.calibration.moments import Moments, Taylor
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments, Taylor
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.calibration.shards import overlapping, united
@@ -104,6 +104,8 @@ class StatisticsIndex(BaseModel):
         routers: router's on-disk weight → experts, for every block; left out of what is written where there are none.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
+        active_above: absolute value above which an input counts as active; left out of what is written where it is
+            `moments.ACTIVE_THRESHOLD`.
         files: file → sha256.
         fisher: samples that the Fisher metric was measured on; 0, and left out of what is written, where it was not.
         predicted: on-disk weight of a consumer → score → what dropping the units of least score is predicted to do to
@@ -140,6 +142,7 @@ class StatisticsIndex(BaseModel):
     turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
     routers: dict[str, int] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
+    active_above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = ACTIVE_THRESHOLD
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
     predicted: dict[str, dict[str, list[Effect]]] = Field(default_factory=dict)
@@ -169,6 +172,8 @@ class StatisticsIndex(BaseModel):
         for key in ("turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
             if not values.get(key):
                 values.pop(key, None)
+        if values.get("active_above") == ACTIVE_THRESHOLD:
+            del values["active_above"]
         return values
 
     @property
@@ -584,6 +589,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "turned": "rotary pairs",
         "routers": "routers",
         "linears": "linears",
+        "active_above": "thresholds of activity",
     }
     for field, name in same.items():
         if getattr(a.index, field) != getattr(b.index, field):

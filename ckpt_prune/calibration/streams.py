@@ -12,7 +12,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.experts import SplitExperts, too_few
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Observer
 from ckpt_prune.calibration.outside import ReadTensors, load_module
 from ckpt_prune.calibration.pooling import pooled
@@ -71,9 +71,11 @@ class HiddenStream:
         sizes: Iterable[int] = (),
         allocate: Allocate = in_memory,
         group: Group = ALONE,
+        active_above: float = ACTIVE_THRESHOLD,
     ) -> None:
         group.check_enough(len(samples))
         self.factory, self.folds, self.group = factory, folds, group
+        self._active_above = active_above
         own = group.share(len(samples))
         self.samples = samples if group.size == 1 else Part(samples, own.start, own.stop)
         self._all = len(samples)
@@ -258,8 +260,13 @@ class HiddenStream:
         space = next((space for name, space in self.factory.family.spaces.items() if name == what), None)
         runs = fold_slices(self._all, self.folds)
         if space is None:
-            return Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
-        return OBSERVERS[space.ends](self.factory, block, index, space, gram, [run.stop - run.start for run in runs])
+            found: Observer = Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
+        else:
+            sizes = [run.stop - run.start for run in runs]
+            found = OBSERVERS[space.ends](self.factory, block, index, space, gram, sizes)
+        if isinstance(found, Inputs):
+            found.active_above = self._active_above
+        return found
 
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:

@@ -184,6 +184,8 @@ class Recipe(Strict):
             raise ValueError(f"{odd[0]} speaks of units of spaces: it does not go with low_rank")
         if self.target == "drift":
             raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
+        if self.low_rank.update and not (self.low_rank.whitens and self.target == "sequential"):
+            raise ValueError("low_rank.update fits to what reaches a linear: say method: whitened, target: sequential")
         if self.container not in ("auto", "any", "remote"):
             raise ValueError(f"low_rank needs remote code, which container {self.container} rules out")
         if self.ratio == 0:
@@ -395,6 +397,11 @@ class Recipe(Strict):
     def shares_out(self) -> bool:
         """Whether what was measured decides how much every block, or every linear, loses."""
         return self.allocation == "least-error" or (self.low_rank is not None and self.low_rank.allocation == "energy")
+
+    @property
+    def measures_dense(self) -> bool:
+        """Whether the unpruned model is measured in any case, also where what is pruned before a block counts."""
+        return self.shares_out or (self.low_rank is not None and self.low_rank.update)
 
     @property
     def linears_need_moments(self) -> bool:
@@ -622,6 +629,7 @@ class Recipe(Strict):
 _LATER: dict[str, dict[str, Any]] = {
     "mask": {"allocation": "uniform", "threshold": None, "spread": None},
     "rotation": {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"},
+    "low_rank": {"update": False},
 }
 """Keys that parts of a recipe have gained, and their defaults: a recipe that says nothing else keeps its digest."""
 

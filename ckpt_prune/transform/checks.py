@@ -184,6 +184,12 @@ def _low_rank(request: Request) -> None:
             f"recipe {request.recipe.name} factors linear modules, and experts of a {family.model_type} have none of "
             "their own in transformers: prune their columns (spaces.mlp)"
         )
+    if request.recipe.low_rank is not None and request.recipe.low_rank.update and request.live is None:
+        data = "--images" if family.modality == "image" else "--text"
+        raise UserError(
+            f"recipe {request.recipe.name} fits factors to what reaches them behind factored blocks: give {data} in "
+            "place of --statistics"
+        )
 
 
 def _mask_shares(request: Request) -> None:

@@ -129,6 +129,9 @@ class Pruner:
             solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
+            known = decided[space].plan
+            if known is not None:
+                solved[0].shift = known.shift
             beside = None
             if others is not None:
                 _, beside = self._left(space, kept, others.moments(block, tensors, [space]).get(space))

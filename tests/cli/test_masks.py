@@ -210,6 +210,7 @@ def test_rotations_and_masks(here, recipe):
     learned = report["rotation"]["learned"]
     assert [entry["block"] for entry in learned] == ([None] if shared else [0, 1])
     assert all(entry["entropy_after"] < entry["entropy_before"] and entry["steps"] == 3 for entry in learned)
+    assert [entry["map"]["weight"] for entry in learned if "map" in entry] == ["model.layers.0.self_attn.o_proj.weight"]
     before, after = (sum(entry[f"entropy_{when}"] for entry in learned) for when in ("before", "after"))
     importance = next(method for method in ("magnitude", "wanda", "sparsegpt") if method in recipe)
     rotated = (
