@@ -12,7 +12,6 @@ Every line of the output is one measurement; a run goes on where the last one st
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tools.bench_best import Bench, benches, of_text
+from tools.bench_lines import add_line, by_key
 from tools.bench_perplexity import SHARED, Subject
 
 REAL = SHARED.parents[1] / "models"
@@ -203,8 +203,7 @@ def prune_to(measured: Measured, wanted: Recipe, spaces: list[str], out: Path) -
 def run_bench(what: str, bench: Bench, args: argparse.Namespace, lines: dict[str, dict[str, Any]]) -> None:
     def record(key: str, values: dict[str, Any]) -> None:
         lines[key] = {"key": key, "model": bench.name, "samples": args.samples, **values}
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(lines[key]) + "\n")
+        add_line(args.out, lines[key])
         print(key, {name: value for name, value in values.items() if name != "kept"}, flush=True)
 
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
@@ -269,9 +268,7 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
-    lines: dict[str, dict[str, Any]] = {}
-    if args.out.is_file():
-        lines = {line["key"]: line for line in map(json.loads, args.out.read_text(encoding="utf-8").splitlines())}
+    lines = by_key(args.out)
     known = every_bench(args.evaluated)
     for name in args.models:
         run_bench(args.what, known[name], args, lines)

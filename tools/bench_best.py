@@ -11,7 +11,6 @@ size at the same ratio: there `best` is asked for the size that corp has (best @
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -39,6 +38,7 @@ from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
 from tools.bench_corp import Pixels, compare, images, logits
+from tools.bench_lines import add_line, by_key
 from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
 PUBLISHED = (
@@ -222,8 +222,7 @@ def cells(args: argparse.Namespace, entrants: Entrants) -> Iterable[tuple[str, s
 def run_bench(bench: Bench, args: argparse.Namespace, lines: dict[str, dict[str, Any]]) -> None:
     def record(key: str, values: dict[str, Any]) -> None:
         lines[key] = {"key": key, "model": bench.name, "window": bench.window, "evaluated": bench.evaluated, **values}
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(lines[key]) + "\n")
+        add_line(args.out, lines[key])
         metric = next(f"{name} {values[name]:.4f}" for name in ("perplexity", "top1") if name in values)
         print(f"{key}: {metric} ({values.get('seconds', 0)} s)", flush=True)
 
@@ -297,8 +296,7 @@ def predicted(bench: Bench, args: argparse.Namespace) -> None:
                 "correlation of the fit's own error": naive,
                 "measured / fit's own": (found_ - fitted).mean().exp().item(),
             }
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            add_line(args.out, line)
             print(line, flush=True)
 
 
@@ -350,8 +348,7 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="only print the tables of what is in the file")
     args = parser.parse_args()
-    known = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
-    lines = {line["key"]: line for line in known}
+    lines = by_key(args.out)
     if not args.table:
         found = benches(args.evaluated)
         for name in args.models or list(found):

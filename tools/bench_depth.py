@@ -1,8 +1,8 @@
 """Whole blocks against units of spaces, and both under one size: perplexity or top-1, size, and measured latency.
 
-    python tools/bench_depth.py --out depth.jsonl --models llama-pystdlib-3m [--shares 0.2 0.4] [--entrants …]
-    python tools/bench_depth.py --out depth.jsonl --models FOLDER --text CALIB --held-out TEXT --window 512
-    python tools/bench_depth.py --out depth.jsonl --table     # print what is there, measure nothing
+    PYTHONPATH=. python tools/bench_depth.py --out depth.jsonl --models llama-pystdlib-3m [--shares 0.2 0.4]
+    PYTHONPATH=. python tools/bench_depth.py --out depth.jsonl --models FOLDER --text CALIB --held-out TEXT --window 512
+    PYTHONPATH=. python tools/bench_depth.py --out depth.jsonl --table     # print what is there, measure nothing
 
 A share is of the blocks' parameters. `depth` entrants drop so many blocks, by each choice, with a map and without one.
 `width` and `joint` come down to the parameters, or with --latency to the time, that blocks of that share leave.
@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_perplexity import SHARED, subjects
-
 import ckpt_prune
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
 from ckpt_prune.filenames import REPORT
 from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.transform.shortening import without
+from tools.bench_lines import add_line, by_key
+from tools.bench_perplexity import SHARED, subjects
 
 CHOICES = ("influence", "cosine", "divergence", "loss")
 MAPS = {"none": {"method": "none"}, "linear": {"method": "linear"}}
@@ -144,9 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
-    lines: dict[str, dict[str, Any]] = {}
-    if args.out.is_file():
-        lines = {each["key"]: each for each in map(json.loads, args.out.read_text().splitlines())}
+    lines = by_key(args.out)
     for model in [] if args.table else args.models:
         for share in args.shares:
             for name in args.entrants:
@@ -159,8 +157,7 @@ def main() -> None:
                 except UserError as error:
                     print(f"{key}: {error}", flush=True)
                     continue
-                with args.out.open("a") as file:
-                    file.write(json.dumps(lines[key]) + "\n")
+                add_line(args.out, lines[key])
     table(lines)
 
 

@@ -1,8 +1,8 @@
 """ONNX graphs of the models in ../shared/data, dense and pruned: that they are right, how large, and how fast.
 
-    python tools/bench_export.py graphs --out graphs.jsonl [--models NAME ...]
-    python tools/bench_export.py speed --out speed.jsonl [--models NAME ...]
-    python tools/bench_export.py widths --out widths.jsonl
+    PYTHONPATH=. python tools/bench_export.py graphs --out graphs.jsonl [--models NAME ...]
+    PYTHONPATH=. python tools/bench_export.py speed --out speed.jsonl [--models NAME ...]
+    PYTHONPATH=. python tools/bench_export.py widths --out widths.jsonl
 
 Everything is done by the command line, as a user would. Each line of the output is one measurement; a run goes on where
 the last one stopped, and ends by printing the table. `speed` times dense and pruned models in turns, in one run, two
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_perplexity import SHARED, subjects
+from tools.bench_lines import add_line, by_key, lines_of
+from tools.bench_perplexity import SHARED, subjects
 
 RATIOS = (0.3, 0.5)
 GRAPHS = {"fp32": (), "fp32, fused for cpu": ("--optimize", "cpu"), "fp16": ("--dtype", "fp16")}
@@ -202,8 +203,7 @@ def print_speed(lines: list[dict[str, Any]]) -> None:
 
 
 def record(out: Path, line: dict[str, Any]) -> None:
-    with out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    add_line(out, line)
     print(json.dumps(line)[:300], flush=True)
 
 
@@ -220,14 +220,13 @@ def main() -> None:
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     chosen = [known[name] for name in args.models or known]
     args.work.mkdir(parents=True, exist_ok=True)
-    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
-    done = {json.loads(line)["key"] for line in lines}
+    done = set(by_key(args.out))
     if args.what == "widths":
         widths(args, done)
     else:
         for model in chosen:
             (graphs if args.what == "graphs" else speed)(model, args, done)
-    found = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
+    found = lines_of(args.out)
     (print_graphs if args.what == "graphs" else print_speed)(found)
 
 

@@ -1,13 +1,12 @@
 """Perplexity under masks, with and without rotations learned before them, on the language models in ../shared/data.
 
-    python tools/bench_masks.py --out masks.jsonl [--models NAME ...] [--steps N] [--rotations KIND ...]
+    PYTHONPATH=. python tools/bench_masks.py --out masks.jsonl [--models NAME ...] [--steps N] [--rotations KIND ...]
 
 Each line of the output is one measurement; a run goes on where the last one stopped, and ends by printing the table.
 Rotations do not depend on the pattern: they are learned once for each model, method, kind and number of steps.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_perplexity import SHARED, Subject, subjects, windows_of
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.samples import TokenWindows
@@ -27,6 +25,8 @@ from ckpt_prune.rotations import learning as rotations
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
+from tools.bench_lines import add_line, by_key, lines_of
+from tools.bench_perplexity import SHARED, Subject, subjects, windows_of
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 PATTERNS = ("50 %", "2:4", "4:8")
@@ -76,8 +76,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
         score = perplexity(load_model(folder, device=device), held_out)
         line = {"key": key, "model": subject.name, "perplexity": score.perplexity, "window": subject.window}
         line |= {"tokens": score.tokens, "samples": args.samples, "target": args.target, **note}
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        add_line(args.out, line)
         print(f"{key}: {score.perplexity:.3f}", flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -152,11 +151,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64, help="held-out windows")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    lines = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
     for name in args.models:
-        run_subject(models()[name], args, {line["key"] for line in lines})
-    lines = [json.loads(x) for x in args.out.read_text().splitlines()]
-    print_table([line for line in lines if line["model"] in args.models])
+        run_subject(models()[name], args, set(by_key(args.out)))
+    print_table([line for line in lines_of(args.out) if line["model"] in args.models])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ site's own effect would be measured, which deep models are spared).
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from ckpt_prune.options import PruneOptions, checked
 from ckpt_prune.transform.asked import prune_request, read_asked
 from ckpt_prune.transform.estimate import Stage, of_calibration, of_prune
 from ckpt_prune.transform.settle import foresee
+from tools.bench_lines import add_line, lines_of
 
 GPU = Rates(3e14, 4e13, 1e13, 3e11, 2e12, 5e11, 1e5, 1e9, 1e9, 2**30)
 """Of an accelerator with 990 TFLOP/s in bfloat16, 67 in float64 and 3.3 TB/s: about half of that, and less where
@@ -138,14 +138,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     args = parser.parse_args()
     samples = {"text": args.text, "samples": args.samples, "window": args.window}
-    known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    known = lines_of(args.out)
     for shape in args.shapes:
         for job in args.jobs:
             if any((line["shape"], line["job"]) == (shape, job) for line in known):
                 continue
             found = measure(args.work, shape, job, samples, args.processes)
-            with args.out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            add_line(args.out, found)
             print(
                 f"{shape} {job}: {found['seconds']:.0f} s ({found['cpu_seconds']:.0f} of processors, estimated "
                 f"{found['estimated']:.0f}), {found['peak_bytes'] / 2**30:.1f} GiB; {found['blocks']} blocks "

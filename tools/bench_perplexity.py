@@ -1,13 +1,12 @@
 """Perplexity of every recipe at several ratios, dense cache and sequential, on the models in ../shared/data.
 
-    python tools/bench_perplexity.py --out perplexity.jsonl [--models NAME ...] [--recipes NAME ...]
+    PYTHONPATH=. python tools/bench_perplexity.py --out perplexity.jsonl [--models NAME ...] [--recipes NAME ...]
 
 Each line of the output is one measurement; a run goes on where the last one stopped, and ends by printing the table.
 Figures depend on model, text, window and samples: all are in every line.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from ckpt_prune.planning.shipped import shipped_recipes
 from ckpt_prune.transform.request import LiveSamples, Request
 from ckpt_prune.transform.run import run
 from ckpt_prune.transform.settle import settle
+from tools.bench_lines import add_line, by_key, lines_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -143,8 +143,7 @@ def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> N
                 "seconds": round(seconds, 2),
                 **note,
             }
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            add_line(args.out, line)
             print(f"{key}: {score.perplexity:.3f} ({seconds:.1f} s)", flush=True)
 
 
@@ -175,11 +174,9 @@ def main() -> None:
     parser.add_argument("--choose", choices=["random", "first"], default="random")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    lines = [json.loads(x) for x in args.out.read_text().splitlines()] if args.out.exists() else []
     for name in args.models:
-        run_subject(subjects()[name], args, {line["key"] for line in lines})
-    lines = [json.loads(x) for x in args.out.read_text().splitlines()]
-    print_table([line for line in lines if line["model"] in args.models and line["choose"] == args.choose])
+        run_subject(subjects()[name], args, set(by_key(args.out)))
+    print_table([line for line in lines_of(args.out) if line["model"] in args.models and line["choose"] == args.choose])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Pruned and rounded graphs side by side: bytes, what is lost of the task's metric, and latency, in one run.
 
-    python tools/bench_quantised.py --out quantised.jsonl --work DIR [--models NAME ...] [--dtypes fp32 int4 ...]
+    PYTHONPATH=. python tools/bench_quantised.py --out quantised.jsonl --work DIR [--models NAME ...]
 
 Everything but the timing is done by the command line, as a user would. Each line of the output is one measurement; a
 run goes on where the last one stopped, and ends by printing the table. A star marks the best points: no other graph of
@@ -12,15 +12,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench_export import Model, cell, checkpoint, ckpt_prune, models, record
-from bench_perplexity import SHARED
-
 from ckpt_prune.benchmarking.figures import percentile
 from ckpt_prune.benchmarking.messages import Seat
 from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.runners import OnnxRunner
 from ckpt_prune.benchmarking.workload import choose_workloads, reads_of
 from ckpt_prune.exporting.manifest import read_manifest
+from tools.bench_export import Model, cell, checkpoint, ckpt_prune, models, record
+from tools.bench_lines import by_key, lines_of
+from tools.bench_perplexity import SHARED
 
 RATIOS = (0.0, 0.2, 0.3)
 DTYPES = ("fp32", "fp16", "int8", "int4")
@@ -169,13 +169,12 @@ def main() -> None:
     if unknown := set(args.models or ()) - set(known):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     args.work.mkdir(parents=True, exist_ok=True)
-    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
-    done = {json.loads(line)["key"] for line in lines}
+    done = set(by_key(args.out))
     for name in args.models or ["smollm2-135m", "llama-pycode-16m", "minilm-l6", "vit-tiny-imagenet"]:
         for ratio in args.ratios:
             graphs(known[name], ratio, args, done)
         speed(known[name], args, done)
-    show([json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()])
+    show(lines_of(args.out))
 
 
 if __name__ == "__main__":

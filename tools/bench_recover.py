@@ -1,8 +1,8 @@
 """LaCo against LoRA: what recovery brings back of pruned models in ../shared/data, in which time and memory.
 
-    python tools/bench_recover.py --out recover.jsonl [--models NAME ...] [--prunings NAME ...] [--kinds KIND ...]
-    python tools/bench_recover.py --out recover.jsonl --depth     # peak memory over the number of layers
-    python tools/bench_recover.py --out recover.jsonl --table     # print what is there, measure nothing
+    PYTHONPATH=. python tools/bench_recover.py --out recover.jsonl [--models NAME ...] [--prunings NAME ...]
+    PYTHONPATH=. python tools/bench_recover.py --out recover.jsonl --depth     # peak memory over the number of layers
+    PYTHONPATH=. python tools/bench_recover.py --out recover.jsonl --table     # print what is there, measure nothing
 
 Every step is a process of its own, so that its time and peak resident memory are its own; imports are in both. LoRA
 (`recover --method lora`, needs the extra "lora") trains on the same samples for as many seconds as the whole command of
@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_masks import models
-from bench_perplexity import SHARED, Subject
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_prune.architectures.skeleton import quiet_transformers
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.demo import corpus
 from ckpt_prune.filenames import REPORT
+from tools.bench_lines import add_line, lines_of
+from tools.bench_masks import models
+from tools.bench_perplexity import SHARED, Subject
 
 TOOLS = Path(__file__).resolve().parent
 VIT = "vit-tiny-imagenet"
@@ -145,7 +146,7 @@ class Log:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        self.lines = lines_of(file)
 
     def find(self, key: str) -> dict[str, Any] | None:
         """The measurement of this key, or None."""
@@ -155,8 +156,7 @@ class Log:
         """Write a measurement."""
         line = {"key": key, **values}
         self.lines.append(line)
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        add_line(self.file, line)
         figures = ", ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, float))
         print(f"{key}: {figures}", flush=True)
         return line

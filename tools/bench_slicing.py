@@ -1,13 +1,12 @@
 """Perplexity of a sliced residual stream beside columns and heads that go, at the same number of parameters.
 
-    python tools/bench_slicing.py --out slicing.jsonl --model MODEL --text CALIB --held-out TEXT [--recipes NAME ...]
+    PYTHONPATH=. python tools/bench_slicing.py --out slicing.jsonl --model MODEL --text CALIB --held-out TEXT
 
 Sizes are the dense model's without a share of its blocks' parameters. Each line of the output is one measurement; a run
 goes on where the last one stopped, and ends by printing the table.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import ckpt_prune as cp
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.planning.accounting import cost_of
+from tools.bench_lines import add_line, lines_of
 
 RECIPES = ["slicegpt", "slicegpt-code", "slicegpt-shared", "ridge", "best-uniform"]
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--held-out-samples", type=int, default=64)
     given = parser.parse_args()
-    done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.is_file() else []
+    done = lines_of(given.out)
     model = Model.open(given.model)
     inside = sum(model.checkpoint.tensors[n].numel for block in range(model.blocks) for n in model.block_names(block))
     for share in given.shares:
@@ -46,8 +46,7 @@ def main() -> None:
             dense = next((each["dense"] for each in done if same.items() <= each.items()), None)
             found = key | measured(given, recipe, target, dense)
             done.append(found)
-            with given.out.open("a") as file:
-                file.write(f"{json.dumps(found)}\n")
+            add_line(given.out, found)
     print("| model | share | recipe | parameters | perplexity | s |\n|---|---|---|---|---|---|")
     for own in done:
         print(

@@ -135,19 +135,18 @@ def sweep(
         return found
 
     with progress_shown(progress):
+        told, blocks = None, []
         if key == RATIO:
+            ratios = [float(ratio) for ratio in wanted]
             request = request_of(given | {"overrides": changes})
             request.model.checkpoint.check_finite()
-            points = points_at(request, [float(ratio) for ratio in wanted])
+            points, blocks = points_at(request, ratios), depth_points_at(request, ratios)
         else:
             # All are checked before the first is planned.
             requests = [request_of(at(value)) for value in wanted]
             request = requests[0]
             request.model.checkpoint.check_finite()
             points = [point_of(value, own) for value, own in zip(wanted, requests, strict=True)]
-        told, blocks = None, []
-        if key == RATIO:
-            blocks = depth_points_at(request, [float(ratio) for ratio in wanted])
         if evaluate:
             points, told = _measured([*points], at, evaluate, window, samples)
         spaces = tuple(first_of_experts(request.recipe.spaces))

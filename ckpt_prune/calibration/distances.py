@@ -12,13 +12,12 @@ from torch.nn import functional
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.fisher import gradients_at_the_end
 from ckpt_prune.calibration.moments import ROWS
-from ckpt_prune.calibration.readout import Drawn, Readout
+from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream, stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -121,19 +120,16 @@ def measure_distances(
     Raises:
         UserError: hidden states or gradients are not finite.
     """
-    checkpoint = model.checkpoint
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    stream = stream_of(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
     states, found = states_at_ends(model, stream, allocate), EndDistances(len(samples))
     found.begin(stream, states)
     if not gradients:
         return Distances(found.cosine)
     end = states.pop()
-    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
-    drawn = gradients_at_the_end(readout, samples, end, allocate)
+    drawn = gradients_at_the_end(stream.readout(), samples, end, allocate)
     found.see(stream, states, end, drawn)
     for block in track(range(model.blocks - 1, 0, -1), "gradients", total=model.blocks - 1):
-        module, end = factory.block(block, model.read_block(block)).requires_grad_(False), states.pop()
+        module, end = stream.factory.block(block, model.read_block(block)).requires_grad_(False), states.pop()
         for _ in pass_back(stream, module, block, end, [each.values for each in drawn], ()):
             pass
         found.see(stream, states, end, drawn)

@@ -20,13 +20,12 @@ from ckpt_prune.architectures.family import Modality
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.observers import Turning
 from ckpt_prune.calibration.products import add_gram
 from ckpt_prune.calibration.readout import READOUT_TOKENS, Drawn, Readout
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream, stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -139,21 +138,20 @@ def measure_fisher(
     Raises:
         UserError: a gradient is not finite.
     """
-    checkpoint, blocks = model.checkpoint, model.blocks
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    blocks = model.blocks
+    stream = stream_of(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
     states = states_at_ends(model, stream, allocate)
     if ends is not None:
         ends.begin(stream, states)
-    readout, end = Readout(factory, checkpoint.tensors, checkpoint.read), states.pop()
-    gradients = gradients_at_the_end(readout, samples, end, allocate)
+    end = states.pop()
+    gradients = gradients_at_the_end(stream.readout(), samples, end, allocate)
     if ends is not None:
         ends.see(stream, states, end, gradients)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
         if watcher is not None:
             watcher.begin(block, tensors)
-        module = factory.block(block, tensors).requires_grad_(False)
+        module = stream.factory.block(block, tensors).requires_grad_(False)
         end = states.pop()
         found = _backward(stream, module, block, end, gradients, watcher, rotary)
         if ends is not None and states:

@@ -6,10 +6,9 @@ import torch
 
 from ckpt_prune.architectures.depth import outputs_of
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.progress import track
 
 TOKENS = 2048
@@ -44,9 +43,8 @@ def losses_without(
         allocate: makes the tensors that hold hidden states.
         part: what of them is left out: all, or attention or mlp.
     """
-    checkpoint = model.checkpoint
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    stream = stream_of(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    factory = stream.factory
     branches: dict[int, torch.Tensor] = {}
     for block in track(range(model.blocks), "leaving blocks out", total=model.blocks):
         if block in gone and part == "block":

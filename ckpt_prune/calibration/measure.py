@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import packed_width, smaller_form
 from ckpt_prune.calibration.moments import Taylor
@@ -34,7 +33,7 @@ from ckpt_prune.calibration.statistics import (
     write_fisher,
     write_taylor,
 )
-from ckpt_prune.calibration.streams import HiddenStream, fold_slices
+from ckpt_prune.calibration.streams import fold_slices, stream_of
 from ckpt_prune.calibration.taylor import measure_taylor
 from ckpt_prune.checkpoint.digests import READERS
 from ckpt_prune.checkpoint.disk import sync
@@ -215,9 +214,15 @@ def measure_into(
         UserError: what is measured is not finite, or the disk has no room.
     """
     family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, here()
-    factory = BlockFactory(model, device=device, dtype=compute_dtype, skeleton=skeleton)
-    stream = HiddenStream(
-        factory, checkpoint.tensors, checkpoint.read, samples, folds=folds, allocate=allocate, group=group
+    stream = stream_of(
+        model,
+        samples,
+        device=device,
+        compute_dtype=compute_dtype,
+        skeleton=skeleton,
+        folds=folds,
+        allocate=allocate,
+        group=group,
     )
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     wanted |= dict.fromkeys(family.routers, False)

@@ -12,14 +12,12 @@ from torch.nn import functional
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.distances import Distances
 from ckpt_prune.calibration.drift import Residual
 from ckpt_prune.calibration.fisher import gradients_at_the_end
-from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream, stream_of
 from ckpt_prune.progress import track
 
 
@@ -68,9 +66,8 @@ def measure_parts(
         gradients: whether to predict divergences.
         allocate: makes the tensors that hold hidden states.
     """
-    checkpoint, (space,) = model.checkpoint, model.family.part_spaces(part)
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    (space,) = model.family.part_spaces(part)
+    stream = stream_of(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
     if gradients:
         states = states_at_ends(model, stream, allocate)
         return _back(model, stream, states, samples, space, allocate)
@@ -91,8 +88,7 @@ def _back(
     allocate: Allocate,
 ) -> PartDistances:
     factory, consumer = stream.factory, model.family.consumers[space].consumer
-    readout = Readout(factory, model.checkpoint.tensors, model.checkpoint.read)
-    drawn = gradients_at_the_end(readout, samples, states.pop(), allocate)
+    drawn = gradients_at_the_end(stream.readout(), samples, states.pop(), allocate)
     cosine, divergence = [0.0] * model.blocks, [0.0] * model.blocks
     for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
         tensors, entering = model.read_block(block), states.pop()

@@ -70,6 +70,21 @@ class NoMoments:
         """Nothing to do."""
 
 
+class KnownMoments(NoMoments):
+    """Moments of one block that were read or measured before.
+
+    Args:
+        found: of its sites.
+    """
+
+    def __init__(self, found: Mapping[Any, SpaceMoments]) -> None:
+        self._found = found
+
+    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
+        """Those that are asked for."""
+        return {key: self._found[key] for key in keys}
+
+
 class CachedMoments(NoMoments):
     """The dense cache: statistics on disk."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.experts import SplitExperts, too_few
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
@@ -310,3 +311,26 @@ class HiddenStream:
             tokens += len(targets)
         parts = self.group.gather((loss, tokens)) or []
         return self.group.once(lambda: sum(own for own, _ in parts) / sum(own for _, own in parts))
+
+
+def stream_of(
+    model: Model,
+    samples: Samples,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    skeleton: nn.Module | None = None,
+    **options: Any,
+) -> HiddenStream:
+    """Hidden states of samples at the first block of a model as its checkpoint has it.
+
+    Args:
+        model: whose blocks run.
+        samples: what runs through them.
+        device: where blocks run.
+        compute_dtype: in which they run.
+        skeleton: the model on the meta device, where it is not the stock one of its config.
+        options: as `HiddenStream` takes them.
+    """
+    factory = BlockFactory(model, device=device, dtype=compute_dtype, skeleton=skeleton)
+    return HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, samples, **options)

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.moments import Taylor
-from ckpt_prune.calibration.readout import READOUT_TOKENS, Readout
+from ckpt_prune.calibration.readout import READOUT_TOKENS
 from ckpt_prune.calibration.samples import Samples, batches_of
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import HiddenStream, stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import ALONE, Group
 from ckpt_prune.progress import track
@@ -88,11 +87,9 @@ def measure_taylor(
     Raises:
         UserError: a gradient is not finite.
     """
-    checkpoint = model.checkpoint
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate, group=group)
+    stream = stream_of(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, group=group)
     states = states_at_ends(model, stream, allocate)
-    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    readout = stream.readout()
     leaving = states.pop()
     gradients = allocate(tuple(leaving.shape), torch.float32)
     for rows in batches_of(stream.samples, READOUT_TOKENS):
@@ -100,7 +97,7 @@ def measure_taylor(
     del readout, leaving
     for block in track(range(model.blocks - 1, -1, -1), "gradients", total=model.blocks):
         tensors = model.read_block(block)
-        module = factory.block(block, tensors).requires_grad_(False)
+        module = stream.factory.block(block, tensors).requires_grad_(False)
         weights = _backward(stream, module, block, states.pop(), gradients)
         found = {
             model.moments_name(block, space): _importances(model, block, space, tensors, weights)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
-from ckpt_prune.calibration.streams import HiddenStream, data_refused
+from ckpt_prune.calibration.streams import data_refused, stream_of
 from ckpt_prune.checkpoint.quantised import plain_fp8
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import UserError
@@ -127,9 +126,7 @@ def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
 @torch.no_grad()
 def _block_by_block(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
     """The same as this tool computes it."""
-    checkpoint = model.checkpoint
-    factory = BlockFactory(model, device=torch.device("cpu"), dtype=dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, one)
+    stream = stream_of(model, one, device=torch.device("cpu"), compute_dtype=dtype)
     found = []
     for block in range(model.blocks):
         found.append(stream.states.clone())  # which is written over

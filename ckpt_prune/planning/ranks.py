@@ -55,14 +55,15 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
     keys = list(linears)
     taken = dict.fromkeys(keys, 1)
     room -= sum(own.rows + own.columns for own in linears.values())
+    whole = [sum(own.energies) or 1.0 for own in linears.values()]
     queue: list[tuple[float, int]] = []
 
     def offer(index: int) -> None:
         """The next direction of a linear, where there is one that saves."""
         own = linears[keys[index]]
-        rank, whole = taken[keys[index]], sum(own.energies)
+        rank = taken[keys[index]]
         if rank < len(own.energies) and saves(own.rows, own.columns, rank):
-            heapq.heappush(queue, (-own.energies[rank] / (whole or 1.0) / (own.rows + own.columns), index))
+            heapq.heappush(queue, (-own.energies[rank] / whole[index] / (own.rows + own.columns), index))
 
     for index in range(len(keys)):
         offer(index)

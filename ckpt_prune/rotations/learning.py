@@ -165,12 +165,6 @@ class Learner:
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of importances and their gradients."""
-        found: torch.dtype = getattr(torch, self.recipe.compute_dtype)
-        return found
-
-    @property
     def turns_stream(self) -> bool:
         """Whether there is an R1."""
         return self.recipe.kind != "values"
@@ -182,6 +176,19 @@ class Learner:
             return None
         hidden = self.sizes.hidden
         return torch.full((hidden,), hidden**-0.5, dtype=torch.float64)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """How rotations are learned, of one block or of all together."""
+        return {
+            "kv_heads": self.sizes.kv_heads,
+            "head_dim": self.sizes.head_dim,
+            "training": self.training,
+            "device": self.device,
+            "dtype": getattr(torch, self.recipe.compute_dtype),
+            "groups": self.groups,
+            "preserve": self.preserved,
+        }
 
     def run(self, writer: CheckpointWriter) -> list[dict[str, Any]]:
         """Learn what a resumed run has not, and write it.
@@ -222,19 +229,8 @@ class Learner:
             advance: shows the steps.
         """
         sizes = self.sizes
-        learned = learn(
-            terms,
-            self.backbone,
-            hidden=sizes.hidden if self.turns_stream else None,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            training=self.training,
-            device=self.device,
-            dtype=self.dtype,
-            groups=self.groups,
-            preserve=self.preserved,
-            progress=advance.step,
-        )
+        hidden = sizes.hidden if self.turns_stream else None
+        learned = learn(terms, self.backbone, hidden=hidden, progress=advance.step, **self._options)
         residual = sizes.residual_name(block)
         if residual is not None:
             assert learned.residual is not None
@@ -257,14 +253,8 @@ class Learner:
                     terms_of,
                     self.backbone,
                     hidden=sizes.hidden,
-                    kv_heads=sizes.kv_heads,
-                    head_dim=sizes.head_dim,
-                    training=self.training,
-                    device=self.device,
-                    dtype=self.dtype,
-                    groups=self.groups,
-                    preserve=self.preserved,
                     progress=advance.step,
+                    **self._options,
                 )
             assert learned.residual is not None
             assert learned.heads is not None

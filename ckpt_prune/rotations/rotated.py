@@ -1,23 +1,20 @@
 """A checkpoint seen through rotations: other tensors, the same function, absorbed as they are read."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.architectures.family import KINDS, Family
+from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import is_stored_buffer
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.names import RotationKind
-from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of, turned
-
-Added = dict[str, tuple[str, tuple[int, ...]]]
-"""A tensor that the source has not → one of its tensors, whose file and dtype it shares, and its shape."""
+from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint, Added
+from ckpt_prune.rotations.absorbing import fused, no_gains, residual_of, turned
 
 BlockRotations = tuple[Tensor | None, Tensor]
 """R1 (d, d), None where the residual stream is not rotated, and R2 of every KV head (kv, head_dim, head_dim)."""
@@ -38,12 +35,6 @@ def not_learned(_block: int) -> BlockRotations:
 ENTRY, EXIT = "entry_rotation", "exit_rotation"
 """Modules that turn the residual stream before and after a block, in `modeling_pruned`."""
 CONFIG_KEY = "ckpt_prune_rotations"
-_ROOM = (
-    "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model, or choose rotation kind "
-    "values"
-)
-_ROWS = 8192
-"""Rows of a table that absorb a rotation together, in float64."""
 
 
 def check_rotatable(model: Model, kind: RotationKind) -> None:
@@ -69,7 +60,7 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
 
 
 @dataclass(frozen=True)
-class RotatedCheckpoint:
+class RotatedCheckpoint(AbsorbedCheckpoint):
     """What `Checkpoint` is to a job, under rotations.
 
     Args:
@@ -84,31 +75,17 @@ class RotatedCheckpoint:
     kind: RotationKind
     rotations: Rotations
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    room: ClassVar[str] = (
+        "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model, or choose rotation "
+        "kind values"
+    )
 
     # ---- shapes, before any rotation is known ----------------------------------------------------------------
-
-    @property
-    def source(self) -> Checkpoint:
-        """The dense checkpoint."""
-        return self.model.checkpoint
-
-    @property
-    def family(self) -> Family:
-        """The dense model's description."""
-        return self.model.family
 
     @property
     def blocks(self) -> int:
         """Number of blocks."""
         return self.model.blocks
-
-    @cached_property
-    def _embedding(self) -> str:
-        return f"{self.family.on_disk(self.family.embedding or '')}.weight"
-
-    @cached_property
-    def _head(self) -> str:
-        return f"{self.family.head}.weight"
 
     @cached_property
     def tied(self) -> bool:
@@ -142,10 +119,10 @@ class RotatedCheckpoint:
         found: Added = {name: (name, (1,)) for name in self._gainless}
         hidden = self.model.dimension("hidden")
         if self.kind == "shared" and self._head not in self.source.tensors:
-            found[self._head] = (self._embedding, self.source.tensors[self._embedding].shape)
+            found[self._head] = (self._table, self.source.tensors[self._table].shape)
         for side, module in (("entry", ENTRY), ("exit", EXIT)):
             for block in self.turns.get(side, []):
-                found[self.family.tensor(block, module)] = (self._values(block), (hidden, hidden))
+                found[self.family.tensor(block, module)] = (self._value(block), (hidden, hidden))
         return found
 
     @cached_property
@@ -162,16 +139,7 @@ class RotatedCheckpoint:
     @cached_property
     def added_biases(self) -> frozenset[str]:
         """Linear modules of a block that get a bias from a norm's, and have none."""
-        if self.kind == "values":
-            return frozenset()
-        found = set()
-        for norm, modules in residual_of(self.family).reads.items():
-            if self.family.tensor(0, norm, "bias") in self.source.tensors:
-                found |= {m for m in modules if self.family.tensor(0, m, "bias") not in self.source.tensors}
-        return frozenset(found)
-
-    def _values(self, block: int) -> str:
-        return self.family.tensor(block, self.family.attention.value)
+        return frozenset() if self.kind == "values" else super().added_biases
 
     def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """The output's config.json with what the rotations change in it."""
@@ -180,14 +148,6 @@ class RotatedCheckpoint:
         return values | {CONFIG_KEY: self.turns} if self.turns else values
 
     # ---- tensors ---------------------------------------------------------------------------------------------
-
-    def names(self) -> list[str]:
-        """On-disk names of all tensors."""
-        return list(dict.fromkeys([*self.source.tensors, *self.added]))
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors outside the blocks, in their dtype."""
-        return {name: fitting(name, self._outside(name), _ROOM) for name in names}
 
     def block(self, index: int) -> dict[str, Tensor]:
         """The tensors of block `index`, rotations absorbed in float64, in the dtype of the source."""
@@ -204,8 +164,7 @@ class RotatedCheckpoint:
         if index in self.turns.get("exit", []):
             assert residual is not None
             tensors[self.family.tensor(index, EXIT)] = residual
-        dtypes = stored_dtypes(self.source, tensors, self._values(index))
-        return {name: fitting(name, tensor.to(dtypes[name]).cpu(), _ROOM) for name, tensor in tensors.items()}
+        return self._stored(index, tensors)
 
     def on_device(self, index: int) -> BlockRotations:
         """A block's rotations where tensors absorb them."""
@@ -230,28 +189,14 @@ class RotatedCheckpoint:
     def _outside(self, name: str) -> Tensor:
         if is_stored_buffer(name) or not self.absorbs_ends:
             return self.source.read([name])[name]
-        described = residual_of(self.family)
-        starts = {f"{self.family.on_disk(path)}.weight" for path in described.starts}
-        final, shift = (f"{self.family.on_disk(described.final)}.{kind}" for kind in KINDS)
         if name == self._head:
-            table = name if name in self.source.tensors else self._embedding
-            weight, gain = self.source.read([table])[table], gains(self.family, self._tensor(final))
-            last = self._residual(self.blocks - 1)
-            return in_rows(weight, self.device, lambda part: (part if gain is None else part * gain) @ last)
-        if name in starts:
-            tensor = self.source.read([name])[name]
-            layer = described.norm == "layer"
-            first = self._residual(0)
-            return in_rows(
-                tensor, self.device, lambda part: (part - part.mean(1, keepdim=True) if layer else part) @ first
-            )
-        if name == final:
+            return self._read_last(self._residual(self.blocks - 1))
+        if name in self._starts:
+            return self._started(name, self._residual(0))
+        if self._final.get(name) == "weight":
             return no_gains(self.family, self.source.read([name])[name])
-        if name == shift:
-            shifts = self._tensor(shift)
-            assert shifts is not None
-            last = self._residual(self.blocks - 1)
-            return self._final_shift(shifts, gains(self.family, self._tensor(final)), last).cpu()
+        if self._final.get(name) == "bias":
+            return self._final_shift(self._residual(self.blocks - 1))
         return self.source.read([name])[name]
 
     def _residual(self, index: int) -> Tensor:
@@ -259,9 +204,6 @@ class RotatedCheckpoint:
         residual, _ = self.on_device(index)
         assert residual is not None
         return residual
-
-    def _tensor(self, name: str) -> Tensor | None:
-        return self.source.read([name])[name].to(self.device) if name in self.source.tensors else None
 
     def check_final_norm(self) -> None:
         """Refuse a final norm that the head cannot absorb.
@@ -271,51 +213,9 @@ class RotatedCheckpoint:
         """
         if not self.absorbs_ends:
             return
-        final = self.family.on_disk(residual_of(self.family).final)
-        gain, shift = gains(self.family, self._tensor(f"{final}.weight")), self._tensor(f"{final}.bias")
+        gain, shift = self._gain, self._of_final("bias")
         if gain is not None and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
             raise UserError(
                 "the final norm has a bias where its gain is zero, which no rotated head can repeat: "
                 "rotation kind values or per-layer leaves it alone"
             )
-
-    def _final_shift(self, shift: Tensor, gain: Tensor | None, last: Tensor) -> Tensor:
-        """The final norm's bias, before gains and R1 that now stand in the head."""
-        wide = shift.double()
-        if gain is not None:
-            wide = torch.where(gain == 0, 0.0, wide / gain)
-        return (wide @ last).to(shift.dtype)
-
-
-def in_rows(table: Tensor, device: torch.device, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A table changed row by row in float64, a few rows at a time, in its own dtype and on CPU.
-
-    Args:
-        table: (rows, d).
-        device: where it is changed.
-        change: what becomes of some rows.
-    """
-    runs = (table[start : start + _ROWS] for start in range(0, table.shape[0], _ROWS))
-    return torch.cat([change(run.to(device).double()).to(table.dtype).cpu() for run in runs])
-
-
-def stored_dtypes(source: Checkpoint, names: Iterable[str], beside: str) -> dict[str, torch.dtype]:
-    """The dtype that each tensor is stored in: the source's own, or that of `beside` where the source has none."""
-    known = source.tensors
-    return {name: known[name if name in known else beside].dtype for name in names}
-
-
-def fitting(name: str, tensor: Tensor, room: str) -> Tensor:
-    """A tensor that has absorbed something, if its dtype holds it.
-
-    Args:
-        name: on disk.
-        tensor: in its dtype.
-        room: what to say and do where it is not finite, with a place for its dtype.
-
-    Raises:
-        UserError: it does not.
-    """
-    if not torch.isfinite(tensor).all():
-        raise UserError(f"{name}: with the gains of norms absorbed {room.format(dtype=tensor.dtype)}")
-    return tensor

@@ -3,21 +3,20 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.architectures.blocks import module_paths
-from ckpt_prune.architectures.family import KINDS, Family
+from ckpt_prune.architectures.family import KINDS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sublayers import Sublayer, sublayers
-from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
 from ckpt_prune.modeling_pruned import SKIPS, Slicing
 from ckpt_prune.planning.names import SlicingKind
-from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of, without_mean
-from ckpt_prune.rotations.rotated import Added, fitting, in_rows, stored_dtypes
+from ckpt_prune.rotations.absorbed import AbsorbedCheckpoint, Added
+from ckpt_prune.rotations.absorbing import fused, gains, no_gains, residual_of
 from ckpt_prune.rotations.slicing import diagonalising, read_by, scale_of, written_by
 
 Bases = Callable[[int], tuple[Tensor, ...]]
@@ -25,7 +24,6 @@ Bases = Callable[[int], tuple[Tensor, ...]]
 SLICING_KEY = "ckpt_prune_slicing"
 ENTRY = "entry_slice"
 """Module that brings the dense stream into the basis of the first block, in `modeling_pruned`."""
-ROOM = "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model"
 
 
 def not_measured(_block: int) -> tuple[Tensor, ...]:
@@ -58,7 +56,7 @@ def check_sliceable(model: Model, kind: SlicingKind) -> None:
 
 
 @dataclass(frozen=True)
-class SlicedCheckpoint:
+class SlicedCheckpoint(AbsorbedCheckpoint):
     """What `Checkpoint` is to a job whose residual stream has lost dimensions.
 
     Args:
@@ -81,18 +79,9 @@ class SlicedCheckpoint:
     untied: bool = False
     embedding_scale: float = 1.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    room: ClassVar[str] = "it does not fit its dtype {dtype}: start from a bfloat16 or float32 copy of the model"
 
     # ---- shapes, before any basis is known -------------------------------------------------------------------
-
-    @property
-    def source(self) -> Checkpoint:
-        """The dense checkpoint."""
-        return self.model.checkpoint
-
-    @property
-    def family(self) -> Family:
-        """The dense model's description."""
-        return self.model.family
 
     @cached_property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -115,28 +104,6 @@ class SlicedCheckpoint:
         return self.kind == "shared"
 
     @cached_property
-    def turns(self) -> bool:
-        """Whether the stream changes its basis as it runs, which no stock class does."""
-        return not self.shared
-
-    @cached_property
-    def _head(self) -> str:
-        return f"{self.family.head}.weight"
-
-    @cached_property
-    def _embedding(self) -> str:
-        return f"{self.family.on_disk(self.family.embedding or '')}.weight"
-
-    @cached_property
-    def _starts(self) -> frozenset[str]:
-        return frozenset(f"{self.family.on_disk(path)}.weight" for path in residual_of(self.family).starts)
-
-    @cached_property
-    def _final(self) -> dict[str, str]:
-        final = self.family.on_disk(residual_of(self.family).final)
-        return {f"{final}.{kind}": kind for kind in KINDS if f"{final}.{kind}" in self.source.tensors}
-
-    @cached_property
     def keeps_tie(self) -> bool:
         """Whether one table stays embedding and head."""
         return self.shared and self.model.tied and not self.untied
@@ -152,8 +119,7 @@ class SlicedCheckpoint:
             found |= {name: (name, (rows, self.kept)) for name, rows in tables.items()}
             found |= {name: (name, (self.kept,)) for name in self._final}
             if self._head in self.source.tensors or not self.keeps_tie:
-                table = self._head if self._head in self.source.tensors else self._embedding
-                found[self._head] = (table, (self.source.tensors[table].shape[0], self.kept))
+                found[self._head] = (self._table, (self.source.tensors[self._table].shape[0], self.kept))
         return found
 
     def _of_block(self, block: int) -> Added:
@@ -179,18 +145,6 @@ class SlicedCheckpoint:
         if block == 0 and not self.shared:
             found[self.family.tensor(0, ENTRY)] = (self._value(0), (self.kept, self.width))
         return found
-
-    def _value(self, block: int) -> str:
-        return self.family.tensor(block, self.family.attention.value)
-
-    @cached_property
-    def added_biases(self) -> frozenset[str]:
-        """Linear modules of a block that get a bias from a norm's, and have none."""
-        found = set()
-        for norm, modules in residual_of(self.family).reads.items():
-            if self.family.tensor(0, norm, "bias") in self.source.tensors:
-                found |= {m for m in modules if self.family.tensor(0, m, "bias") not in self.source.tensors}
-        return frozenset(found)
 
     def config_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """The output's config.json with what the bases change in it.
@@ -218,14 +172,6 @@ class SlicedCheckpoint:
         return values | {SLICING_KEY: slicing}
 
     # ---- tensors ---------------------------------------------------------------------------------------------
-
-    def names(self) -> list[str]:
-        """On-disk names of all tensors."""
-        return list(dict.fromkeys([*self.source.tensors, *self.added]))
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors outside the blocks, in their dtype."""
-        return {name: fitting(name, self._outside(name), ROOM) for name in names}
 
     def block(self, index: int) -> dict[str, Tensor]:
         """The tensors of block `index`, bases absorbed in float64, in the dtype of the source."""
@@ -257,8 +203,7 @@ class SlicedCheckpoint:
             entry = self.scale * own[0].T
             layer = residual_of(family).norm == "layer"
             found[family.tensor(0, ENTRY)] = entry - entry.mean(1, keepdim=True) if layer else entry
-        dtypes = stored_dtypes(self.source, found, self._value(index))
-        return {name: fitting(name, tensor.to(dtypes[name]).cpu(), ROOM) for name, tensor in found.items()}
+        return self._stored(index, found)
 
     def _plain(self, block: int, norm: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A norm without gains: of the new width, or one number that stands for them in remote code."""
@@ -268,43 +213,22 @@ class SlicedCheckpoint:
             return {name: tensors[name][: self.kept] for name in held}
         return {name: torch.full_like(tensors[name][:1], kind == "weight") for name, kind in held.items()}
 
-    @cached_property
-    def _ends(self) -> tuple[Tensor, Tensor | None]:
-        """The basis of embedding and head, and the final norm's gains where these stay behind the norm."""
-        basis = self.bases(0)[0].to(self.device)
-        if not self.keeps_tie:
-            return basis, None
-        gain = self._gain
-        ones = torch.ones(self.width, dtype=torch.float64, device=self.device)
-        return basis, torch.einsum("ik,i,ik->k", basis, ones if gain is None else gain, basis)
-
-    @property
-    def _gain(self) -> Tensor | None:
-        name = next((name for name, kind in self._final.items() if kind == "weight"), None)
-        return None if name is None else gains(self.family, self.source.read([name])[name].to(self.device))
-
     def _outside(self, name: str) -> Tensor:
         if not self.shared or not (name in self._starts or name in self._final or name == self._head):
             return self.source.read([name])[name]
-        basis, inner = self._ends
+        basis = self.bases(0)[0].to(self.device)
         if name in self._starts:
-            tensor, layer = self.source.read([name])[name], residual_of(self.family).norm == "layer"
-            scale = self.scale / self.embedding_scale
-            return in_rows(
-                tensor, self.device, lambda part: scale * (without_mean(part.T).T if layer else part) @ basis
-            )
+            return self._started(name, basis * (self.scale / self.embedding_scale))
         if name == self._head:
-            table = name if name in self.source.tensors else self._embedding
-            gain = self._gain
-            read = basis if gain is None else gain[:, None] * basis
-            return in_rows(self.source.read([table])[table], self.device, lambda part: part @ read / self.scale)
-        stored = self.source.read([name])[name]
+            return self._read_last(basis / self.scale)
         if self._final[name] == "bias":
-            shift, gain = stored.to(self.device).double(), self._gain
-            wide = shift if gain is None else torch.where(gain == 0, 0.0, shift / gain)
-            return (self.scale * (wide @ basis)).to(stored.dtype).cpu()
-        if inner is None:
+            return self._final_shift(self.scale * basis)
+        stored = self.source.read([name])[name]
+        if not self.keeps_tie:
             return no_gains(self.family, stored[: self.kept])
+        # A table that is embedding and head at once leaves the gains behind the norm.
+        gain = self._gain
+        inner = (basis * (basis if gain is None else gain[:, None] * basis)).sum(0)
         own = inner * self.embedding_scale / self.scale**2 - self.family.norm_offset
         return own.to(stored.dtype).cpu()
 

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.fisher import LIMITS
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.readout import Readout, divergences
 from ckpt_prune.calibration.samples import Part, Samples
-from ckpt_prune.calibration.sources import CachedMoments
+from ckpt_prune.calibration.sources import CachedMoments, KnownMoments
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream, fold_slices
+from ckpt_prune.calibration.streams import HiddenStream, fold_slices, stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.errors import UserError
@@ -36,7 +35,7 @@ from ckpt_prune.transform.decisions import Decision, Decisions
 from ckpt_prune.transform.engine import Pruner
 from ckpt_prune.transform.request import LiveSamples, Ranked, Request
 from ckpt_prune.transform.shortening import at_depth, at_own_size, depth_of, wanted_depth
-from ckpt_prune.transform.site_variants import Known, check_finite, trial_spaces
+from ckpt_prune.transform.site_variants import check_finite, trial_spaces
 
 FIRST, MORE = 5, 2
 """Numbers of blocks that are tried: so many from none to as many as meet the size by themselves, and then so many
@@ -167,9 +166,10 @@ class Weighing:
         return Part(live.samples, last.start, min(last.stop, last.start + most))
 
     def _stream(self, model: Model) -> HiddenStream:
-        factory = BlockFactory(model, device=self.request.device, dtype=self._live.compute_dtype)
-        checkpoint, allocate = model.checkpoint, self._live.allocate
-        return HiddenStream(factory, checkpoint.tensors, checkpoint.read, self._unseen, allocate=allocate)
+        live = self._live
+        return stream_of(
+            model, self._unseen, device=self.request.device, compute_dtype=live.compute_dtype, allocate=live.allocate
+        )
 
     def _dense(self) -> tuple[Readout, Tensor]:
         """What the dense model makes of the samples, run once."""
@@ -206,7 +206,7 @@ class Weighing:
         )
         sites = {Site(block, space): Decision(own[space].keep, scores=own[space].scores) for space in pruned}
         pruner = Pruner(model, Decisions(recipe, sites), frozenset(), short.device)
-        return pruner.block(block, tensors, Known(moments))[0]
+        return pruner.block(block, tensors, KnownMoments(moments))[0]
 
 
 def ranking_of(request: Request, statistics: Statistics) -> Mapping[Site, Sequence[Ranked]]:

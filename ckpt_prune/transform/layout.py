@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.checkpoint.shard import stacked
 from ckpt_prune.containers.checking import check_shapes
 from ckpt_prune.containers.container import Container, Ranks, Widths
-from ckpt_prune.rotations.rotated import Added
+from ckpt_prune.rotations.absorbed import Added
 
 Layout = dict[str, dict[str, Shape]]
 """File → tensor → dtype and shape."""

@@ -1,8 +1,7 @@
 """Sharing the zeros of a mask out over blocks, on the dense model, before the first block is masked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,11 +9,11 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.backward import pass_back, states_at_ends
 from ckpt_prune.calibration.fisher import LIMITS, gradients_at_the_end
-from ckpt_prune.calibration.kinds import Key, SpaceMoments
+from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
-from ckpt_prune.calibration.readout import Drawn, Readout
+from ckpt_prune.calibration.readout import Drawn
 from ckpt_prune.calibration.samples import Part
-from ckpt_prune.calibration.sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
+from ckpt_prune.calibration.sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_budget import divergence_at, least_divergence, least_divergence_in_groups
@@ -115,17 +114,6 @@ def _exponents(model: Model) -> list[float]:
 # ---- by what masking them does ----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Known(NoMoments):
-    """Moments of one block that were measured before."""
-
-    found: Mapping[Any, SpaceMoments]
-
-    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Those that are asked for."""
-        return {key: self.found[key] for key in keys if key in self.found}
-
-
 def _by_divergence(settled: Settled, mask: MaskRecipe) -> MaskShares:
     """Shares of the least sum of predicted divergences (this project).
 
@@ -140,16 +128,17 @@ def _by_divergence(settled: Settled, mask: MaskRecipe) -> MaskShares:
     some = Part(live.samples, 0, min(len(live.samples), LIMITS[model.family.modality]))
     stream = settled.source.stream(some, live.compute_dtype, allocate=live.allocate)
     factory, states = stream.factory, states_at_ends(model, stream, live.allocate)
-    readout = Readout(factory, model.checkpoint.tensors, model.checkpoint.read)
     end = states.pop()
-    drawn = gradients_at_the_end(readout, some, end, live.allocate)
+    drawn = gradients_at_the_end(stream.readout(), some, end, live.allocate)
     groups = mask.groups
     tried = TRIED if groups is None else tuple(gone / groups.of for gone in range(1, groups.of))
     masker = Masker(model.family, mask, 0.0, groups, frozenset(), request.device)
     curves: list[list[float]] = []
     for block in track(range(model.blocks - 1, -1, -1), "trying masks", total=model.blocks):
         tensors, before = model.read_block(block), states.pop()
-        source = NoMoments() if mask.method == "magnitude" else _Known(_observed(stream, block, tensors, before, mask))
+        source = (
+            NoMoments() if mask.method == "magnitude" else KnownMoments(_observed(stream, block, tensors, before, mask))
+        )
         sums = []
         for ratio in tried:
             masked, _ = replace(masker, shares=[ratio] * model.blocks).block(block, tensors, source)

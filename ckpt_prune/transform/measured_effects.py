@@ -8,13 +8,12 @@ from torch import Tensor
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.fisher import LIMITS
-from ckpt_prune.calibration.readout import Readout, divergences
+from ckpt_prune.calibration.readout import divergences
 from ckpt_prune.calibration.samples import Part, Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import Statistics
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.parallel.group import here
@@ -86,15 +85,14 @@ def measure_effects(
     Raises:
         UserError: statistics lack moments, or the output is not finite.
     """
-    family, checkpoint = model.family, model.checkpoint
+    family = model.family
     counts = counts_of(model, statistics, spaces, points)
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
     few = Part(samples, 0, min(len(samples), LIMITS[family.modality] if limit is None else limit))
-    factory = BlockFactory(model, device=device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, few, allocate=allocate)
-    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    stream = stream_of(model, few, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    readout = stream.readout()
     sites = Variants(model, statistics, device, counts)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
     group = here()
@@ -104,7 +102,7 @@ def measure_effects(
 
     def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
         """Run a block from the first states of each pair into the second, which may be the same."""
-        module = factory.block(block, tensors)
+        module = stream.factory.block(block, tensors)
         for given, out in moved:
             stream.pass_through(module, block, given, out)
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
-from ckpt_prune.planning.accounting import cost_of
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.records import Cost, Hidden
 from ckpt_prune.planning.sizes import cost_in
@@ -13,6 +12,7 @@ from ckpt_prune.rotations.sliced import Bases, SlicedCheckpoint, check_sliceable
 from ckpt_prune.transform.narrow_stock import embedding_scale, narrow_container
 from ckpt_prune.transform.output import sliced_output
 from ckpt_prune.transform.request import Narrowed, Request
+from ckpt_prune.transform.sizing import dense_size
 
 
 def hidden_of(request: Request) -> HiddenRecipe:
@@ -60,19 +60,19 @@ def _width_for_size(request: Request, least: int) -> int:
     """The most dimensions with which a model is within the recipe's size."""
     model, size, step = request.model, request.recipe.size, hidden_of(request).multiple_of
     assert size is not None
-    limit, width = size.of(cost_in(size.kind, cost_of(model))), model.dimension("hidden")
+    dense, width = dense_size(request, size.kind), model.dimension("hidden")
+    limit = size.of(dense)
 
     def reached(kept: int) -> int:
         return cost_in(size.kind, _cost(request, kept))
 
-    if cost_in(size.kind, cost_of(model)) <= limit:
+    if dense <= limit:
         return width
     low, high = least // step, (width - 1) // step
     if low > high or reached(low * step) > limit:
         raise UserError(
             f"{size.words}: out of reach of recipe {request.recipe.name}, which leaves "
-            f"{reached(max(low, 1) * step) if low <= high else cost_in(size.kind, cost_of(model)):,} at the least, of "
-            f"{cost_in(size.kind, cost_of(model)):,}{size.share_meant}"
+            f"{reached(max(low, 1) * step) if low <= high else dense:,} at the least, of {dense:,}{size.share_meant}"
         )
     while low < high:
         middle = (low + high + 1) // 2

@@ -82,7 +82,7 @@ def sliced_output(model: Model, view: SlicedCheckpoint, widths: Widths) -> Outpu
         UserError: no container can hold it.
     """
     biases = frozenset(m for m in model.family.linears if model.has(m, "bias")) | view.added_biases
-    if view.turns:
+    if not view.shared:
         container = choose_container(model, widths, biases, requested=REMOTE)
         note = remote_note(container.model_type, "the residual stream changes its basis between blocks")
         container = replace(container, config=view.config_values(container.config), note=note)

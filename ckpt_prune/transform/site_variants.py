@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.kinds import Key, SpaceMoments
 from ckpt_prune.calibration.moments import total
-from ckpt_prune.calibration.sources import CachedMoments, NoMoments
+from ckpt_prune.calibration.sources import CachedMoments, KnownMoments
 from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import ALONE, working_in
@@ -79,17 +78,6 @@ def without_units(count: int, name: str) -> str:
     return f"the output with {count} units of {name} dropped"
 
 
-class Known(NoMoments):
-    """Moments of one block, read once for all its variants."""
-
-    def __init__(self, moments: Mapping[SpaceName, SpaceMoments]) -> None:
-        self._moments = moments
-
-    def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
-        """Those that were read."""
-        return {key: self._moments[cast(SpaceName, key)] for key in keys}
-
-
 @dataclass(frozen=True)
 class Variants:
     """A block with one of its sites pruned, for every site and count."""
@@ -118,7 +106,7 @@ class Variants:
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 # Each of several processes has variants of its own.
                 with working_in(ALONE):
-                    found, _ = pruner.block(block, tensors, Known(moments))
+                    found, _ = pruner.block(block, tensors, KnownMoments(moments))
                 yield found
 
 

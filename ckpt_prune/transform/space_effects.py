@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 
 from ckpt_prune.architectures.spaces import SpaceName
-from ckpt_prune.calibration.blocks import BlockFactory
-from ckpt_prune.calibration.readout import Readout, divergences
+from ckpt_prune.calibration.readout import divergences
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
-from ckpt_prune.calibration.streams import HiddenStream
+from ckpt_prune.calibration.streams import stream_of
 from ckpt_prune.parallel.group import here
 from ckpt_prune.planning.kinds import CANDIDATES, kind_of
 from ckpt_prune.progress import track
@@ -60,7 +59,6 @@ def measure_spaces(
         UserError: the output is not finite.
     """
     model = refits.model
-    checkpoint = model.checkpoint
     variants = [
         (space, count, single)
         for space in refits.spaces
@@ -69,8 +67,7 @@ def measure_spaces(
     ]
     group = here()
     own_variants = variants[group.rank :: group.size]
-    factory = BlockFactory(model, device=refits.device, dtype=compute_dtype)
-    stream = HiddenStream(factory, checkpoint.tensors, checkpoint.read, samples, allocate=allocate)
+    stream = stream_of(model, samples, device=refits.device, compute_dtype=compute_dtype, allocate=allocate)
     shape, dtype = tuple(stream.states.shape), stream.states.dtype
     states = [allocate(shape, dtype).copy_(stream.states) for _ in own_variants]
     for block in track(range(model.blocks), "effects of spaces", total=model.blocks):
@@ -78,9 +75,9 @@ def measure_spaces(
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(own_variants, states, strict=True):
             score = single or _best(predicted[model.site_name(block, space)], count)
-            stream.pass_through(factory.block(block, fitted.pruned(space, score, count)), block, own, own)
+            stream.pass_through(stream.factory.block(block, fitted.pruned(space, score, count)), block, own, own)
         stream.advance(block, tensors)
-    readout = Readout(factory, checkpoint.tensors, checkpoint.read)
+    readout = stream.readout()
     found: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
     values = group.dealt(divergences(readout, stream.states, samples, [(readout, own) for own in states]))

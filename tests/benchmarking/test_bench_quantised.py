@@ -1,17 +1,9 @@
 """`tools/bench_quantised.py`: what it keeps of each graph, and which points it marks."""
 
-import importlib
 import json
 from argparse import Namespace
-from pathlib import Path
 
-import pytest
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
-    return importlib.import_module("bench_quantised")
+from tools import bench_quantised as tool
 
 
 def graph(dtype: str, lost: float | None, kl: float, max_loss: float | None) -> dict:
@@ -22,7 +14,7 @@ def graph(dtype: str, lost: float | None, kl: float, max_loss: float | None) -> 
     return {"dtype": dtype, "file": f"{dtype}.onnx", "metrics": metrics, "max_loss": max_loss, "passed": True}
 
 
-def test_each_graph_is_a_line_and_the_best_are_marked(tool, tmp_path, monkeypatch, capsys):
+def test_each_graph_is_a_line_and_the_best_are_marked(tmp_path, monkeypatch, capsys):
     called = []
 
     def ckpt_prune(*words: str) -> str:

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.skeleton import Names
+from ckpt_prune.calibration.readout import Readout
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import StateMemory
 from ckpt_prune.calibration.statistics import Statistics, with_effects
 from ckpt_prune.checkpoint.reading import Checkpoint
 from ckpt_prune.errors import UserError
-from ckpt_prune.transform import measured_effects as module
 from ckpt_prune.transform.measured_effects import measure_effects
 from ckpt_prune.transform.site_variants import dropped_counts
 from tests import encoders, families
@@ -324,7 +324,7 @@ def test_statistics_that_lack_moments(dense, tmp_path):
 
 
 def test_an_output_that_overflows_is_named(dense, monkeypatch):
-    monkeypatch.setattr(module.Readout, "divergence", lambda *_: float("nan"))
+    monkeypatch.setattr(Readout, "divergence", lambda *_: float("nan"))
     assert refusal(dense, "llama-gqa-tied") == (
         "the output with 1 units of model.layers.0.self_attn.o_proj.weight/queries dropped is not finite: "
         "the model overflows in torch.float32"
