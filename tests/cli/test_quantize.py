@@ -184,7 +184,7 @@ def test_verify_finds_what_was_changed(here: Path):
     assert name in next(line for line in done.stdout.splitlines() if line.startswith("load: "))
 
 
-@pytest.mark.parametrize(("size", "code"), [(10**6, 1), (0, 2), (-4, 2)])
+@pytest.mark.parametrize(("size", "code"), [(10**6, 1), (0, 2)])
 def test_verify_of_groups_that_make_up_no_row(here: Path, size: int, code: int):
     """It was a traceback, and so were no columns at all."""
     ok("quantize", "dense", "--format", "int8", "-o", "out")
