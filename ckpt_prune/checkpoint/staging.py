@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from safetensors import SafetensorError
+
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_own
 from ckpt_prune.checkpoint.locks import hold, lock
@@ -306,8 +308,9 @@ def disk_failures(path: Path) -> Iterator[None]:
     """Turn what the operating system says against writing at `path` into a DiskError."""
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or error  # numpy's own errors of a full disk have no number
+    except (OSError, SafetensorError) as error:
+        # numpy's own errors of a full disk have no number, and the safetensors library's are no OSError.
+        reason = getattr(error, "strerror", None) or error
         raise DiskError(f"cannot write {path} ({reason}); free space or choose another place") from error
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from ckpt_prune.checkpoint import locks
-from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import DiskError, UserError
 
 KINDS = [OUTPUT, EXPORT, Kind("sums.json", "a folder of sums", left="dropped")]
 
@@ -144,3 +145,9 @@ def test_a_lock_on_a_folder_that_another_run_has_replaced_is_none(tmp_path, monk
     with pytest.raises(UserError, match=r"\.out\.partial is being written by another run; wait for it or stop it"):
         found.__enter__()
     assert found.path.is_dir()
+
+
+def test_what_the_library_says_of_a_full_disk_is_a_line(tmp_path):
+    """Maps of gaps and bases of streams are written by it: it was a traceback."""
+    with pytest.raises(DiskError, match="No space left"), disk_failures(tmp_path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
