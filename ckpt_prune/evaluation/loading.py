@@ -154,8 +154,9 @@ def load_reported(
                     "config": parse_config(checkpoint.config),
                     "state_dict": checkpoint.read(checkpoint.tensors),
                 }
-                with shapes_alone():  # an Auto class cannot load what is in memory
-                    loader = type(loader.from_config(options["config"]))
+                if hasattr(loader, "from_config"):  # an Auto class cannot load what is in memory
+                    with shapes_alone():
+                        loader = type(loader.from_config(options["config"]))
             load = loader.from_pretrained if places is None else partial(places.loaded, loader)
             with _plain_reads():
                 model, info = load(

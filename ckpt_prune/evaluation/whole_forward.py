@@ -15,7 +15,6 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
 from ckpt_prune.calibration.streams import data_refused, stream_of
-from ckpt_prune.checkpoint.quantised import plain_fp8
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model, read_config
@@ -109,8 +108,7 @@ def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
     """What enters every block of transformers' own model, and what it returns."""
     family, checkpoint = model.family, model.checkpoint
     # Of several classes for one task an Auto class would take its first.
-    auto = family.auto_class if plain_fp8(checkpoint.config) else family.architecture
-    whole: Any = load_model(checkpoint.path, device="cpu", dtype=dtype, auto=auto, whole=True)
+    whole: Any = load_model(checkpoint.path, device="cpu", dtype=dtype, auto=family.architecture, whole=True)
     entering: list[Tensor] = []
 
     def enters(_module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -165,7 +165,7 @@ names = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_siz
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     layout=st.dictionaries(names, st.tuples(st.sampled_from(list(DTYPES.values())), shapes), max_size=5),
     seed=st.integers(0, 9),
