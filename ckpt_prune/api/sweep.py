@@ -1,6 +1,5 @@
 """`ckpt_prune.sweep`."""
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
+from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.progress import progress_shown
@@ -168,8 +168,8 @@ def _measured(
     found, windows = [], 0
     for point in points:
         options = at(point.value)
-        with tempfile.TemporaryDirectory(prefix="ckpt-prune-sweep-") as folder:
-            small = prune(**options, output=f"{folder}/point", diagnostics=False)
+        with scratch_folder() as folder:
+            small = prune(**options, output=str(folder / "point"), diagnostics=False)
             quiet = {"device": options["device"], "progress": options["progress"]}
             result = evaluate(small, text=text, window=window, samples=samples, **quiet)
         if not isinstance(result, PerplexityResult):

@@ -453,7 +453,7 @@ class Statistics:
         """
         path = self.folder / name
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", backend="pread") as file:
 
                 def get(name: str, *shape: int | None) -> Tensor:
                     found = file.get_slice(name).get_shape()  # before as much memory is taken

@@ -1,6 +1,7 @@
 """Hidden states of calibration windows, carried through a model one block at a time."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,18 @@ TOKENS_PER_BATCH = 4096
 
 class _LastBlockReachedError(Exception):
     """Raised by the last recorder to stop the model before its final norm."""
+
+
+@contextmanager
+def data_refused() -> Iterator[None]:
+    """Turn what a model's forward pass says against its input into a UserError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, IndexError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the model refuses its calibration data: {reason}") from error
 
 
 def _by_sample(states: Tensor, count: int, *, flat: bool) -> Tensor:
@@ -131,15 +144,8 @@ class HiddenStream:
             batch = as_input(self.samples.batch(rows), factory.device, factory.dtype)
             # A cache would be among what is recorded, and go on filling at every batch.
             options = {"use_cache": False} if family.modality == "text" else {}
-            try:
+            with suppress(_LastBlockReachedError), data_refused():
                 model(**batch, **options)
-            except _LastBlockReachedError:
-                pass
-            except torch.OutOfMemoryError:
-                raise
-            except (ValueError, IndexError, RuntimeError) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise UserError(f"the model refuses its calibration data: {reason}") from error
             # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
             self._arguments.setdefault(rows.stop - rows.start, list(captured))
             if position == 0:

@@ -17,6 +17,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.options import EvaluationOptions, SpreadOptions
+from ckpt_prune.plain import line
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
@@ -254,7 +255,7 @@ def _sentences(found: Any) -> None:
 def _skipped(skipped: tuple[str, ...]) -> None:
     if skipped:
         more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        click.echo(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:NAMED])}{more}", err=True)
+        click.echo(line(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:NAMED])}{more}"), err=True)
 
 
 def _tasks(found: Any) -> None:

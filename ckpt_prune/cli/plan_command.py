@@ -28,6 +28,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.plain import plain
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     made = plan(**given)
     takes = made.takes
     if as_json:
-        for line in filter(None, (*made.messages, takes)):
-            click.echo(line, err=True)
+        for said in filter(None, (*made.messages, takes)):
+            click.echo(plain(said), err=True)
         click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
-from ckpt_prune.calibration.streams import stream_of
+from ckpt_prune.calibration.streams import data_refused, stream_of
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model, read_config
@@ -35,8 +35,7 @@ _PASSED: set[tuple[str, str]] = set()
 def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
     """Refuse a model whose own forward pass differs from what its blocks compute one by one.
 
-    On the CPU, in the checkpoint's own type, float16 in float32. Weights that are stored in that type are mapped from
-    their files, which takes none of the memory that others need; the others take their size.
+    On the CPU, in the checkpoint's own type, float16 in float32.
 
     Args:
         model: the dense model, whose tensors are those that its config asks for.
@@ -117,7 +116,8 @@ def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
 
     for layer in whole.get_submodule(family.layers):
         layer.register_forward_pre_hook(enters, with_kwargs=True)
-    found = whole(**_inputs(model, one, dtype), return_dict=True)
+    with data_refused():
+        found = whole(**_inputs(model, one, dtype), return_dict=True)
     return [*entering, *outputs_of(found, logits=family.auto_class != "AutoModel")]
 
 

@@ -4,7 +4,7 @@ Files of every version with version number 1 are read: keys that are absent have
 Nothing here needs torch.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -118,7 +118,7 @@ class StoredAs(Fixed):
 
     model_type: str
     remote_code: bool = False
-    auto_class: str = "AutoModel"
+    auto_class: Annotated[str, Field(pattern=r"^\w+$")] = "AutoModel"
     padded: list[str] = Field(default_factory=list)
     note: str | None = None
 

@@ -48,7 +48,7 @@ def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
     container = settled.output.container
     return Plan(
         model=whole.model.checkpoint.fingerprint,
-        model_path=str(model.checkpoint.path),
+        model_path=model.checkpoint.name,
         recipe=whole.recipe,
         recipe_digest=whole.recipe.digest,
         origin=whole.origin,
