@@ -35,7 +35,8 @@ _PASSED: set[tuple[str, str]] = set()
 def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
     """Refuse a model whose own forward pass differs from what its blocks compute one by one.
 
-    On the CPU, in the checkpoint's own type, float16 in float32.
+    On the CPU, in the checkpoint's own type, float16 in float32. Weights that are stored in that type are mapped from
+    their files, which takes none of the memory that others need; the others take their size.
 
     Args:
         model: the dense model, whose tensors are those that its config asks for.

@@ -176,6 +176,8 @@ def test_inputs_in_eight_bits(tmp_path, kind):
     stored = store(MODEL, decision, same, tmp_path)
     there = operators(stored)
     assert there.count("MatMulInteger" if kind == "dynamic" else "QuantizeLinear") == 3
+    codes = [v.const_value.numpy() for name, v in stored.graph.initializers.items() if name.endswith("_quantized")]
+    assert {(int(each.min()), int(each.max())) for each in codes if each.dtype == np.int8} == {(-64, 64)}
     # Ranges of whole tensors, once for all or as they come, of the same tokens: what was measured, but for rounding,
     # which a few of these positions amplify.
     assert decision.choice.together / 3 < divergence(stored) < 3 * decision.choice.together
