@@ -6,12 +6,17 @@ What the commands of `ckpt-prune` do, a function of the same name does here, wit
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune._version import __version__
 from ckpt_prune.errors import UserError
 from ckpt_prune.errors import named as _named
+
+# Else onnxruntime (1.31 on Linux, too) keeps an identifier in ~/.cache and reports over the network to its maker.
+# Read when it is first loaded, here or in a process that this one starts; a user's own setting stays.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from ckpt_prune.api.benchmark import benchmark

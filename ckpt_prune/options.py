@@ -149,7 +149,7 @@ class TrainingOptions(SampleOptions):
 
 
 class ImageOptions(Options):
-    """Which images to calibrate on."""
+    """Which images, or which audio, to calibrate on."""
 
     images: Path | None = Field(
         None,
@@ -160,6 +160,11 @@ class ImageOptions(Options):
         None, description="CSV with a column file and perhaps split (calib). [default: labels.csv in or beside DIR]"
     )
     max_corrupt: float = Field(0.05, ge=0, le=1, description="Share of the images that may fail to decode.")
+    audio: Path | None = Field(
+        None,
+        description="Folder of audio to run an encoder of speech on, in place of --text: .wav files of its sampling "
+        "rate, or features of one sound each (.npy, .safetensors).",
+    )
 
 
 class EvaluationOptions(TextOptions):
@@ -352,7 +357,18 @@ class CompareOptions(SampleOptions, ImageOptions, PlaceOptions, OpeningOptions):
     overwrite: bool = Field(False, description="Replace an existing page.")
 
 
-class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions):
+class ActivityOptions(Options):
+    """What counts as active."""
+
+    active_above: float = Field(
+        1e-6,
+        ge=0,
+        description="Absolute value above which an input of a projection counts as active: for the score "
+        "active-probability, and the share of active inputs in reports.",
+    )
+
+
+class CalibrateOptions(SourceOptions, CalibrationOptions, ImageOptions, ActivityOptions):
     """What to measure statistics of."""
 
     output: Path = Field(description="Statistics folder to write.")
@@ -474,10 +490,16 @@ def has_data(calibration: SampleOptions, images: ImageOptions) -> bool:
     """Whether there is something to calibrate on.
 
     Raises:
-        UserError: both text and images.
+        UserError: several of text, images and audio.
     """
-    if calibration.text and images.images is not None:
-        raise UserError("give --text or --images, not both")
+    given = {
+        "--text": bool(calibration.text),
+        "--images": images.images is not None,
+        "--audio": images.audio is not None,
+    }
+    several = [name for name, there in given.items() if there]
+    if len(several) > 1:
+        raise UserError(f"give {' or '.join(several)}, not both")
     if images.images is None and images.labels is not None:
         raise UserError("--labels goes with --images")
-    return bool(calibration.text) or images.images is not None
+    return bool(several)

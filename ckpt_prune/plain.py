@@ -4,22 +4,34 @@ import re
 from contextlib import redirect_stdout
 from typing import Any, TextIO, cast
 
-# Controls but tab and newline, and what turns the direction of the text around it.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls but tab and newline, what ends lines or turns the direction of the text around it, and halves of surrogate
+pairs, which stand for bytes of file names that are no Unicode and which no stream takes."""
 _LONGEST = 1200
 """Characters of a refusal; names from files have no end, and the longest of this tool's own have 500."""
+_ENDLESS = re.compile(r"\S{512,}")
 _MARKS = re.compile(r"[\\\[\]<`|]|^[#>+-]|^\d+(?=\.)")
 
 
 def plain(text: str) -> str:
     r"""Text with every such character as Python writes it, such as \x1b."""
-    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+    return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is shown as it is, in one line."""
+    return OBEYED.search(name) is None and "\n" not in name and "\t" not in name
 
 
 def line(text: str) -> str:
     """A refusal: plain, in one line, and without the middle of what no reader gets through."""
-    whole = plain(text).replace("\n", "\\n")
+    whole = _ENDLESS.sub(_ends, plain(text).replace("\n", "\\n"))
     return whole if len(whole) <= _LONGEST else f"{whole[: _LONGEST // 2]} … {whole[-_LONGEST // 4 :]}"
+
+
+def _ends(found: re.Match[str]) -> str:
+    """Both ends of a name that is too long to be read, and how long it is."""
+    return f"{found[0][:60]}…{found[0][-60:]} ({len(found[0]):,} characters)"
 
 
 def markdown(text: str) -> str:

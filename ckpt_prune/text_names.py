@@ -1,27 +1,18 @@
 """Texts by the names that papers call them, read and joined as their code does (calibration/README.md, section 3)."""
 
-import gzip
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from ckpt_prune.checkpoint.hub_file import hub_file
-from ckpt_prune.checkpoint.inputs import open_input
-from ckpt_prune.checkpoint.jsonfile import parse_object
+from ckpt_prune.data_files import data_file, lines, records
 from ckpt_prune.errors import UserError
 
 Split = Literal["train", "test", "validation"]
-DATA_VARIABLE = "CKPT_PRUNE_DATA"
 WINDOWS = (128, 2048)
 """The two windows that published perplexities are of."""
-_MOST_BYTES = 2**29
-"""Of a file on the Hub; the first part of C4's train split has 319 MB."""
-_LONGEST_LINE = 2**24
 
 
 @dataclass(frozen=True)
@@ -137,19 +128,10 @@ class NamedText:
         Raises:
             UserError: there is no local copy where one was asked for, or the Hub's cannot be had.
         """
-        part = self._part
-        places = _places(self.folder, self.name)
-        for place in places:
-            if found := _found(place, part.local):
-                return found
-        if self.folder is not None:
-            raise UserError(f"{self.path}: {self.folder} has no {' or '.join(part.local)}")
-        own = _SETS[self.name]
-        try:
-            return hub_file(own.repo, part.remote, own.revision, most=_MOST_BYTES, repo_type="dataset")
-        except UserError as error:
-            looked = str(places[0].parent) if places else f"{DATA_VARIABLE} names no folder"
-            raise UserError(f"{self.path}: no local copy ({looked}), and {error}") from error
+        own, part = _SETS[self.name], self._part
+        return data_file(
+            self.path, self.folder, self.name, part.local, repo=own.repo, remote=part.remote, revision=own.revision
+        )
 
     def read(self) -> str:
         """The text: its rows, joined as the papers' code does.
@@ -194,66 +176,18 @@ def named_text(given: Path, usual: Split = "test") -> NamedText | None:
     return NamedText(name, split, folder, None if window is None else int(window))
 
 
-def _places(folder: Path | None, name: str) -> list[Path]:
-    """Folders that may hold local copies."""
-    if folder is not None:
-        return [folder / name, folder]
-    data = os.environ.get(DATA_VARIABLE)
-    return [Path(data) / name] if data else []
-
-
-def _found(place: Path, patterns: tuple[str, ...]) -> Path | None:
-    for pattern in patterns:
-        inside, _, wanted = pattern.rpartition("/")
-        try:
-            names = sorted(each.name for each in (place / inside).iterdir() if fnmatch(each.name, wanted))
-        except OSError:
-            continue
-        if names:
-            return place / inside / names[0]
-    return None
-
-
 def _rows(file: Path, column: str) -> Iterator[str]:
     """Rows of a file, as the data set on the Hub has them."""
-    if file.suffix == ".parquet":
-        yield from _parquet(file, column)
-    elif file.suffix in (".jsonl", ".gz"):
-        for line in _lines(file):
-            yield _field(parse_object(line), column)
+    if file.suffix in (".parquet", ".jsonl", ".gz"):
+        for record in records(file, [column]):
+            value = record.get(column)
+            if not isinstance(value, str):
+                raise ValueError(f'no string under "{column}"')
+            yield value
     elif file.suffix == ".raw":  # rows of the Hub keep their line's end; those of nothing are empty
-        for line in _lines(file):
+        for line in lines(file):
             text = line.decode("utf-8").rstrip("\r\n")
             yield f"{text}\n" if text.strip() else ""
     else:
-        for line in _lines(file):
+        for line in lines(file):
             yield line.decode("utf-8").strip()
-
-
-def _field(record: dict[str, Any], column: str) -> str:
-    value = record.get(column)
-    if not isinstance(value, str):
-        raise ValueError(f'no string under "{column}"')
-    return value
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    with open_input(file) as raw, gzip.open(raw) if file.suffix == ".gz" else open(file, "rb") as handle:  # noqa: PTH123
-        while line := handle.readline(_LONGEST_LINE + 1):
-            if len(line) > _LONGEST_LINE:
-                raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")
-            yield line
-
-
-def _parquet(file: Path, column: str) -> Iterator[str]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(f"{file}: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'") from error
-    try:
-        with open_input(file) as handle:
-            for batch in parquet.ParquetFile(handle).iter_batches(columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    yield _field({column: value}, column)
-    except ArrowException as error:
-        raise ValueError(str(error)) from error

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).
 # A shell's job in the background has Ctrl-C ignored, and tests of it want it heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where a test does not say how many: identities show a mistake in the first few, and there are a hundred of them.
+hypothesis.settings.register_profile("suite", hypothesis.settings(), max_examples=40)
+hypothesis.settings.load_profile("suite")
 
 # A fresh interpreter runs this checkout too, from whichever folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -27,17 +27,24 @@ Exported = Callable[..., tuple[Path, Path]]
 Maker = Callable[[Path], Path]
 """Makes a model below a folder → the model's folder."""
 
-LAYERS = 2
+DEEP, LAYERS = "llama-gqa-tied", 2
+"""The variant that stands for what holds of one layer next to another, and its layers; all others have one.
+
+Each more takes half as long to trace as the first with all around it.
+"""
 
 
-def make(folder: Path, variant: str, layers: int = LAYERS) -> Path:
+def make(folder: Path, variant: str, layers: int | None = None) -> Path:
     """Save a variant of `tests.families` or `tests.encoders` with few layers; where both have the name, of families.
 
-    Two layers are traced in two thirds of the time, and what holds for one next to another holds for more.
+    Args:
+        folder: a new one.
+        variant: its name.
+        layers: None: as `DEEP` says.
     """
     with quiet_transformers():
         (families if variant in families.VARIANTS else encoders).make(folder, variant)
-    return with_layers(folder, layers, of=families.BLOCKS)
+    return with_layers(folder, layers or (LAYERS if variant == DEEP else 1), of=families.BLOCKS)
 
 
 def with_layers(folder: Path, layers: int, *, of: int) -> Path:

@@ -6,6 +6,7 @@ tests/faults says what is broken and what must hold. What does not is printed at
 """
 
 import argparse
+import resource
 import shutil
 import signal
 import sys
@@ -55,8 +56,12 @@ def main() -> int:
                         print(case, *found, sep="\n    ", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    kinds = ", ".join(f"{count} {what}" for what, count in injected.most_common())
-    print(f"{injected.total()} faults in {len(given.jobs)} jobs, seed {given.seed}: {wrong} violations ({kinds})")
+        kinds = ", ".join(f"{count} {what}" for what, count in injected.most_common())
+        took = sum(sum(resource.getrusage(whose)[:2]) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        print(
+            f"{injected.total()} faults in {len(given.jobs)} jobs, seed {given.seed}, {took:.0f} s of the processor: "
+            f"{wrong} violations ({kinds})"
+        )
     return 1 if wrong else 0
 
 

@@ -7,10 +7,12 @@ tests/fuzz says which files, how they are changed and what must hold. `--show TA
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,16 +44,18 @@ def main() -> int:
             sys.stdout.buffer.write(case_bytes(place, given.show[0], given.seed, int(given.show[1])))
             return 0
         last = time.monotonic() + given.seconds
-        while tried.total() < given.cases and time.monotonic() < last:
-            for target in given.targets:
-                count = BATCH // SHARE if target in GRAPHS else BATCH
-                found = batch(place, target, given.seed, tried[target], count)
-                tried[target] += count
-                failures += found
-                for each in found:
-                    print(f"{each.target} {each.number}: {each.command}: {each.what}", flush=True)
-                if tried.total() >= given.cases or time.monotonic() > last:
-                    break
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):  # what was tried so far counts
+            while tried.total() < given.cases and time.monotonic() < last:
+                for target in given.targets:
+                    count = BATCH // SHARE if target in GRAPHS else BATCH
+                    found = batch(place, target, given.seed, tried[target], count)
+                    tried[target] += count
+                    failures += found
+                    for each in found:
+                        print(f"{each.target} {each.number}: {each.command}: {each.what}", flush=True)
+                    if tried.total() >= given.cases or time.monotonic() > last:
+                        break
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     kinds = ", ".join(f"{count} {what}" for what, count in tried.items())

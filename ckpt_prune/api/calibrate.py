@@ -32,6 +32,7 @@ def calibrate(
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
     max_corrupt: float = 0.05,
+    audio: AnyPath | None = None,
     samples: int | None = None,
     window: int | None = None,
     seed: int = 0,
@@ -40,6 +41,7 @@ def calibrate(
     compute_dtype: ComputeDtype = "auto",
     folds: int | None = None,
     collect: str | Sequence[str] | None = None,
+    active_above: float = 1e-6,
     shard: str | None = None,
     overwrite: bool = False,
     family: AnyPath | None = None,
@@ -57,6 +59,7 @@ def calibrate(
         images: folder of images to run a vision model on, in place of text.
         labels: CSV with a column file and perhaps split (calib).
         max_corrupt: share of the images that may fail to decode.
+        audio: folder of audio to run an encoder of speech on.
         samples: windows, or images; None for 128 windows, or all images up to 4000.
         window: tokens per window; None for the model's context, at most 2048.
         seed: of the random choice of samples.
@@ -68,10 +71,11 @@ def calibrate(
         collect: kinds of statistics; None for all that the model's family can use but `centred`, `rotary` and `taylor`,
             `effects` only of up to `measured_effects.SHALLOW` blocks. `queries` and `values`, what recipes need that
             weigh these by effect, are collected on request only.
+        active_above: absolute value above which an input of a projection counts as active.
         shard: "I/N": measure only the I-th of N equal shares of the samples, to be added to the others later.
         overwrite: replace an existing statistics folder.
         family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text or vision.
+        part: which part of a model that is made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -85,7 +89,7 @@ def calibrate(
     options = checked(CalibrateOptions, locals())
     # Before torch is imported, what can be told without it.
     if not has_data(options, options):
-        raise UserError("calibrate needs --text FILE, or --images DIR for a vision model")
+        raise UserError("calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR")
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
 
@@ -122,7 +126,7 @@ def calibrate(
         check_source(source)
         check_one_basis(source)
         refuse_overlap(checkpoint.path, out)
-        refuse_inside(out, [options.images, options.labels, *options.text])
+        refuse_inside(out, [options.images, options.audio, options.labels, *options.text])
         chosen: Samples = chosen_samples(source, options, options, trust=trust, say=say)
         if options.shard is not None:
             if "taylor" in kinds:
@@ -135,7 +139,7 @@ def calibrate(
             {
                 "model": checkpoint.fingerprint,
                 "text" if described.modality == "text" else "set of images": chosen.fingerprint,
-                "job": [kinds, options.folds, str(dtype)],
+                "job": [kinds, options.folds, str(dtype), options.active_above],
             }
         )
 
@@ -167,6 +171,7 @@ def calibrate(
             skeleton=container_of(source).skeleton() if again else None,
             announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
             finish=finish,
+            active_above=options.active_above,
         )
 
 

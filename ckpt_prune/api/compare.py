@@ -26,6 +26,7 @@ def compare(
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
     max_corrupt: float = 0.05,
+    audio: AnyPath | None = None,
     samples: int | None = None,
     window: int | None = None,
     seed: int = 0,
@@ -51,6 +52,7 @@ def compare(
         images: folder of images to run vision models on.
         labels: CSV with a column file and perhaps split (calib).
         max_corrupt: share of the images that may fail to decode.
+        audio: folder of audio to run an encoder of speech on.
         samples: windows, or images; None for 128 windows, or all images up to 4000.
         window: tokens per window; None for the model's context, at most 2048.
         seed: of the choice of samples.
@@ -62,7 +64,7 @@ def compare(
         state_memory: GiB of hidden states that are kept in memory; more of them are memory-mapped.
         overwrite: replace an existing page.
         family: file of a description of the model's family, where this version has none.
-        part: which part of models that are made of several: text or vision.
+        part: which part of models that are made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -73,7 +75,7 @@ def compare(
     options = checked(CompareOptions, locals())
     # Before torch is imported, what can be told without it.
     if not has_data(options, options):
-        raise UserError("compare needs --text FILE, or --images DIR for vision models")
+        raise UserError("compare needs --text FILE, --images DIR for vision models, or --audio DIR")
     for each in (options.reference, options.model):
         check_supported(each, options.family, options.part)
     check_texts(options.text)

@@ -10,6 +10,7 @@ from ckpt_prune.checkpoint.graph_files import graph_named
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import EvaluateOptions, SpreadOptions, checked
 from ckpt_prune.progress import progress_shown
+from ckpt_prune.task_names import named_task
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,8 @@ def evaluate(
         bos: begin-of-sequence token before the text.
         against: a reference, usually the dense model.
         probe: with images, what the model's features without its head tell of their classes.
-        tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks.
+        tasks: instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks; of a model with a
+            sequence-classification head files of labelled texts (.jsonl), or tasks of GLUE (glue:mrpc).
         include_path: folder with lm-eval task files of one's own.
         generate: instead of text, prompts that are continued greedily.
         generate_tokens: after each prompt, at most.
@@ -70,7 +72,7 @@ def evaluate(
     Returns:
         One of `ckpt_prune.evaluation.results`: of text a `PerplexityResult`, `MaskedResult`, `FeaturesResult`,
         `SentencesResult` or `HeadResult`, of images an `AccuracyResult`, `FeaturesResult` or `ProbeResult`,
-        of tasks a `ChoiceResult` or `TaskResult`, of prompts a `GenerationResult`.
+        of tasks a `ChoiceResult`, `LabelResult` or `TaskResult`, of prompts a `GenerationResult`.
 
     Raises:
         UserError: options that do not go together, a model that does not load, or two that cannot be compared.
@@ -82,6 +84,7 @@ def evaluate(
     check_texts(options.text)
 
     from ckpt_prune.devices import resolve_device
+    from ckpt_prune.evaluation.labelled import is_labelled, measure_labelled
     from ckpt_prune.evaluation.loading import default_dtype
     from ckpt_prune.evaluation.memory_plan import memory_plans
     from ckpt_prune.evaluation.pictures import measure_images, measure_probe
@@ -99,7 +102,8 @@ def evaluate(
             return memory_plans(both, places, default_dtype(target))
         names = _names(options.tasks)
         other, reference = (None, None) if options.against is None else _place(options.against)
-        if names and not _are_files(names):
+        labelled = any(map(named_task, names)) or (_are_files(names) and is_labelled(folder))
+        if names and not labelled and not _are_files(names):
             return _lm_eval(options, names, [graph, other], folder, reference, target)
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
@@ -112,6 +116,8 @@ def evaluate(
             other,
             _open_graph,
         )
+        if names and labelled:
+            return measure_labelled(pair, names, options.samples)
         if names:
             return measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
         if options.generate:
@@ -198,14 +204,18 @@ def _check(options: EvaluateOptions) -> None:
 def _check_tasks(options: EvaluateOptions) -> None:
     names = _names(options.tasks)
     files = [name for name in names if name.endswith(".jsonl")]
+    glue = [name for name in names if named_task(name) is not None]
     if not names:
         raise UserError("--tasks names no task: give .jsonl files of items, or names of lm-eval tasks")
-    if files and len(files) < len(names):
+    if glue and len(glue) + len(files) < len(names):
+        raise UserError("--tasks: tasks of GLUE and lm-eval's own are run in calls of their own")
+    if files and not glue and len(files) < len(names):
         raise UserError("--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own")
     missing = [name for name in files if not Path(name).is_file()]
     if missing:
         raise UserError(f"{missing[0]}: no such file of items")
-    if files and options.include_path is not None:
-        raise UserError("--include-path is for lm-eval tasks: it does not go with .jsonl files")
-    if not files and options.trust_remote_code:
+    if (files or glue) and options.include_path is not None:
+        given = ".jsonl files" if files else glue[0]
+        raise UserError(f"--include-path is for lm-eval tasks: it does not go with {given}")
+    if not files and not glue and options.trust_remote_code:
         raise UserError("lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out")

@@ -39,7 +39,7 @@ def inspect(
         recipe: whose spaces and rounding ratios apply to, by default rcpu; without ratios, whose own ratios apply.
         sparsity: also count the zeros of the linear weights. Reads all weights.
         family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text or vision.
+        part: which part of a model that is made of several: text, vision or encoder.
         progress: show bars on stderr.
 
     Raises:

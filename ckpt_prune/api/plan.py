@@ -55,8 +55,8 @@ class Planned:
 
     def data(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        data: dict[str, Any] = json.loads(self.plan.to_json())
-        return data if self.shifting is None else data | {"shift": [site.data() for site in self.shifting.sites]}
+        found: dict[str, Any] = json.loads(self.plan.to_json())
+        return found
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def plan(
         output: the plan file to write, if any.
         overwrite: replace an existing plan.
         family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text or vision.
+        part: which part of a model that is made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.

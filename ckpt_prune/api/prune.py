@@ -109,6 +109,7 @@ def prune(
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
     max_corrupt: float = 0.05,
+    audio: AnyPath | None = None,
     samples: int | None = None,
     window: int | None = None,
     seed: int = 0,
@@ -149,6 +150,7 @@ def prune(
         images: folder of images to measure a vision model on.
         labels: CSV with a column file and perhaps split (calib).
         max_corrupt: share of the images that may fail to decode.
+        audio: folder of audio to run an encoder of speech on.
         samples: windows, or images; None for 128 windows, or all images up to 4000.
         window: tokens per window; None for the model's context, at most 2048.
         seed: of the random choice of samples.
@@ -174,7 +176,7 @@ def prune(
         public: let all read what is pushed.
         overwrite: replace an existing output; never a repository.
         family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text or vision.
+        part: which part of a model that is made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.

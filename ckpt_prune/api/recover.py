@@ -53,6 +53,7 @@ def recover(
     images: AnyPath | None = None,
     labels: AnyPath | None = None,
     max_corrupt: float = 0.05,
+    audio: AnyPath | None = None,
     samples: int | None = None,
     window: int | None = None,
     seed: int = 0,
@@ -94,6 +95,7 @@ def recover(
         images: folder of images to recover a vision model on.
         labels: CSV with a column file and perhaps split (calib).
         max_corrupt: share of the images that may fail to decode.
+        audio: folder of audio to run an encoder of speech on.
         samples: windows, or images; None for 2048, or all there are.
         window: tokens per window; None for the model's context, at most 2048.
         seed: of the choice and the order of samples.
@@ -120,7 +122,7 @@ def recover(
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output.
         family: file of a description of the model's family, where this version has none.
-        part: which part of models that are made of several: text or vision.
+        part: which part of models that are made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars and notices on stderr.
@@ -148,7 +150,7 @@ def recover(
         pruned_folder = Path(options.pruned)
         here().at_first(lambda: check_output(pruned_folder, out, resume=options.resume, overwrite=options.overwrite))
     if not has_data(options, options):
-        raise UserError("recover needs --text FILE, or --images DIR for a vision model")
+        raise UserError("recover needs --text FILE, --images DIR for a vision model, or --audio DIR")
     for each in filter(None, (options.pruned, options.dense)):
         check_supported(each, options.family, options.part)
     check_texts(options.text)
@@ -178,7 +180,7 @@ def recover(
                 out,
                 resume=options.resume,
                 overwrite=options.overwrite,
-                inputs=[options.images, options.labels, *options.text],
+                inputs=[options.images, options.audio, options.labels, *options.text],
                 wants=wanted_names(ours.checkpoint),
             )
         )
@@ -241,7 +243,7 @@ def _by_lora(options: RecoverOptions, settings: RecoverySettings, lora: LoraSett
             ours.checkpoint.path,
             options.output,
             overwrite=options.overwrite,
-            inputs=[options.images, options.labels, *options.text],
+            inputs=[options.images, options.audio, options.labels, *options.text],
             wants=wanted_names(ours.checkpoint),
         )
         samples = chosen_samples(ours, options, options, trust=options.trust_remote_code, most=MOST_SAMPLES, say=say)

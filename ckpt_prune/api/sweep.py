@@ -1,6 +1,5 @@
 """`ckpt_prune.sweep`."""
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.types import AnyModel, AnyPath, Texts
 from ckpt_prune.architectures.composite import PartName
+from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import PlanOptions, checked
 from ckpt_prune.progress import progress_shown
@@ -100,7 +100,7 @@ def sweep(
         samples: windows of it, at most.
         container: what the output is to be stored as.
         family: file of a description of the model's family, where this version has none.
-        part: which part of a model that is made of several: text or vision.
+        part: which part of a model that is made of several: text, vision or encoder.
         trust_remote_code: accept a model that asks for code of its own.
         device: auto, cpu, cuda or cuda:i.
         progress: show bars on stderr.
@@ -168,8 +168,8 @@ def _measured(
     found, windows = [], 0
     for point in points:
         options = at(point.value)
-        with tempfile.TemporaryDirectory(prefix="ckpt-prune-sweep-") as folder:
-            small = prune(**options, output=f"{folder}/point", diagnostics=False)
+        with scratch_folder() as folder:
+            small = prune(**options, output=str(folder / "point"), diagnostics=False)
             quiet = {"device": options["device"], "progress": options["progress"]}
             result = evaluate(small, text=text, window=window, samples=samples, **quiet)
         if not isinstance(result, PerplexityResult):

@@ -31,6 +31,8 @@ def _module_paths(
     family = whole.of(architecture)
     config = AutoConfig.for_model(model_type, **({variant: True} if variant else {}))
     setattr(config, family.dimensions["layers"][0], 1)
+    if family.leading is not None:
+        setattr(config, family.leading, 0)
     for dimension, keys in family.dimensions.items():
         if keys and getattr(config, keys[0], 0) is None:  # some classes do not fill in their own defaults
             setattr(config, keys[0], family.dimension(config, dimension))
@@ -56,9 +58,9 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
     """
     paths = module_paths(family)
     own = family.attention
-    where = AttentionPaths(
-        query=paths[own.query][0], key=paths[own.key][0], value=paths[own.value][0], output=paths[own.output][0]
-    )
+    # Those that no space lies on are not rebuilt, and have their own names.
+    query, key, value, output = (paths.get(each, (each,))[0] for each in (own.query, own.key, own.value, own.output))
+    where = AttentionPaths(query=query, key=key, value=value, output=output)
     counted = [key for space in family.consumers.values() if space.consumer == own.output for key in space.config]
     if family.logits and counted != family.dimensions["query_heads"]:
         (where["heads"],) = counted

@@ -17,8 +17,9 @@ class Part(Description):
     """A model inside another.
 
     Attributes:
-        config: key of its config in that of the whole.
+        config: key of its config in that of the whole; None where that of the whole says it.
         family: the family whose stock class computes the same; that of its own `model_type` by default.
+        described: the description of its family where no `model_type` is that of the part alone.
         auto: Auto class of the stock class that it is read as.
         modules: module of the whole → module of the stock class; "" for all of it.
         drops: config keys of the part that the stock class must not see.
@@ -26,8 +27,9 @@ class Part(Description):
         note: what is to be known of how it is calibrated.
     """
 
-    config: str
+    config: str | None = None
     family: str | None = None
+    described: dict[str, Any] | None = None
     auto: str
     modules: dict[str, str]
     drops: dict[str, list[str]] = Field(default_factory=dict)

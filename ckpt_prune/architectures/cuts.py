@@ -39,9 +39,10 @@ def stays(family: Family, dimension: Dimension, kept: Kept, sizes: Sizes) -> Sta
         dropped = gone.nonzero().flatten()
         tables: list[tuple[Axis, Incidence]] = [("table", table) for table in space.tables]
         for axis, incidence in [*space.incidences, *tables]:
-            place = (incidence.module, dim_of(axis))
+            size = sizes[incidence.module]
+            place = (incidence.module, len(size) - 1 if axis == "table" else dim_of(axis))
             if place not in masks:
-                masks[place] = axis, torch.ones(sizes[incidence.module][place[1]], dtype=torch.bool)
+                masks[place] = axis, torch.ones(size[place[1]], dtype=torch.bool)
             masks[place][1][incidence.lines(dropped, count, dimension)] = False
     return {place: (axis, mask.nonzero().flatten()) for place, (axis, mask) in masks.items()}
 

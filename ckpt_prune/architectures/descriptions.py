@@ -52,6 +52,7 @@ OF_THE_FUNCTION = (
     "spaces",
     "absent",
     "experts",
+    "leading",
     "rope",
     "bias_slots",
     "sliding_window",

@@ -26,7 +26,9 @@ from ckpt_prune.architectures.spaces import (
 )
 from ckpt_prune.errors import UserError
 
-Modality = Literal["text", "image"]
+Modality = Literal["text", "image", "audio"]
+DATA_OPTIONS: dict[Modality, str] = {"text": "--text", "image": "--images", "audio": "--audio"}
+"""What commands are given data of each kind by."""
 
 KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
@@ -53,6 +55,10 @@ class Family(Description):
         block: prefix of a block's tensor names on disk, with `{block}` for its index.
         entry: modules that run before the blocks, those that are there.
         embedding: module of the token embedding.
+        flat: whether blocks read the tokens of all samples in one sequence, and an image as patches that are cut out
+            beforehand, with the numbers of their rows and columns.
+        usual: height and width of the image that costs are told for, where the config says none.
+        applied: modules outside the blocks → how often they are multiplied for a token, where that is not once.
         lookups: modules whose two-dimensional tensors are looked up or added, never multiplied; with `{block}` for
             those of a block.
         dimensions: dimension → config keys to try in order.
@@ -63,6 +69,10 @@ class Family(Description):
         spaces: what can be pruned, in the order of computation.
         absent: why there is none of a space that families alike have.
         experts: of a block's mlp, where it is a mixture of them.
+        leading: the config key that counts blocks that come before those with the spaces and stay whole (one mlp in
+            place of experts), or None.
+        together: dimensions that one config key says of several spaces: as many units stay in each.
+        spaceless: linear modules of a block that no space lies on, those that are there.
         rope: whether q and k are rotated by position before they meet.
         rotary: how, where whole pairs of q and k can go: the space `rotary` follows from it.
         unpaired: why none can, where q and k are rotated.
@@ -100,6 +110,9 @@ class Family(Description):
     block: str
     entry: list[str]
     embedding: str | None = None
+    flat: bool = False
+    usual: tuple[int, int] | None = None
+    applied: dict[str, float] = Field(default_factory=dict)
     lookups: list[str]
     dimensions: dict[str, list[str]]
     attention: Attention
@@ -108,6 +121,9 @@ class Family(Description):
     spaces: dict[SpaceName, AnySpace]
     absent: dict[SpaceName, str] = Field(default_factory=dict)
     experts: Experts | None = None
+    leading: str | None = None
+    together: list[str] = Field(default_factory=list)
+    spaceless: list[str] = Field(default_factory=list)
     rope: bool = False
     rotary: Rotary | None = None
     unpaired: str | None = None
@@ -273,7 +289,7 @@ class Family(Description):
         found = {key for keys in self.dimensions.values() for key in keys} | set(self.settings or ())
         found |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
         found |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
-        found |= {key for key in (self.sliding_window, self.variant) if key is not None}
+        found |= {key for key in (self.sliding_window, self.variant, self.leading) if key is not None}
         refused = [*self.refused, *(self.residual.refused if self.residual else ())]
         found |= {refusal.key.split(".")[0] for refusal in refused}
         found |= {key for space in self.spaces.values() for key in space.config}

@@ -17,9 +17,10 @@ from ckpt_prune.architectures.cuts import Kept, Stays, stays, touched
 from ckpt_prune.architectures.family import Family
 from ckpt_prune.architectures.fitting import fitting_family, oriented
 from ckpt_prune.architectures.skeleton import PAIRS, is_stored_buffer, parse_config
-from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of, expert_of
+from ckpt_prune.architectures.spaces import Axis, Kind, SpaceName, dim_of
 from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
 from ckpt_prune.checkpoint.reading import Checkpoint
+from ckpt_prune.errors import UserError
 from ckpt_prune.modeling_pruned import layer_config
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -58,7 +59,13 @@ class Model:
         """
         family, config = fitting_family(checkpoint), parse_config(checkpoint.config)
         family.check_config(config)
-        return cls(oriented(checkpoint, family), family.with_config(config), config)
+        found = cls(oriented(checkpoint, family), family.with_config(config), config)
+        if not found.spaced:
+            raise UserError(
+                f"{family.model_type} with {family.leading} {getattr(config, family.leading or '')} in config.json is "
+                "not supported: none of its blocks has experts"
+            )
+        return found
 
     @classmethod
     def open(cls, path: str | Path) -> "Model":
@@ -73,7 +80,14 @@ class Model:
 
     def dimension(self, name: str) -> int:
         """A dimension by the family's name for it; of an output whose blocks differ, that of its first block."""
-        return self.family.dimension(self._counted, name)
+        if name not in self._dimensions:
+            self._dimensions[name] = self.family.dimension(self._counted, name)
+        return self._dimensions[name]
+
+    @cached_property
+    def _dimensions(self) -> dict[str, int]:
+        """Those that were asked for: every line that is cut asks, and a config of transformers is slow to answer."""
+        return {}
 
     @cached_property
     def _counted(self) -> PreTrainedConfig:
@@ -83,6 +97,12 @@ class Model:
     def blocks(self) -> int:
         """Number of blocks."""
         return self.dimension("layers")
+
+    @property
+    def spaced(self) -> range:
+        """Blocks that have the spaces of the family: all but those that come before them (`Family.leading`)."""
+        leading = self.family.leading
+        return range(0 if leading is None else int(getattr(self.config, leading) or 0), self.blocks)
 
     def units(self, space: SpaceName) -> int:
         """Units of a space that a width counts; of q and k, those of one head."""
@@ -155,8 +175,8 @@ class Model:
             # Lines that no other space takes from, where there are any.
             own = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (own or space.incidences)[-1]
-            if expert_of(name) is not None and self.tensor(block, incidence.module) not in tensors:
-                continue  # an expert that is gone
+            if self.tensor(block, incidence.module) not in tensors:
+                continue  # an expert that is gone, or a block without the spaces
             found[name] = lines(axis, incidence.module) // incidence.per_unit(self.dimension)
             if space.per is not None:
                 outer = next((found[other] for other, each in others.items() if each.units == space.per), None)
@@ -184,8 +204,10 @@ class Model:
     @property
     def tokens(self) -> int:
         """Tokens of one sample: the context length of a text model, at most 2048, or those of the config's images."""
+        if self.family.modality == "audio":
+            return self.dimension("positions")
         if self.family.modality == "image":
-            return self.image_tokens(_pair(self.config.image_size))
+            return self.image_tokens(self.family.usual or _pair(self.config.image_size))
         context = context_length(self.config)
         return _MOST_TOKENS if context is None else min(_MOST_TOKENS, context)
 
@@ -207,7 +229,7 @@ class Model:
 
     def has(self, module: str, kind: Literal["weight", "bias"] = "weight") -> bool:
         """Whether blocks have such a tensor."""
-        return self.tensor(0, module, kind) in self.checkpoint.tensors
+        return self.tensor(self.spaced.start, module, kind) in self.checkpoint.tensors
 
     @cached_property
     def _expert_weights(self) -> dict[str, int]:
@@ -260,7 +282,7 @@ class Model:
     @property
     def reader_fingerprint(self) -> str | None:
         """Fingerprint of what turns data into the model's input: the tokenizer, or the image processor."""
-        read = processor_fingerprint if self.family.modality == "image" else tokenizer_fingerprint
+        read = tokenizer_fingerprint if self.family.modality == "text" else processor_fingerprint
         return read(self.checkpoint.path)
 
     # ---- what stays -------------------------------------------------------------------------------------------
@@ -359,8 +381,9 @@ class Model:
 
     def _shape(self, module: str) -> tuple[int, ...]:
         """Of a linear module's dense weight, or of a table."""
-        tensors, name = self.checkpoint.tensors, self.tensor(0, module)
-        return tensors[name if name in tensors else self.tensor(0, module, "itself")].shape
+        tensors, first = self.checkpoint.tensors, self.spaced.start
+        name = self.tensor(first, module)
+        return tensors[name if name in tensors else self.tensor(first, module, "itself")].shape
 
     def unit_weights(self, space: SpaceName) -> int:
         """Weights, without biases, that go with one unit of a space."""
@@ -368,7 +391,7 @@ class Model:
         for axis, incidence in self.family.spaces[space].incidences:
             found += incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - dim_of(axis)]
         tables = self.family.spaces[space].tables
-        return found + sum(table.per_unit(self.dimension) * self._shape(table.module)[0] for table in tables)
+        return found + sum(table.per_unit(self.dimension) * prod(self._shape(table.module)[:-1]) for table in tables)
 
     # ---- statistics -------------------------------------------------------------------------------------------
 
@@ -397,9 +420,9 @@ class Model:
         for name, space in self.family.consumers.items():
             width: Width = self.units(name) * self.unit_columns(name)
             if self.own_code:
-                names = (self.tensor(block, space.consumer) for block in range(self.blocks))
-                own = [self.checkpoint.tensors[each].shape[1] for each in names]
-                width = own[0] if len(set(own)) == 1 else own
+                names = (self.tensor(block, space.consumer) for block in self.spaced)
+                own = [0] * self.spaced.start + [self.checkpoint.tensors[each].shape[1] for each in names]
+                width = own[-1] if len(set(own) - {0}) == 1 else own
             found[f"{self.family.block}{space.consumer}.weight"] = width
         return found
 

@@ -50,7 +50,7 @@ def part_of(whole: Checkpoint, name: str) -> Checkpoint:
             if inside is not None and inside in stock.model.state_dict():
                 names[stock.saved_as(inside)] = stored
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in names.items()}
-    return replace(whole, config=own, tensors=tensors, within=Within(whole, name, part.config, names))
+    return replace(whole, config=own, tensors=tensors, within=Within(whole, name, part.config or "", names))
 
 
 def composite_names(config: Mapping[str, Any]) -> Names:
@@ -86,10 +86,10 @@ def composite_config(part: Checkpoint, config: Mapping[str, Any]) -> dict[str, A
 
 
 def _part_config(composite: Composite, part: Part, name: str, config: PreTrainedConfig) -> dict[str, Any]:
-    nested = getattr(config, part.config)
+    nested = config if part.config is None else getattr(config, part.config)
     values: dict[str, Any] = nested.to_dict()
     model_type = part.family or values["model_type"]
-    if model_type not in known_families():
+    if part.described is None and model_type not in known_families():
         raise UserError(
             f"--part {name} of {composite.model_type} is a {model_type}, which this version has no description of"
         )
@@ -103,6 +103,8 @@ def _part_config(composite: Composite, part: Part, name: str, config: PreTrained
 
 
 def _stock_class(config: Mapping[str, Any], part: Part) -> str:
+    if part.described is not None:
+        return str(next(iter(part.described["architectures"])))
     family = load_family(config["model_type"])
     for architecture, own in family.architectures.items():
         if own.auto == part.auto and hasattr(transformers, architecture):
@@ -112,6 +114,8 @@ def _stock_class(config: Mapping[str, Any], part: Part) -> str:
 
 def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """What is known of the part's family, but for what the whole has no room for."""
+    if part.described is not None:
+        return part.described
     model_type = config["model_type"]
     variant = next((key for key in variants_of(model_type) if config.get(key)), None)
     family = load_family(model_type, variant)

@@ -34,6 +34,8 @@ class Attention(Description):
         value: its path.
         output: its path.
         values: where on `value` the values of KV heads lie, one unit each, where it makes something else too.
+        latent: whether key and value are the projection of what is cached of a token in place of both, and query any
+            that reads the same.
     """
 
     query: str
@@ -41,6 +43,7 @@ class Attention(Description):
     value: str
     output: str
     values: Incidence | None = None
+    latent: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -80,6 +83,8 @@ class Experts(Description):
         module: what stands in a block of the model for all experts together.
         stacked: whether files hold each linear module of all experts in one tensor, named without `{expert}`.
         chosen: config key of how many experts see a token.
+        groups: config keys of how many groups of neighbouring experts there are, and of how many of them, each rated
+            by its two best, a token is sent to; empty where the router knows no groups.
     """
 
     count: str
@@ -90,6 +95,7 @@ class Experts(Description):
     module: str
     stacked: bool = False
     chosen: str
+    groups: tuple[str, str] | tuple[()] = ()
 
     @property
     def roles(self) -> dict[str, str]:

@@ -93,6 +93,7 @@ def _linears_are_all(family: Family, shapes: Shapes) -> None:
             raise UserError(f"spaces: {family.architecture} has no {name} ({module}); its blocks have {has}")
     # What chooses among experts, and what weighs them, is no space's.
     besides = [] if family.experts is None else [family.experts.router]
+    besides += family.spaceless
     besides += [space.gate for space in family.columns.values() if space.gate is not None]
     if extra := sorted(weights - named.keys() - {family.tensor(0, module) for module in besides}):
         raise UserError(f"spaces: no space names {extra[0]}, which {family.architecture} has")
@@ -155,8 +156,14 @@ def _widths_follow(family: Family, name: SpaceName, config: dict[str, Any], pars
     for module in [*family.linears, *(own.measured for own in family.routers.values())]:
         shape = dense[family.tensor(0, module)]
         sizes[module] = shape[::-1] if family.tensor(0, module) in turned else shape
-    # One config key says the widths of all experts.
-    alike = [each for each in family.spaces if known_space(each) == known_space(name)]
+    sizes |= {table.module: dense[family.tensor(0, table.module, "itself")] for table in space.tables}
+    # One config key says the widths of all experts, and perhaps of other spaces.
+    together = space.units in family.together
+    alike = [
+        each
+        for each, own in family.spaces.items()
+        if known_space(each) == known_space(name) or (together and own.units == space.units)
+    ]
     lines = stays(family, dimension, {each: space.first(kept, dimension) for each in alike}, sizes)
     wanted = {family.tensor(0, module): shape for module, shape in sizes.items() if family.tensor(0, module) in found}
     for module, kind, dim, left in touched(lines):

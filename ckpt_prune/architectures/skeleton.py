@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -44,6 +45,18 @@ def _refused(error: Exception) -> UserError:
     return UserError(f"transformers refuses this config.json: {reason}")
 
 
+def stock_class(architecture: str, config: PreTrainedConfig) -> Any:
+    """A class of transformers, also of those that it has no other name for than in the module of their model.
+
+    Raises:
+        AttributeError: it has no such class.
+    """
+    if hasattr(transformers, architecture):
+        return getattr(transformers, architecture)
+    module = type(config).__module__.replace("configuration_", "modeling_")
+    return getattr(import_module(module), architecture)
+
+
 def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     """A stock model on the meta device: every module and shape, no memory.
 
@@ -52,7 +65,7 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
     """
     try:
         with shapes_alone(), warnings.catch_warnings(action="ignore"):
-            made: Any = getattr(transformers, architecture)(config)
+            made: Any = stock_class(architecture, config)(config)
     except Exception as error:  # whatever a wrong value runs into first
         raise _refused(error) from error
     made.tie_weights()  # which is done where weights are initialised

@@ -67,7 +67,7 @@ Pairing = Literal["halves", "neighbours"]
 Rounding = Literal["floor", "ceil", "nearest"]
 """From units times a ratio to a whole number of units."""
 Axis = Literal["rows", "columns", "table"]
-"""Of a linear module: its outputs, or its inputs; or the second of a table, whose `module` is the tensor itself."""
+"""Of a linear module: its outputs, or its inputs; or the last of a table, whose `module` is the tensor itself."""
 Kind = Literal["weight", "bias", "itself"]
 """Of a tensor of a module, or a tensor by its own path."""
 Dimension = Callable[[str], int]
@@ -173,8 +173,8 @@ class Space(Description):
         rounding: how the published methods round units times ratio to a number of dropped units (scoring/README.md,
             section 3).
         rows: linear modules that make the space.
-        tables: tensors of a block that are looked up, one column for each unit (a bias of every head by position);
-            `module` is the path of the tensor.
+        tables: tensors of a block that are looked up or added, one column or number for each unit (a bias of every head
+            by position, one of every expert); `module` is the path of the tensor.
         config: config key → dimensions whose product, times the units kept, is its new value.
         fixed: why the family's stock class has it at its dense width only, with `{model_type}` for its name; or None.
             Remote code then builds the stock block at its dense width, in which all that is scaled, rotated or

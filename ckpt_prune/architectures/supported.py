@@ -63,6 +63,8 @@ def check_supported(
         config = read_object(Path(model) / "config.json")
     except (OSError, UserError):
         return
+    # First, so that nobody makes a plain copy of what is refused all the same.
+    refuse_unsupported(str(config.get("model_type")))
     refuse_quantised(Path(model), config)
     if part is not None:
         load_composite(str(config.get("model_type"))).part(part)
@@ -96,7 +98,7 @@ def check_kind(config: Mapping[str, Any]) -> None:
         )
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
-    if model_type in known_composites() and model_type not in known_families():
+    if model_type in known_composites() and not (model_type in known_families() or OUTSIDE_KEY in config):
         raise UserError(load_composite(model_type).advice)
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)

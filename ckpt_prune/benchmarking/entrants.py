@@ -1,9 +1,6 @@
 """The two that are compared, and their graphs."""
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +12,7 @@ from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.folder import GraphWriter
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.tasks import Task, chosen_task
-from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_FOLDER, GRAPH_RECORD
+from ckpt_prune.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.graph_types import GraphType
 from ckpt_prune.planning.export_recipe import GraphSettings
 
@@ -122,19 +119,3 @@ def with_graph(entrant: Entrant, wish: GraphWish, scratch: Path, say: Say, *, tr
     except UserError as error:
         raise UserError(f"{entrant.name} in onnxruntime: {error}") from error
     return replace(entrant, graph=out, manifest=manifest)
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A temporary folder; of what is in it only the logs of failed exports stay, which errors speak of."""
-    folder = Path(tempfile.mkdtemp(prefix="ckpt-prune-benchmark-"))
-    try:
-        yield folder
-    finally:
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif not path.name.endswith(EXPORT_ERROR):
-                path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()

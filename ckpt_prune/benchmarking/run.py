@@ -11,16 +11,18 @@ from typing import Literal, Protocol
 import torch
 
 from ckpt_prune.benchmarking.costs import Costs, costs_of, weights_bytes
-from ckpt_prune.benchmarking.entrants import Entrant, GraphWish, Say, open_entrant, scratch_folder, with_graph
+from ckpt_prune.benchmarking.entrants import Entrant, GraphWish, Say, open_entrant, with_graph
 from ckpt_prune.benchmarking.figures import Label, Machine, Result, Run, blocks_of
 from ckpt_prune.benchmarking.messages import Memory, Ready, Seat, Timing
 from ckpt_prune.benchmarking.pool import workers
 from ckpt_prune.benchmarking.two_four import why_not
 from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads
+from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.folder import graph_bytes
 from ckpt_prune.exporting.manifest import runtime_versions
 from ckpt_prune.exporting.session import FILES
+from ckpt_prune.filenames import EXPORT_ERROR
 from ckpt_prune.graph_types import GraphType
 from ckpt_prune.options import SpreadOptions
 from ckpt_prune.progress import meter
@@ -96,7 +98,7 @@ def compare(a: str, b: str, settings: Settings, say: Say) -> Result:
         each.label: costs_of(each.checkpoint) if each.checkpoint is not None else None for each in pair
     }
     threads = settings.threads or torch.get_num_threads()
-    with scratch_folder() as scratch:
+    with scratch_folder(keeps=EXPORT_ERROR) as scratch:
         if onnx:
             pair = [with_graph(each, wish, scratch, say, trust=settings.trust) for each in pair]
             _say_differences(pair, say)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.architectures.model import Model
-from ckpt_prune.calibration.image_files import choose_images, find_images
+from ckpt_prune.calibration.audio import AudioSamples, find_audio
+from ckpt_prune.calibration.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.calibration.image_processor import load_processor
-from ckpt_prune.calibration.images import ImageSamples
+from ckpt_prune.calibration.images import ImageSamples, PatchSamples
 from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.text import (
     calibration_windows,
@@ -53,7 +54,9 @@ def chosen_samples(
         if calibration.window is not None or calibration.bos != "auto":
             raise UserError("--window and --bos are for text: they do not go with --images")
         return _images(model, calibration, images, trust, most or MOST_IMAGES, say)
-    if images.images is not None:
+    if family.modality == "audio":
+        return _audio(model, calibration, images, most or DEFAULT_WINDOWS, say)
+    if images.images is not None or images.audio is not None:
         raise UserError(f"{folder} reads text: give --text FILE")
     window = calibration.window or model.tokens
     limit = context_length(model.config)
@@ -79,6 +82,23 @@ def _all_used(there_are: str, wanted: int) -> str:
     return f"{there_are}: all are used, not {wanted}"
 
 
+def _audio(
+    model: Model, calibration: SampleOptions, options: ImageOptions, most: int, say: Callable[[str], None]
+) -> Samples:
+    folder = model.checkpoint.path
+    if options.audio is None:
+        raise UserError(f"{folder} reads audio: give --audio DIR")
+    if calibration.window is not None or calibration.bos != "auto":
+        raise UserError("--window and --bos are for text: they do not go with --audio")
+    found, wanted = find_audio(options.audio), calibration.samples or most
+    count = min(len(found), wanted)
+    if count < wanted and calibration.samples is not None:
+        say(_all_used(f"{options.audio} has {count} sound{'s' * (count > 1)} to calibrate on", wanted))
+    chosen = choose_images(ImageFiles(tuple(found)), samples=count, seed=calibration.seed, choose=calibration.choose)
+    shape = {name: model.dimension(name) for name in ("channels", "frames")}
+    return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
+
+
 def _images(
     model: Model,
     calibration: SampleOptions,
@@ -95,7 +115,8 @@ def _images(
     if count < wanted and calibration.samples is not None:
         say(_all_used(f"{options.images} has {count} image{'s' * (count > 1)} to calibrate on", wanted))
     chosen = choose_images(found, samples=count, seed=calibration.seed, choose=calibration.choose)
-    samples = ImageSamples(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
+    reads = PatchSamples if model.family.flat else ImageSamples
+    samples = reads(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
         named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")
         say(f"{len(samples.skipped)} of {count} images do not decode and are left out: {named}")

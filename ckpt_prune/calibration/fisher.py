@@ -29,7 +29,7 @@ from ckpt_prune.calibration.streams import HiddenStream, stream_of
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
-LIMITS: dict[Modality, int] = {"text": 8, "image": 32}
+LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
 _SEED = 0
@@ -149,15 +149,16 @@ def measure_fisher(
         ends.see(stream, states, end, gradients)
     for block in track(range(blocks - 1, -1, -1), "gradients", total=blocks):
         tensors = model.read_block(block)
-        if watcher is not None:
-            watcher.begin(block, tensors)
+        watched = watcher if block in model.spaced else None
+        if watched is not None:
+            watched.begin(block, tensors)
         module = stream.factory.block(block, tensors).requires_grad_(False)
         end = states.pop()
-        found = _backward(stream, module, block, end, gradients, watcher, rotary)
+        found = _backward(stream, module, block, end, gradients, watched, rotary)
         if ends is not None and states:
             ends.see(stream, states, end, gradients)
-        if watcher is not None:
-            watcher.end(len(samples))
+        if watched is not None:
+            watched.end(len(samples))
         named = {model.moments_name(block, space): Fisher(len(samples), sums) for space, sums in found.items()}
         for name, own in named.items():
             if not bool(torch.isfinite(own.sums).all()):
@@ -192,6 +193,10 @@ def _backward(
         `Fisher.sums` of the block's sites, on CPU.
     """
     family, factory = stream.factory.family, stream.factory
+    if block not in factory.model.spaced:
+        for _ in pass_back(stream, module, block, given, [each.values for each in gradients], ()):
+            pass
+        return {}
     consumers = {space: own.consumer for space, own in family.consumers.items()}
     watched_at = {
         consumer: [space for space, own in family.columns.items() if own.consumer == consumer]

@@ -78,8 +78,7 @@ class ImageSamples:
         self.paths = kept.paths
         self.labels = None if kept.labels is None else torch.tensor(kept.labels, dtype=torch.int64)
         self.skipped = tuple(str(path) for path, _ in bad)
-        channels, height, width = self._pixels(self.paths[0]).shape
-        self.size = (channels, height, width)
+        self.size = tuple(self._pixels(self.paths[0]).shape)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -87,7 +86,8 @@ class ImageSamples:
     @cached_property
     def tokens(self) -> int:
         """Tokens of one image inside the model."""
-        return self._tokens(self.size[1:])
+        height, width = self.size[1:]
+        return self._tokens((height, width))
 
     @property
     def fingerprint(self) -> str:
@@ -121,15 +121,60 @@ class ImageSamples:
         except Exception as error:
             raise UserError(f"{path} does not decode any more: {reason_of(error)}") from error
         try:
-            values: Tensor = self._processor(images=image, return_tensors="pt")["pixel_values"]
+            made = self._processor(images=image, return_tensors="pt")
         except Exception as error:  # anything, a processor being any code
             raise UserError(f"{path}: the image processor fails on it: {reason_of(error)}") from error
+        return self._values(path, made)
+
+    def _values(self, path: Path, made: Any) -> Tensor:
+        """Of what the processor makes of one image."""
+        values: Tensor = made["pixel_values"]
         if values.dim() != 4 or len(values) != 1:
             raise UserError(
                 f"the image processor makes {_times(values.shape)} values of one image, not 1 x channels x height x "
                 "width: models that cut images into tiles are not supported"
             )
         return values[0].float()
+
+
+class PatchSamples(ImageSamples):
+    """Images as patches that are cut out beforehand (Qwen-VL), the same rows and columns of each.
+
+    Attributes:
+        size: (patches, numbers of one) of every image.
+    """
+
+    _grid: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Patches of one image."""
+        return int(self.size[0])
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        """Decode and preprocess a run of images.
+
+        Returns:
+            `hidden_states`, float32 (images x patches, numbers), and `grid_thw`, int64 (images, 3), on CPU.
+        """
+        values = super().batch(rows)["pixel_values"]
+        assert self._grid is not None
+        return {"hidden_states": values.flatten(0, 1), "grid_thw": self._grid.repeat(len(values), 1)}
+
+    def _values(self, path: Path, made: Any) -> Tensor:
+        values, grid = made.get("pixel_values"), made.get("image_grid_thw")
+        if grid is None or len(grid) != 1 or values.dim() != 2:
+            raise UserError(f"{path}: the image processor makes no patches of it with their rows and columns")
+        if self._grid is None:
+            self._grid = grid
+        if not torch.equal(grid, self._grid):
+            mine, first = (" x ".join(map(str, each[0, 1:].tolist())) for each in (grid, self._grid))
+            raise UserError(
+                f"{path} is cut into {mine} patches, {self.paths[0]} into {first}: give images of one size "
+                "(`mogrify -resize 448x448! *.jpg` makes such)"
+            )
+        found: Tensor = values.float()
+        return found
 
 
 def _decode(data: bytes) -> Image.Image:

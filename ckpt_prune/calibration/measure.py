@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.kinds import Collect
 from ckpt_prune.calibration.logits import packed_width, smaller_form
-from ckpt_prune.calibration.moments import Taylor
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Taylor
 from ckpt_prune.calibration.samples import Samples
 from ckpt_prune.calibration.states import Allocate, in_memory
 from ckpt_prune.calibration.statistics import (
@@ -97,12 +97,12 @@ def statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, sa
     per_block += sum(8 * folds * heads * packed_width(2 * count) for heads, count in pairs)
     if "fisher" in collect:
         for space in model.family.consumers.values():
-            outputs = model.tensors[model.tensor(0, space.consumer)][1][0]
+            outputs = model.tensors[model.tensor(model.spaced.start, space.consumer)][1][0]
             per_block += 2 * outputs * (outputs + 1)
         per_block += sum(4 * heads for heads, _ in (*model.query_heads.values(), *pairs))
     if "taylor" in collect:
         per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
-    return per_block * model.blocks
+    return per_block * len(model.spaced)
 
 
 def measure(
@@ -120,6 +120,7 @@ def measure(
     allocate: Allocate = in_memory,
     skeleton: nn.Module | None = None,
     finish: Callable[[Statistics], object] | None = None,
+    active_above: float = ACTIVE_THRESHOLD,
 ) -> Statistics:
     """Measure the dense model's moments over samples and write them to a folder.
 
@@ -139,6 +140,7 @@ def measure(
         allocate: makes the tensor that holds hidden states.
         skeleton: the model on the meta device, where it is not the stock one of its config.
         finish: given the moments, measures more into their folder before it gets its name.
+        active_above: absolute value above which an input counts as active.
 
     Raises:
         UserError: the folder exists, or the disk has no room.
@@ -162,6 +164,7 @@ def measure(
             compute_dtype=compute_dtype,
             allocate=allocate,
             skeleton=skeleton,
+            active_above=active_above,
         )
         if finish is not None:
             finish(found)
@@ -193,6 +196,7 @@ def measure_into(
     allocate: Allocate = in_memory,
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
+    active_above: float = ACTIVE_THRESHOLD,
 ) -> Statistics:
     """Measure as `measure` does, into a folder that is there.
 
@@ -209,6 +213,7 @@ def measure_into(
         skeleton: as of `measure`.
         journal: of the run, in which every block is entered when it is measured; blocks that are in it are run, but
             not measured again.
+        active_above: as of `measure`.
 
     Raises:
         UserError: what is measured is not finite, or the disk has no room.
@@ -223,6 +228,7 @@ def measure_into(
         folds=folds,
         allocate=allocate,
         group=group,
+        active_above=active_above,
     )
     wanted: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
     wanted |= dict.fromkeys(family.routers, False)
@@ -254,7 +260,8 @@ def measure_into(
             stream.advance(block, model.read_block(block))
             files[block_file(block)] = known[_unit(block)]
             continue
-        found = stream.observe(block, model.read_block(block), wanted, advance=True)
+        own = wanted if block in model.spaced else {}
+        found = stream.observe(block, model.read_block(block), own, advance=True)
         named = {model.moments_name(block, key): moments for key, moments in found.items()}
         group.at_first(partial(write, block, named))
     if "taylor" in collect:
@@ -279,11 +286,13 @@ def measure_into(
         collect=[kind for kind in collect if kind != "fisher"],
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         blocks=blocks,
+        leading=model.spaced.start,
         consumers=model.consumer_widths,
         queries=model.query_heads,
         turned=model.turned_heads if "rotary" in collect else {},
         routers=model.router_experts,
         linears=model.linear_widths if "linears" in collect else {},
+        active_above=active_above,
         files=files,
     )
 

@@ -92,7 +92,7 @@ class Moments:
         sum: Σ x, (d,) float64.
         square: Σ x², (d,) float64.
         absolute: Σ |x|, (d,) float64.
-        active: number of tokens with |x| > `ACTIVE_THRESHOLD`, (d,) float64.
+        active: number of tokens with |x| above a threshold, `ACTIVE_THRESHOLD` unless said, (d,) float64.
         gram: Σ x xᵀ, (d, d) float32, or None where only the vectors were collected.
         drift: of the same tokens, where the target corrects it; else None.
         taylor: of the site, the same whichever tokens these are; None where it was not collected.
@@ -117,8 +117,8 @@ class Moments:
         full = torch.zeros(width, width, dtype=torch.float32, device=device) if gram else None
         return cls(0, a, b, c, d, full)
 
-    def accumulate(self, tokens: Tensor) -> Self:
-        """These moments and those of `tokens` (..., d); the Gram is updated in place."""
+    def accumulate(self, tokens: Tensor, active_above: float = ACTIVE_THRESHOLD) -> Self:
+        """These moments and those of `tokens` (..., d), active above a threshold; the Gram is updated in place."""
         x = tokens.detach().reshape(-1, tokens.shape[-1])
         if self.gram is not None:
             add_gram(self.gram, x.float())
@@ -129,7 +129,7 @@ class Moments:
             sums[0] += wide.sum(0)
             wide = wide.abs()
             sums[2] += wide.sum(0)
-            sums[3] += (wide > ACTIVE_THRESHOLD).sum(0)
+            sums[3] += (wide > active_above).sum(0)
             sums[1] += wide.mul_(wide).sum(0)
         return type(self)(
             self.count + x.shape[0],

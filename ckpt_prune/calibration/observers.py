@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ckpt_prune.architectures.spaces import Ends, RotarySpace
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.logits import LogitMoments, smaller_form
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.routing import Routing, RoutingMoments
 from ckpt_prune.modeling_pruned import of_pairs, turn
@@ -24,10 +24,11 @@ class Inputs:
 
     Attributes:
         fold: which one the tokens that come next belong to.
+        active_above: absolute value above which an input counts as active.
     """
 
     def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
-        self.fold, self._folds = 0, folds
+        self.fold, self._folds, self.active_above = 0, folds, ACTIVE_THRESHOLD
         self._handle = linear.register_forward_pre_hook(self._see)
 
     @classmethod
@@ -38,7 +39,7 @@ class Inputs:
         return cls(linear, [Moments.zeros(width, gram=gram, device=factory.device) for gram in grams])
 
     def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
+        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0], self.active_above)
 
     def moments(self) -> tuple[Moments, ...]:
         """What was seen, on CPU; stops looking."""

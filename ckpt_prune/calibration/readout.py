@@ -153,10 +153,12 @@ class Readout:
         factory = self.factory
         inputs = as_input(batch, factory.device, factory.dtype)
         options = {"use_cache": False} if factory.family.modality == "text" else {}
-        self._states = states.to(factory.device, factory.dtype)
+        given, flat = states.to(factory.device, factory.dtype), factory.family.flat
+        self._states = given.flatten(0, 1) if flat else given
         found = self._model(**inputs, **options)
         self._states = None
-        return outputs_of(found, logits=self.logits)
+        outputs = outputs_of(found, logits=self.logits)
+        return [each.view(len(states), -1, *each.shape[1:]) for each in outputs] if flat else outputs
 
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
         """How far outputs are from those of the reference, summed over samples.

@@ -55,13 +55,17 @@ class StateMemory:
         check_room(folder, size, "hidden states beyond --state-memory need", remedy)
         with disk_failures(folder):
             descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=folder)
+            path, nameless = Path(name), Path(f"/proc/self/fd/{descriptor}")
             try:
+                if nameless.exists():  # so that a kill while gigabytes are claimed leaves nothing
+                    path.unlink()
                 # Claimed at once: a full disk would otherwise kill the process when a page is written.
                 claim(descriptor, size)
-                mapped = torch.from_file(name, shared=True, size=math.prod(shape), dtype=dtype)
+                file = str(path if path.exists() else nameless)
+                mapped = torch.from_file(file, shared=True, size=math.prod(shape), dtype=dtype)
             finally:
                 os.close(descriptor)
-                Path(name).unlink()
+                path.unlink(missing_ok=True)
         return mapped.view(shape)
 
     def _give_back(self, size: int) -> None:

@@ -41,7 +41,7 @@ from ckpt_prune.calibration.distances import Distances
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import Collect, SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments, packed_width
-from ckpt_prune.calibration.moments import Moments, Taylor
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments, Taylor
 from ckpt_prune.calibration.rotary import RotaryMoments
 from ckpt_prune.calibration.routing import RoutingMoments
 from ckpt_prune.calibration.shards import overlapping, united
@@ -96,6 +96,7 @@ class StatisticsIndex(BaseModel):
             metric at the outputs of consumers and of queries); taylor (importances of units, by gradients of the loss).
         compute_dtype: in which the model ran.
         blocks: how many blocks there are.
+        leading: the first of them that come before those with consumers. Left out like `effects`.
         consumers: consumer's on-disk weight → width, of all blocks, or of each where they differ.
         queries: query's on-disk weight → heads and their width, for every block; of families whose q and k can be
             pruned.
@@ -104,6 +105,8 @@ class StatisticsIndex(BaseModel):
         routers: router's on-disk weight → experts, for every block; left out of what is written where there are none.
         linears: of the linears that are no consumer, the on-disk weight of the first of those that read one input,
             with `/input` → width of that input, for every block.
+        active_above: absolute value above which an input counts as active; left out of what is written where it is
+            `moments.ACTIVE_THRESHOLD`.
         files: file → sha256.
         fisher: samples that the Fisher metric was measured on; 0, and left out of what is written, where it was not.
         predicted: on-disk weight of a consumer → score → what dropping the units of least score is predicted to do to
@@ -135,11 +138,13 @@ class StatisticsIndex(BaseModel):
     collect: list[Collect]
     compute_dtype: str
     blocks: int = Field(ge=1)
+    leading: Annotated[int, Field(ge=0)] = 0
     consumers: dict[str, Width]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
     routers: dict[str, int] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
+    active_above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = ACTIVE_THRESHOLD
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
     predicted: dict[str, dict[str, list[Effect]]] = Field(default_factory=dict)
@@ -166,9 +171,11 @@ class StatisticsIndex(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        for key in ("turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
+        for key in ("leading", "turned", "routers", "fisher", "predicted", "spaces", "scores", "stream", "effects"):
             if not values.get(key):
                 values.pop(key, None)
+        if values.get("active_above") == ACTIVE_THRESHOLD:
+            del values["active_above"]
         return values
 
     @property
@@ -373,13 +380,13 @@ class Statistics:
 
             folds = range(self.index.folds)
             linears = self.index.linears if "linears" in self.index.collect else {}
-            for weight, widths in (self.index.consumers | linears).items():
+            for weight, widths in (self.index.consumers | linears).items() if block >= self.index.leading else ():
                 name = _in_block(weight, block)
                 if weights is not None and name not in weights:
                     continue
                 width = widths if isinstance(widths, int) else widths[block]
                 found[name] = tuple(inputs(f"{name}/{fold}/", width) for fold in folds)
-            for router, experts in self.index.routers.items():
+            for router, experts in self.index.routers.items() if block >= self.index.leading else ():
                 name = _in_block(router, block)
                 if weights is None or name in weights:
                     found[name] = tuple(
@@ -446,7 +453,7 @@ class Statistics:
         """
         path = self.folder / name
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", backend="pread") as file:
 
                 def get(name: str, *shape: int | None) -> Tensor:
                     found = file.get_slice(name).get_shape()  # before as much memory is taken
@@ -584,6 +591,7 @@ def check_addable(a: Statistics, b: Statistics) -> None:
         "turned": "rotary pairs",
         "routers": "routers",
         "linears": "linears",
+        "active_above": "thresholds of activity",
     }
     for field, name in same.items():
         if getattr(a.index, field) != getattr(b.index, field):

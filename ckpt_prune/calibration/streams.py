@@ -1,6 +1,7 @@
 """Hidden states of calibration windows, carried through a model one block at a time."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.blocks import BlockFactory
 from ckpt_prune.calibration.experts import SplitExperts, too_few
 from ckpt_prune.calibration.kinds import Key, SpaceMoments
-from ckpt_prune.calibration.moments import Moments
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD, Moments
 from ckpt_prune.calibration.observers import OBSERVERS, Inputs, Observer
 from ckpt_prune.calibration.outside import ReadTensors, load_module
 from ckpt_prune.calibration.pooling import pooled
@@ -28,6 +29,23 @@ TOKENS_PER_BATCH = 4096
 
 class _LastBlockReachedError(Exception):
     """Raised by the last recorder to stop the model before its final norm."""
+
+
+@contextmanager
+def data_refused() -> Iterator[None]:
+    """Turn what a model's forward pass says against its input into a UserError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, IndexError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the model refuses its calibration data: {reason}") from error
+
+
+def _by_sample(states: Tensor, count: int, *, flat: bool) -> Tensor:
+    """States (count, T, hidden), also of blocks that read the tokens of all samples in one sequence."""
+    return states.view(count, -1, *states.shape[1:]) if flat else states
 
 
 def fold_slices(samples: int, folds: int) -> list[slice]:
@@ -71,9 +89,11 @@ class HiddenStream:
         sizes: Iterable[int] = (),
         allocate: Allocate = in_memory,
         group: Group = ALONE,
+        active_above: float = ACTIVE_THRESHOLD,
     ) -> None:
         group.check_enough(len(samples))
         self.factory, self.folds, self.group = factory, folds, group
+        self._active_above = active_above
         own = group.share(len(samples))
         self.samples = samples if group.size == 1 else Part(samples, own.start, own.stop)
         self._all = len(samples)
@@ -124,21 +144,15 @@ class HiddenStream:
             batch = as_input(self.samples.batch(rows), factory.device, factory.dtype)
             # A cache would be among what is recorded, and go on filling at every batch.
             options = {"use_cache": False} if family.modality == "text" else {}
-            try:
+            with suppress(_LastBlockReachedError), data_refused():
                 model(**batch, **options)
-            except _LastBlockReachedError:
-                pass
-            except torch.OutOfMemoryError:
-                raise
-            except (ValueError, IndexError, RuntimeError) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise UserError(f"the model refuses its calibration data: {reason}") from error
             # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
             self._arguments.setdefault(rows.stop - rows.start, list(captured))
             if position == 0:
-                self.states = allocate((len(self.samples), *states[0].shape[1:]), states[0].dtype)
+                shape = _by_sample(states[0], rows.stop - rows.start, flat=family.flat).shape[1:]
+                self.states = allocate((len(self.samples), *shape), states[0].dtype)
             if position < len(own):
-                self.states[rows] = states[0].cpu()
+                self.states[rows] = _by_sample(states[0], rows.stop - rows.start, flat=family.flat).cpu()
         for layer in layers:
             del layer.forward
         # What comes before the blocks is not needed again.
@@ -157,9 +171,11 @@ class HiddenStream:
             (B, T, hidden), on the block's device.
         """
         arguments, options = self._arguments[len(states)][index]
-        output = block(states.to(self.factory.device), *arguments, **options)
+        flat = self.factory.family.flat
+        entering = states.to(self.factory.device)
+        output = block(entering.flatten(0, 1) if flat else entering, *arguments, **options)
         result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+        return _by_sample(result, len(states), flat=flat)
 
     @torch.no_grad()
     def observe(
@@ -258,8 +274,13 @@ class HiddenStream:
         space = next((space for name, space in self.factory.family.spaces.items() if name == what), None)
         runs = fold_slices(self._all, self.folds)
         if space is None:
-            return Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
-        return OBSERVERS[space.ends](self.factory, block, index, space, gram, [run.stop - run.start for run in runs])
+            found: Observer = Inputs.of_module(self.factory, block, index, what, [gram] * len(runs))
+        else:
+            sizes = [run.stop - run.start for run in runs]
+            found = OBSERVERS[space.ends](self.factory, block, index, space, gram, sizes)
+        if isinstance(found, Inputs):
+            found.active_above = self._active_above
+        return found
 
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:

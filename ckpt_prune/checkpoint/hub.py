@@ -1,6 +1,7 @@
 """Where a MODEL argument lives: a folder as it is, or a Hub id brought into the local cache."""
 
 import difflib
+import os
 import re
 import stat
 from pathlib import Path
@@ -67,12 +68,15 @@ def local_folder(model: str) -> Path | None:
 
 
 def model_name(folder: Path) -> str:
-    """What a model is called: its folder, or its Hub id where the folder is a snapshot in the Hub's cache."""
+    """What a model is called: its folder, or its Hub id where the folder is a snapshot in the Hub's cache.
+
+    Bytes that are no Unicode, which no JSON can hold, are U+FFFD.
+    """
     whole = folder.resolve()
     kept = whole.parent.parent.name
     if whole.parent.name == "snapshots" and kept.startswith(_CACHED):
         return kept.removeprefix(_CACHED).replace("--", "/")
-    return whole.name
+    return os.fsencode(whole.name).decode(errors="replace")
 
 
 def output_folder(given: Path) -> Path:

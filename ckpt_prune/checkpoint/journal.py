@@ -1,5 +1,6 @@
 """The journal of an unfinished run: what of it is safely on disk, so that a killed run can go on where it stopped."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.inputs import read_input
-from ckpt_prune.checkpoint.jsonfile import parse_object, pretty
+from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
 
 # Hidden and unlike any published file: it is removed only after the swap, so that a kill there costs nothing.
@@ -84,7 +85,8 @@ class Journal:
             "notes": self.notes,
         }
         fresh = self.folder / _FRESH
-        fresh.write_text(pretty(values), encoding="utf-8")
+        # On one line: it is written anew at every block, and indenting takes Python longer than all the rest.
+        fresh.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
         sync(fresh)
         fresh.replace(self.folder / JOURNAL)
         sync(self.folder)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ckpt_prune.checkpoint.inputs import read_input
 from ckpt_prune.errors import UserError
+from ckpt_prune.plain import OBEYED
 
 _DEEPEST = 100
 """Levels; no file of this project or of transformers has ten."""
@@ -60,8 +61,12 @@ def canonical(value: object) -> str:
 
 
 def pretty(value: object) -> str:
-    """As written into checkpoint folders: two spaces, keys in the order given, a final newline."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """As written into checkpoint folders: two spaces, keys in the order given, a final newline.
+
+    What a terminal would obey stands escaped in strings, and JSON has nothing of it elsewhere.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

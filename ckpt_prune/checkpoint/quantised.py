@@ -123,19 +123,27 @@ def plain_fp8(config: Mapping[str, Any]) -> bool:
     if not isinstance(found, dict):
         return False
     if found.get("quant_method") == "compressed-tensors":
-        groups = found.get("config_groups") or {}
-        kinds = {(each.get("weights") or {}).get("type") for each in groups.values() if isinstance(each, dict)}
+        kinds = {each.get("type") for each in _weights(found)}
         other = found.get("transform_config") or found.get("sparsity_config")
         return found.get("format") == "float-quantized" and kinds == {"float"} and not other
     return found.get("quant_method") == "fp8"
+
+
+def _weights(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What each group of compressed-tensors says of its weights; nothing of what is no such group."""
+    groups = found.get("config_groups")
+    own = (
+        [each.get("weights") for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+    )
+    return [each for each in own if isinstance(each, dict)]
 
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that one scale of a plain fp8 checkpoint stands for; None where the config names none."""
     found = config[QUANTISATION]
     size = found.get("weight_block_size")
-    for group in (found.get("config_groups") or {}).values():
-        size = size or (group.get("weights") or {}).get("block_structure")
+    for each in _weights(found):
+        size = size or each.get("block_structure")
     if not (isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size)):
         return None
     return size[0], size[1]

@@ -18,6 +18,7 @@ from torch import Tensor
 from ckpt_prune.checkpoint.inputs import Stamp, open_input, stamp
 from ckpt_prune.checkpoint.jsonfile import parse_object
 from ckpt_prune.errors import UserError
+from ckpt_prune.plain import is_plain
 
 # In safetensors' own order: files list their tensors by descending position here, which keeps every tensor aligned.
 _TORCH_NAMES = {
@@ -319,6 +320,9 @@ def _parse(file: str, data: bytes, of_file: Stamp | None = None) -> Header:
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not a map of strings")
+    for name in content:
+        if not is_plain(name):
+            raise ValueError(f"tensor {name!a} has control characters in its name")
     data_start = _LENGTH_BYTES + len(data)
     found = sorted((_tensor(file, data_start, name, entry, of_file) for name, entry in content.items()), key=_place)
     end = data_start

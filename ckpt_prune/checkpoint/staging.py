@@ -4,7 +4,6 @@ OUT is only ever absent, the old folder or the finished new one. Until then ever
 journal of the units that are safely on disk, so that a killed run can go on where it stopped.
 """
 
-import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -12,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two runs on one output are not told apart
-    fcntl = None  # type: ignore[assignment]
+from safetensors import SafetensorError
 
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_own
+from ckpt_prune.checkpoint.locks import hold, lock
 from ckpt_prune.checkpoint.swap import complete, swap
 from ckpt_prune.checkpoint.written import OUTPUT, Kind, Wants, refuse_lost, strangers
 from ckpt_prune.errors import DiskError, UserError
@@ -197,7 +194,7 @@ class Staging:
             UserError: another run holds it.
         """
         if self._lock is None:
-            self._lock = _hold(self.path)
+            self._lock = hold(self.path)
 
     def release(self) -> None:
         """Let other runs have the staging folder."""
@@ -247,57 +244,12 @@ def complete_swap(out: Path, kind: Kind = OUTPUT) -> None:
         UserError: another run is at it, or files that are to be kept have no place.
     """
     whole = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link we must not replace
-    lock = _hold(whole) if whole.is_dir() else None
+    held = hold(whole) if whole.is_dir() else None
     try:
         complete(whole, kind)
     finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _hold(folder: Path) -> int | None:
-    """A lock on a folder, which lasts until it is closed; None where there are no locks.
-
-    Raises:
-        UserError: another run holds it.
-    """
-    if fcntl is None:
-        return None
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        locked = _lock(descriptor, folder, folder)
-    except UserError:
-        os.close(descriptor)
-        raise
-    if not locked:
-        os.close(descriptor)
-    return descriptor if locked else None
-
-
-def _lock(descriptor: int, path: Path, what: Path) -> bool:
-    """Lock an open file or folder; False where there are no locks.
-
-    Args:
-        descriptor: of it.
-        path: where it is.
-        what: is written, in the message.
-
-    Raises:
-        UserError: another run holds it.
-    """
-    if fcntl is None:
-        return False
-    busy = UserError(f"{what} is being written by another run; wait for it or stop it")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return False  # a file system without locks
-        raise busy from error
-    # Another run may have moved or deleted it and made its own between the two calls: the lock is then on nothing.
-    if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
-        raise busy
-    return True
+        if held is not None:
+            os.close(held)
 
 
 def refuse_overlap(source: Path, out: Path) -> None:
@@ -356,8 +308,9 @@ def disk_failures(path: Path) -> Iterator[None]:
     """Turn what the operating system says against writing at `path` into a DiskError."""
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or error  # numpy's own errors of a full disk have no number
+    except (OSError, SafetensorError) as error:
+        # numpy's own errors of a full disk have no number, and the safetensors library's are no OSError.
+        reason = getattr(error, "strerror", None) or error
         raise DiskError(f"cannot write {path} ({reason}); free space or choose another place") from error
 
 
@@ -374,7 +327,7 @@ def write_whole(path: Path, text: str) -> None:
         # Not through a link that somebody put there, and open to whoever the umask lets read it.
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
-            _lock(descriptor, fresh, path)
+            lock(descriptor, fresh, path)
             try:
                 os.ftruncate(descriptor, 0)
                 with open(descriptor, "wb", closefd=False) as file:

@@ -17,13 +17,14 @@ from ckpt_prune.cli.options import (
     part_option,
     trust_option,
 )
-from ckpt_prune.options import CalibrationOptions, ImageOptions
+from ckpt_prune.options import ActivityOptions, CalibrationOptions, ImageOptions
 
 
 @click.command("calibrate")
 @model_argument
 @options_of(CalibrationOptions)
 @options_of(ImageOptions)
+@options_of(ActivityOptions)
 @click.option(
     "--collect",
     metavar="KIND[,KIND...]",

@@ -1,6 +1,5 @@
 """`ckpt-prune demo`."""
 
-import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -23,13 +22,14 @@ def command(out: Path | None, device: str, as_json: bool) -> None:
     model was trained on the calibration side only. Some four minutes of CPU time, most of them for best-uniform and
     best; no network.
     """
+    from ckpt_prune.checkpoint.scratch import scratch_folder
     from ckpt_prune.checkpoint.units import human_bytes
     from ckpt_prune.demo import run as demo
     from ckpt_prune.devices import resolve_device
 
     target = resolve_device(device)
-    with nullcontext(str(out)) if out else tempfile.TemporaryDirectory(prefix="ckpt-prune-demo-") as folder:
-        rows = demo.run(Path(folder), target)
+    with nullcontext(out) if out else scratch_folder() as folder:
+        rows = demo.run(folder, target)
     if as_json:
         echo_json({"window": demo.WINDOW, "windows": demo.EVALUATION_WINDOWS, "rows": [asdict(row) for row in rows]})
         return

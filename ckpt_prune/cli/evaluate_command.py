@@ -17,6 +17,7 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.options import EvaluationOptions, SpreadOptions
+from ckpt_prune.plain import line
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
@@ -48,7 +49,9 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--tasks",
     metavar="T[,T...]",
-    help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra).",
+    help="Instead of text, files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the eval extra); "
+    "of a model with a sequence-classification head files of labelled texts, or tasks of GLUE: glue:sst2, "
+    "FOLDER/glue:mrpc.",
 )
 @click.option(
     "--include-path", type=click.Path(path_type=Path), help="Folder with lm-eval task files of your own, for --tasks."
@@ -104,6 +107,11 @@ def command(as_json: bool, **given: Any) -> None:
     log-probability, norm. by that per character, beside the chance of guessing. They have the shape of ARC, OpenBookQA,
     PIQA, WinoGrande or BoolQ, or question, choices (a list) and answer (from 0).
 
+    A model with a sequence-classification head labels texts: tasks of GLUE (glue:cola, sst2, mrpc, qqp, stsb, mnli,
+    mnli-mm, qnli, rte, wnli; their validation splits, from FOLDER, $CKPT_PRUNE_DATA/glue or the Hub), or rows of a
+    .jsonl with label and the columns of one of these. Metrics are GLUE's: Matthews' correlation for CoLA, accuracy and
+    F1 for MRPC and QQP, Pearson's and Spearman's correlation for STS-B, accuracy elsewhere.
+
     --generate shows what a perplexity hides: a model that repeats itself has a plausible one. Repeated is the share of
     runs of four tokens that were there before.
 
@@ -114,6 +122,7 @@ def command(as_json: bool, **given: Any) -> None:
       ckpt-prune evaluate OUT --against MODEL --images photos --labels labels.csv
       ckpt-prune evaluate OUT --against MODEL --images photos --probe knn
       ckpt-prune evaluate OUT --against MODEL --tasks arc_easy.jsonl,piqa.jsonl
+      ckpt-prune evaluate OUT --against MODEL --tasks glue:sst2
       ckpt-prune evaluate OUT --against MODEL --generate "The capital of France is"
       ckpt-prune evaluate OUT --tasks arc_easy,piqa
     """
@@ -133,6 +142,7 @@ def _show(found: "Result") -> None:
         FeaturesResult,
         GenerationResult,
         HeadResult,
+        LabelResult,
         MaskedResult,
         PerplexityResult,
         ProbeResult,
@@ -150,6 +160,7 @@ def _show(found: "Result") -> None:
         ProbeResult: _probe,
         TaskResult: _tasks,
         ChoiceResult: _choices,
+        LabelResult: _labels,
         GenerationResult: _generated,
         MemoryPlans: _planned,
     }
@@ -244,7 +255,7 @@ def _sentences(found: Any) -> None:
 def _skipped(skipped: tuple[str, ...]) -> None:
     if skipped:
         more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        click.echo(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:NAMED])}{more}", err=True)
+        click.echo(line(f"left out, {len(skipped)} not decoding: {', '.join(skipped[:NAMED])}{more}"), err=True)
 
 
 def _tasks(found: Any) -> None:
@@ -272,6 +283,27 @@ def _choices(found: Any) -> None:
             difference, error = score.difference(found.references[task])
             said.append([task, f"{difference:+.1%}", f"{error:.1%}", f"{found.agreement(task):.1%}"])
         click.echo(f"\n{table(['task', 'difference', '+/-', 'both choose the same'], said)}")
+
+
+def _labels(found: Any) -> None:
+    rows = []
+    for task, score in found.scores.items():
+        for metric, value in score.figures.items():
+            other = None if found.references is None else found.references[task].figures[metric]
+            beside = [] if other is None else [f"{other:.4f}", f"{value - other:+.4f}"]
+            rows.append([task, metric, f"{value:.4f}", *beside, f"{score.items:,}"])
+    against = [] if found.against is None else [str(found.against), "difference"]
+    click.echo(table(["task", "metric", str(found.model), *against, "texts"], rows))
+    if found.alike is not None:
+        click.echo()
+    for task, alike in (found.alike or {}).items():
+        if alike.kl is None:
+            click.echo(f"{task}: rank correlation of the two models' numbers {alike.rank_correlation:.4f}")
+        else:
+            click.echo(f"{task}: both put the same class first for {alike.agreement:.1%}, KL {alike.kl:.6f}")
+    for task, score in found.scores.items():
+        if score.by_name is False:
+            click.echo(f"{task}: the model does not name its classes as the task does; they are taken by number")
 
 
 def _generated(found: Any) -> None:

@@ -1,5 +1,6 @@
 """`ckpt-prune plan`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,12 @@ from ckpt_prune.cli.options import (
     trust_option,
 )
 from ckpt_prune.errors import UserError
+from ckpt_prune.plain import plain
 from ckpt_prune.planning.shipped import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import ComparedPlan
-    from ckpt_prune.transform.shifts import Shifting
+    from ckpt_prune.planning.plan import SitePlan
 
 
 _PREDICTED = (
@@ -105,7 +107,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     worse there, relative.
 
     --test STATS holds the plan, made from --statistics, against other samples: the error of every site there, exactly,
-    beside how far its inputs are from those it was fitted on, and the bound of CORP's Proposition C.1.3.
+    beside how far its inputs are from those it was fitted on, and the bounds of CORP's Propositions C.1.3 and C.2.3.
+    The plan file holds all of it, and `ckpt-prune report` draws it, of the plan and of what is pruned by it.
 
     \b
       ckpt-prune plan MODEL --recipe rcpu --statistics STATS --ratio 0.2 -o plan.json
@@ -132,23 +135,20 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     made = plan(**given)
     takes = made.takes
     if as_json:
-        for line in filter(None, (*made.messages, takes)):
-            click.echo(line, err=True)
-        if made.shifting is None:
-            click.echo(made.plan.to_json(), nl=False)
-        else:
-            echo_json(made.data())
+        for said in filter(None, (*made.messages, takes)):
+            click.echo(plain(said), err=True)
+        click.echo(made.plan.to_json(), nl=False)
         return
     _print_plan(made.settled, made.plan)
     if made.shifting is not None:
-        _print_shifts(made.shifting)
+        _print_shifts(made.plan.sites, made.shifting.left)
     if takes is not None:
         click.echo(f"\n{takes}")
     if made.path is not None:
         click.echo(f"\nplan written to {made.path}")
 
 
-def _print_shifts(shifting: "Shifting") -> None:
+def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
     """What sites lose on other samples than those the plan was made from."""
 
     def figure(value: float | None, form: str = ".4f") -> str:
@@ -156,20 +156,25 @@ def _print_shifts(shifting: "Shifting") -> None:
 
     rows = [
         [
-            *(str(site.block), site.space, f"{site.kept}/{site.units}"),
-            *(figure(value) for value in (site.calibration, site.test, site.uncompensated, site.floor)),
-            figure(site.covariances, ".3f"),
+            *(str(site.block), space_of(site.space, site.expert), f"{len(site.kept)}/{site.units}"),
+            *(figure(value) for value in (site.error_compensated, shift.test, shift.uncompensated, shift.floor)),
+            figure(shift.covariances, ".3f"),
+            f"{shift.freedom}",
         ]
-        for site in shifting.sites
+        for site in sites
+        if (shift := site.shift) is not None
     ]
     click.echo()
-    click.echo(table(["block", "space", "kept", "calibration", "test", "before", "floor", "apart"], rows))
+    click.echo(table(["block", "space", "kept", "calibration", "test", "before", "floor", "apart", "freedom"], rows))
     click.echo()
     click.echo("calibration, test: the error on the samples of --statistics and of --test, after compensation")
     click.echo("before, floor: on those of --test without compensation, and the least there can be")
-    click.echo("apart: how far the inputs of the two are from each other, |S - S'| / |S|; --json has more")
-    if shifting.left:
-        click.echo(f"{' and '.join(shifting.left)}: not told on other samples; those sites do not end in columns")
+    click.echo(
+        "apart: how far the inputs of the two (of q and k the equations of a fit) are from each other, |S - S'| / |S|"
+    )
+    click.echo("freedom: numbers that the compensation is free to choose; -o and --json hold bounds and more")
+    if left:
+        click.echo(f"{' and '.join(left)}: not told on other samples; moments do not say where tokens go")
 
 
 def _side_by_side(recipes: tuple[str, ...], sweep: str | None, as_json: bool, given: dict[str, Any]) -> None:

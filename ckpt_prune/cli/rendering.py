@@ -67,7 +67,7 @@ def _joint_line(settled: Settled, shortened: Shortened) -> str:
 def _kept_units(settled: Settled) -> str:
     """Units kept per block."""
     asked = asked_size_of(settled)
-    model, recipe, widths = settled.model, settled.recipe, settled.widths
+    model, recipe, widths = settled.model, settled.recipe, settled.spaced_widths
     if settled.request.narrowed is not None:
         return _hidden_line(settled, settled.request.narrowed)
     if settled.foreseen:
@@ -112,7 +112,7 @@ def _hidden_line(settled: Settled, narrowed: Narrowed) -> str:
 def _foreseen_line(settled: Settled) -> str:
     """What one ratio everywhere keeps, where widths of about that size are found by measuring."""
     asked, recipe = settled.recipe.size, settled.recipe
-    widths = settled.widths[0]
+    widths = settled.widths[-1]
     spaces = first_of_experts(widths).items()
     kept = ", ".join(f"{name} {widths[space]}/{settled.model.units(space)}" for name, space in spaces)
     size = f"ratio {recipe.ratio:g}" if asked is None else asked.words

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ckpt_prune.compensation.least_squares import solve
+
 
 @dataclass(frozen=True)
 class Factors:
     """Ŵ = up · down.
 
     Attributes:
-        up: (d_out, r) float64, columns orthonormal.
+        up: (d_out, r) float64, columns orthonormal where both factors are found together.
         down: (r, d_in) float64.
         error: Σ‖y − ŷ‖² / Σ‖y‖² on the tokens of the Gram; without one ‖W − Ŵ‖² / ‖W‖².
     """
@@ -74,6 +76,27 @@ def factor(weight: Tensor, gram: Tensor | None, rank: int) -> Factors:
     up = vectors * torch.where(largest < 0, -1.0, 1.0)
     energy = values.sum().item()
     return Factors(up, up.T @ weight, values[rank:].sum().item() / energy if energy else 0.0)
+
+
+def updated(weight: Tensor, gram: Tensor, down: Tensor) -> Factors:
+    """The U that minimises Σ‖W x − U D x‖² for a D that stands: W G Dᵀ (D G Dᵀ)⁺.
+
+    SVD-LLM's layer-wise closed-form update (Wang et al. 2024, as first published; step 2 of the released code), where D
+    comes from the dense model's inputs and G is of those behind layers that are updated already.
+
+    Args:
+        weight: W, (d_out, d_in) float64.
+        gram: G = Σ x xᵀ, (d_in, d_in) float64.
+        down: D, (r, d_in) float64.
+
+    Returns:
+        The factors; columns of this U are not orthonormal.
+    """
+    through = gram @ down.T
+    up = solve(down @ through, weight @ through)
+    lost = weight - up @ down
+    energy, error = ((each @ gram * each).sum().item() for each in (weight, lost))
+    return Factors(up, down, max(0.0, error) / energy if energy > 0 else 0.0)
 
 
 def _smaller(weight: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -88,7 +88,8 @@ def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
 def affine(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
     """Ridge on centred moments and the bias that matches the means, μ_y − Ŵ μ_K (CORP eq. 7-9).
 
-    CORP writes Ŵ = W_K + W_D Σ_DK (Σ_KK + λ I)⁻¹, which is algebraically the same. Its λ is per token.
+    CORP writes Ŵ = W_K + W_D Σ_DK (Σ_KK + λ I)⁻¹, which is algebraically the same. Its λ is per token in
+    eq. 9, and beside a sum over tokens in its eq. 8 and 21-25: the two differ by the number of tokens.
 
     Raises:
         ValueError: `fit` has no second moments.

@@ -44,6 +44,8 @@ class LogitMethod(Traits):
         width_errors: moments → logit errors for 0 … d dropped dimensions, (H, d + 1), never decreasing, where they are
             known for all at once; None where the energies of single dimensions stand for them.
         unknowns: dimensions, and kept ones → unknowns that a sample's Grams have to settle, as the sides of a matrix.
+        freedom: dimensions, and kept ones → numbers that it is free to choose for a head (RCPU, section 4.2).
+        bounded: whether it solves, at most, CORP's equations, so that Proposition C.2.3 speaks of it.
     """
 
     fit: Callable[[LogitMoments, LogitSystem, Tensor, float, Units], LogitFit]
@@ -51,6 +53,8 @@ class LogitMethod(Traits):
     diagnose: Callable[[LogitMoments, LogitSystem, Tensor], LogitDiagnostics]
     width_errors: Callable[[LogitMoments], Tensor] | None = None
     unknowns: Callable[[int, int], tuple[int, int]] = lambda dims, kept: (kept, kept)
+    freedom: Callable[[int, int], int] = lambda dims, kept: kept**2
+    bounded: bool = True
 
 
 def _bare(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
@@ -91,6 +95,7 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             _bare,
             _no_choice,
             _diagnosed,
+            freedom=lambda dims, kept: 0,
         ),
         LogitMethod(
             "logit",
@@ -115,6 +120,9 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             low_rank.diagnose_low_rank,
             low_rank.width_errors,
             lambda dims, kept: (dims, kept),
+            # Matrices (d, d) of rank d': two factors, less what may pass between them.
+            lambda dims, kept: 2 * dims * kept - kept**2,
+            bounded=False,
         ),
     )
 }

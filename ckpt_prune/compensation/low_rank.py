@@ -281,6 +281,18 @@ def solve_low_rank(
     return LowRank(*(torch.stack(parts) for parts in zip(*found, strict=True)))
 
 
+def pair_errors(moments: LogitMoments, left: Tensor, right: Tensor) -> Tensor:
+    """Σ_b ‖Q_b (I − P Qᵀ) K_bᵀ‖² of every head, (H,) float64, never negative.
+
+    Args:
+        moments: of the samples to measure on.
+        left: P, (H, d, d') float64, fitted to any.
+        right: Q, likewise.
+    """
+    heads = (_Head.of(moments.of_head(index)) for index in range(moments.heads))
+    return torch.stack([head.error(*pair) for head, *pair in zip(heads, left, right, strict=True)])
+
+
 def diagnose_low_rank(moments: LogitMoments, system: LogitSystem, reached: Tensor) -> LogitDiagnostics:
     """The diagnostics of a layer; its floor is what this form reaches with next to no strength.
 

@@ -24,9 +24,9 @@ DELTA = 0.05
 
 @dataclass(frozen=True)
 class Shift:
-    """One projection whose units were chosen and fitted on some tokens, on others.
+    """One site whose units were chosen and fitted on some tokens, on others.
 
-    Errors are per token, in squared units of its output.
+    Errors are per token in squared units of a projection's output, or per sample in squared logits (`head_shift`).
 
     Attributes:
         uncompensated: error on the others of dropping and doing nothing.
@@ -35,7 +35,7 @@ class Shift:
         covariances: ‖Σ − Σ'‖₂ / ‖Σ‖₂. None, as what follows from it, where spectra are not asked for.
         means: ‖μ − μ'‖² / E‖x‖².
         smallest: σ, the least eigenvalue of Σ_SS + λ, as a share of the mean diagonal entry of Σ_SS.
-        sampling: the bound's second term; infinite where σ is 0.
+        sampling: the bound's second term; infinite where σ is 0. None where no bound is known.
         shifting: its third term.
     """
 

@@ -40,8 +40,8 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
     """`Spectrum` of the inputs of one projection.
 
     CORP's Table 9 names "effective rank" without a definition and "activation sparsity" without a threshold. Here the
-    effective rank is Roy and Vetterli's. Sparsity would be 1 − active, with `ACTIVE_THRESHOLD`. The table's sparsities
-    after GELU need a larger threshold, since GELU is almost never that near to zero.
+    effective rank is Roy and Vetterli's. Sparsity would be 1 − active, with the threshold of the statistics. The
+    table's sparsities after GELU need a larger one than the default, since GELU is almost never that near to zero.
 
     The Gram is kept in float32. Where the means are far larger than the deviations, the smallest eigenvalues are
     rounding. Negative eigenvalues count as zero.

@@ -33,7 +33,7 @@ def quantised_card(record: Quantised) -> str:
             "",
             f"# {markdown(f'{record.source.name}, {record.format}')}",
             "",
-            f"Made by ckpt_prune {record.ckpt_prune} from {coded(record.source.name)}: "
+            f"{markdown(f'Made by ckpt_prune {record.ckpt_prune}')} from {coded(record.source.name)}: "
             f"{counted(len(record.weights), 'linear weight')} of the blocks as {record.scheme.words}, rounded "
             f"{rounded}; embeddings, norms and heads stay as they were.{mean}",
             f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "

@@ -1,7 +1,7 @@
 """`ckpt_prune_quantised.json`: what a quantised checkpoint was made from, and how."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -49,9 +49,9 @@ class Quantised(Fixed):
     torch: str
     transformers: str
     source: Source
-    auto_class: str
+    auto_class: Annotated[str, Field(pattern=r"^\w+$")]
     format: Format
-    group_size: int | None
+    group_size: Annotated[int, Field(ge=1)] | None
     before: Count
     after: Count
     rounding: Literal["nearest", "gptq"] = "nearest"

@@ -104,6 +104,8 @@ def _rounded(folder: Path, record: Quantised, tensors: dict[str, TensorInfo], so
                 return False, f"{name} is not the source's"
             continue
         module = name.removesuffix(".weight")
+        if theirs.shape[1] % (record.group_size or 1):
+            return False, f"{name} has {theirs.shape[1]} columns, which no groups of {record.group_size} make up"
         codes = unpacked(_read(folder, tensors, f"{module}.{PACKED}"), theirs.shape[1], record.scheme)
         scales = _read(folder, tensors, f"{module}.{SCALE}")
         shape = _read(folder, tensors, f"{module}.{SHAPE}").tolist()

@@ -149,7 +149,9 @@ def choose_container(
         UserError: nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
+    given, widths = widths, widths[model.spaced.start :]
     for own in widths:
+        _check_alike(model, own)
         for name, first in first_of_experts(own).items():
             if len({count for space, count in own.items() if known_space(space) == name}) > 1:
                 raise UserError(
@@ -167,6 +169,8 @@ def choose_container(
                 f"{stay} of {model.dimension(family.experts.count)} experts would stay, and the router sends every "
                 f"token to {chosen} ({family.experts.chosen} in config.json): keep as many"
             )
+        if stay is not None and family.experts is not None and family.experts.groups:
+            _check_groups(model, stay, chosen, *family.experts.groups)
     uneven = any(dict(w) != dict(widths[0]) for w in widths)
     if uneven and not per_layer:
         raise UserError(
@@ -175,9 +179,9 @@ def choose_container(
         )
     if requested == ANY and not uneven:
         try:
-            return choose_container(model, widths, biases, per_layer=per_layer)
+            return choose_container(model, given, biases, per_layer=per_layer)
         except NothingFitsError as error:
-            made = choose_container(model, widths, biases, requested=REMOTE, per_layer=per_layer)
+            made = choose_container(model, given, biases, requested=REMOTE, per_layer=per_layer)
             return replace(made, note=remote_note(made.model_type, str(error.reasons[0])))
     if uneven and requested not in ("auto", ANY, REMOTE):
         raise UserError(f"container {requested} cannot hold blocks of different widths: only remote can")
@@ -218,6 +222,43 @@ def choose_container(
                 hidden = model.dimension("hidden")
                 advice += f"; --set spaces.{name}.multiple_of={hidden} rounds the {name} up to a stock width"
     raise NothingFitsError(reasons, advice)
+
+
+def _check_groups(model: Model, stay: int, chosen: int, groups: str, among: str) -> None:
+    """Refuse a number of experts that the router's groups cannot have.
+
+    Raises:
+        UserError: with the numbers that they can.
+    """
+    count, sent = int(getattr(model.config, groups) or 1), int(getattr(model.config, among) or 1)
+    least = max(2, -(-chosen // sent)) * count
+    if count > 1 and (stay % count or stay < least):
+        raise UserError(
+            f"{stay} experts would stay, which the router takes in {count} groups ({groups} in config.json) and sends "
+            f"every token to {chosen} experts of {sent} of them: keep a multiple of {count}, {least} at the least "
+            f"(--set spaces.experts.multiple_of={count})"
+        )
+
+
+def _check_alike(model: Model, units: Mapping[SpaceName, int]) -> None:
+    """Refuse spaces of different widths that one config key says together (experts and shared ones).
+
+    Raises:
+        UserError: naming them.
+    """
+    family = model.family
+    by_key: dict[str, dict[SpaceName, int]] = {}
+    for name, first in first_of_experts(family.spaces).items():
+        space = family.spaces[first]
+        for key in space.config if space.units in family.together else ():
+            by_key.setdefault(key, {})[name] = units.get(first, model.units(first))
+    for key, own in by_key.items():
+        if len(set(own.values())) > 1:
+            told = " and ".join(f"{count} of {name}" for name, count in own.items())
+            raise UserError(
+                f"one key of config.json ({key}) says how wide {' and '.join(own)} of a {family.model_type} are, and "
+                f"{told} would stay: prune both, by the same ratio and rounding (allocation: uniform)"
+            )
 
 
 class NothingFitsError(UserError):
@@ -292,7 +333,7 @@ def _build(
         values["ckpt_prune_biases"] = [path for module in slotless for path in paths[module]]
     overrides = {}
     first = model.config_values(widths[0])
-    for index, units in enumerate(widths):
+    for index, units in enumerate(widths, model.spaced.start):
         own: dict[str, Any] = {k: v for k, v in model.config_values(units).items() if v != first[k]}
         if ranks and ranks[index] != ranks[0]:
             own[RANKS_KEY] = _ranks(candidate, ranks[index])

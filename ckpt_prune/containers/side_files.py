@@ -16,6 +16,7 @@ from ckpt_prune.filenames import (
     ROTATIONS,
     VALIDATION,
 )
+from ckpt_prune.plain import is_plain
 
 _NOT_CARRIED = PICKLES | {".safetensors", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".py"}
 _REWRITTEN = {CONFIG, CONVERTED, "README.md", REPORT, ROTATIONS, QUANTISED}
@@ -30,12 +31,14 @@ def side_files(folder: Path) -> dict[str, Path]:
     those of a sentence-transformers folder's modules, whose names have their folder and a slash.
 
     Raises:
-        UserError: what `modules.json` names cannot travel, or a file is a link out of the folder. Whoever wrote the
-            folder would else have a file published that is not theirs.
+        UserError: what `modules.json` names cannot travel, a name holds more than text, or a file is a link out of the
+            folder. Whoever wrote the folder would else have a file published that is not theirs.
     """
     found = sorted(path for path in folder.iterdir() if path.is_file() and _is_side_file(path))
     own = {path.name: path for path in found} | module_files(folder)
-    for path in own.values():
+    for name, path in own.items():
+        if not is_plain(name):
+            raise UserError(f"{path} has control characters in its name, or what is no Unicode; rename it")
         _check_link(path, folder.resolve())
     return own
 

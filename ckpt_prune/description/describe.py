@@ -147,6 +147,9 @@ def _space(model: Model, name: Any) -> SpaceDescription:
     consumer = None if columns is None else columns.consumer
     existing = {module for module in family.linears if model.has(module, "bias")}
     alike = [other for other in family.spaces if known_space(other) == known_space(name)]
+    together = [other for other, own in family.spaces.items() if own.units == description.units in family.together]
+    groups = family.experts.groups[:1] if family.experts is not None and description.ends == "experts" else ()
+    fewer = max(1, units - (int(getattr(model.config, groups[0]) or 1) if groups else 1))
     fits = {}
     for label, biases in (
         ("weights", existing),
@@ -157,18 +160,18 @@ def _space(model: Model, name: Any) -> SpaceDescription:
             continue
         try:
             # One unit fewer stands for any number: the first drop is what changes the container.
-            widths = [dict.fromkeys(alike, max(1, units - 1))] * model.blocks
+            widths = [dict.fromkeys({*alike, *together}, fewer)] * model.blocks
             fits[label] = choose_container(model, widths, biases).model_type
         except UserError:
             fits[label] = "remote code"
     tensors = model.checkpoint.tensors
-    per_block = sum(tensors[model.tensor(0, module)].numel for module in description.modules)
+    per_block = sum(tensors[model.tensor(model.spaced.start, module)].numel for module in description.modules)
     return SpaceDescription(
         unit=description.unit + (f" of each of {counted(len(alike), 'expert')}" if description.experts else ""),
         units=units,
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),
-        parameters=per_block * len(alike) * model.blocks,
+        parameters=per_block * len(alike) * len(model.spaced),
         containers=fits,
     )
 
@@ -195,7 +198,7 @@ def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
     container = output.container
     return SizeAtRatio(
         ratio=ratio,
-        units={name: widths[0][space] for name, space in first_of_experts(widths[0]).items()},
+        units={name: widths[-1][space] for name, space in first_of_experts(widths[-1]).items()},
         container=container.model_type + (" + remote code" if container.remote_class else ""),
         **output.cost.model_dump(),
     )

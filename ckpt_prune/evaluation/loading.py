@@ -1,6 +1,7 @@
 """Whole models in memory, for evaluation only. Pruning never comes here: it reads one block at a time."""
 
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from ckpt_prune.architectures.composite import known_composites, load_composite
 from ckpt_prune.architectures.descriptions import described, is_known
@@ -153,18 +154,20 @@ def load_reported(
                     "config": parse_config(checkpoint.config),
                     "state_dict": checkpoint.read(checkpoint.tensors),
                 }
-                with shapes_alone():  # an Auto class cannot load what is in memory
-                    loader = type(loader.from_config(options["config"]))
+                if hasattr(loader, "from_config"):  # an Auto class cannot load what is in memory
+                    with shapes_alone():
+                        loader = type(loader.from_config(options["config"]))
             load = loader.from_pretrained if places is None else partial(places.loaded, loader)
-            model, info = load(
-                source,
-                local_files_only=True,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, by name, where transformers would stop with a table
-                output_loading_info=True,
-                dtype=dtype,
-                **options,
-            )
+            with _plain_reads():
+                model, info = load(
+                    source,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # reported below, by name, where transformers would stop with a table
+                    output_loading_info=True,
+                    dtype=dtype,
+                    **options,
+                )
             if is_packed(raw):  # which the first forward pass does else
                 model.hf_quantizer.compressor.decompress_model(model)
         except UserError:
@@ -184,6 +187,25 @@ def load_reported(
     )
     _settle_experts(model)
     return model.eval(), report
+
+
+@contextmanager
+def _plain_reads() -> Iterator[None]:
+    """Let transformers read tensors instead of mapping their files, as it does on Windows.
+
+    A mapped file that gets shorter kills the process without a word, however long ago it was loaded. Its option
+    `disable_mmap` has each whole file in memory beside the model.
+    """
+    before = modeling_utils.safe_open
+
+    def opened(*args: Any, **options: Any) -> Any:
+        return before(*args, **options | {"backend": "pread"})
+
+    modeling_utils.safe_open = opened
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open = before
 
 
 def _settle_experts(model: nn.Module) -> None:

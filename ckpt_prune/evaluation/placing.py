@@ -1,17 +1,16 @@
 """Whole models on several devices: accelerate puts their parts on GPUs, in memory, and leaves the rest on disk."""
 
 import logging
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import SpreadOptions
 from ckpt_prune.planning.sizes import parse_size
@@ -58,19 +57,16 @@ class DeviceMap:
 
     def loaded(self, loader: Any, source: Path | None, **options: Any) -> tuple[Any, Any]:
         """What `loader.from_pretrained` returns, its parts where they have room."""
-        folder = tempfile.mkdtemp(prefix="ckpt-prune-offload-")
-        try:
+        with ExitStack() as stack:
+            folder = stack.enter_context(scratch_folder())
             with _quiet_accelerate():
                 model, info = loader.from_pretrained(
-                    source, device_map="auto", max_memory=self.room(), offload_folder=folder, **options
+                    source, device_map="auto", max_memory=self.room(), offload_folder=str(folder), **options
                 )
             if model.device.type == "meta":
                 raise no_room(source)
-        except BaseException:
-            _remove(folder)
-            raise
-        # What had to be converted lies there; the rest is read from the checkpoint itself.
-        weakref.finalize(model, _remove, folder)
+            # What had to be converted lies there; the rest is read from the checkpoint itself.
+            weakref.finalize(model, stack.pop_all().close)
         return model, info
 
 
@@ -103,10 +99,6 @@ def _limit(text: str) -> tuple[Device, int]:
     if value is None or not (name == "cpu" or name.isdigit()):
         raise UserError(f"--max-memory {text}: expected cpu=SIZE or the number of a GPU, 0=SIZE, such as cpu=24GiB")
     return int(name) if name.isdigit() else name, value
-
-
-def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -341,6 +341,70 @@ class ChoiceResult:
 
 
 @dataclass(frozen=True)
+class LabelScore:
+    """What a model makes of texts whose labels are known.
+
+    Attributes:
+        items: labelled.
+        figures: metric → its value.
+        by_name: whether the model's classes were told by their names; else by number. None of numbers.
+    """
+
+    items: int
+    figures: dict[str, float]
+    by_name: bool | None
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Two models' answers to the same texts.
+
+    Attributes:
+        kl: mean over texts of KL(reference ‖ model), nats; None of numbers.
+        agreement: share of the texts where both put the same class first; None of numbers.
+        rank_correlation: Spearman's, of two models' numbers; None of classes.
+    """
+
+    kl: float | None
+    agreement: float | None
+    rank_correlation: float | None
+
+
+@dataclass(frozen=True)
+class LabelResult:
+    """A classifier of texts, or one that gives them a number, on texts whose labels are known.
+
+    Attributes:
+        model: that was measured.
+        scores: task → its own score.
+        against: the reference, where there is one.
+        references: task → its score.
+        alike: task → how alike the two answer.
+    """
+
+    model: Path
+    scores: dict[str, LabelScore]
+    against: Path | None = None
+    references: dict[str, LabelScore] | None = None
+    alike: dict[str, Alike] | None = None
+
+    def data(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        tasks: dict[str, Any] = {}
+        for task, score in self.scores.items():
+            tasks[task] = {"items": score.items, "by_name": score.by_name, **score.figures}
+            if self.references is not None and self.alike is not None:
+                own = self.references[task].figures
+                tasks[task] |= {
+                    **asdict(self.alike[task]),
+                    "difference": {metric: value - own[metric] for metric, value in score.figures.items()},
+                    "against": own,
+                }
+        against = None if self.against is None else str(self.against)
+        return {"model": str(self.model), "against": against, "tasks": tasks}
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """What a causal language model says after prompts.
 
@@ -372,6 +436,7 @@ class GenerationResult:
 
 Result = (
     ChoiceResult
+    | LabelResult
     | GenerationResult
     | PerplexityResult
     | MaskedResult

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.checkpoint.jsonfile import read_object
 from ckpt_prune.checkpoint.modules import MODULES, WEIGHTS, Module, modules_of
+from ckpt_prune.checkpoint.reading import read_tensors
+from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
 from ckpt_prune.progress import track
 
@@ -119,7 +120,7 @@ def _dense(folder: Path, _own: Module) -> Step:
         raise UserError(f"{folder / 'config.json'} asks for {name}; known are {', '.join(_ACTIVATIONS)}")
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}")
-    tensors = load_file(folder / WEIGHTS)
+    tensors = read_tensors(folder, read_header(folder / WEIGHTS).tensors.values())
     weight, bias = (tensors[key].float() if key in tensors else None for key in ("linear.weight", "linear.bias"))
     if weight is None:
         raise UserError(f"{folder / WEIGHTS} has no linear.weight")

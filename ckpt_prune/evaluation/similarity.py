@@ -14,7 +14,7 @@ class Similarity:
         mse: Σ ‖b − a‖² / (N d), d hidden dimensions.
         relative_error: Σ ‖b − a‖² / Σ ‖a‖²; None where a is zero.
         cosine: mean over tokens of a·b / (‖a‖ ‖b‖); that of two zeros is 1, of one 0.
-        cka: linear centred kernel alignment (Kornblith et al. 2019, eq. 3), which no rotation or scale of either
+        cka: linear centred kernel alignment (Kornblith et al. 2019), which no rotation or scale of either
             changes: ‖BᵀA‖² / (‖AᵀA‖ ‖BᵀB‖) of the centred states; None where either is the same for all tokens.
     """
 

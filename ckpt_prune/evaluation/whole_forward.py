@@ -14,8 +14,7 @@ from torch import Tensor
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.readout import outputs_of
 from ckpt_prune.calibration.samples import Part, Samples, TokenWindows, as_input
-from ckpt_prune.calibration.streams import stream_of
-from ckpt_prune.checkpoint.quantised import plain_fp8
+from ckpt_prune.calibration.streams import data_refused, stream_of
 from ckpt_prune.checkpoint.units import human_bytes
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.loading import load_model, read_config
@@ -36,8 +35,7 @@ _PASSED: set[tuple[str, str]] = set()
 def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
     """Refuse a model whose own forward pass differs from what its blocks compute one by one.
 
-    On the CPU, in the checkpoint's own type, float16 in float32. Weights that are stored in that type are mapped from
-    their files, which takes none of the memory that others need; the others take their size.
+    On the CPU, in the checkpoint's own type, float16 in float32.
 
     Args:
         model: the dense model, whose tensors are those that its config asks for.
@@ -110,8 +108,7 @@ def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
     """What enters every block of transformers' own model, and what it returns."""
     family, checkpoint = model.family, model.checkpoint
     # Of several classes for one task an Auto class would take its first.
-    auto = family.auto_class if plain_fp8(checkpoint.config) else family.architecture
-    whole: Any = load_model(checkpoint.path, device="cpu", dtype=dtype, auto=auto, whole=True)
+    whole: Any = load_model(checkpoint.path, device="cpu", dtype=dtype, auto=family.architecture, whole=True)
     entering: list[Tensor] = []
 
     def enters(_module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -119,7 +116,8 @@ def _whole(model: Model, one: Samples, dtype: torch.dtype) -> list[Tensor]:
 
     for layer in whole.get_submodule(family.layers):
         layer.register_forward_pre_hook(enters, with_kwargs=True)
-    found = whole(**_inputs(model, one, dtype), return_dict=True)
+    with data_refused():
+        found = whole(**_inputs(model, one, dtype), return_dict=True)
     return [*entering, *outputs_of(found, logits=family.auto_class != "AutoModel")]
 
 

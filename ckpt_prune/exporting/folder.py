@@ -138,7 +138,7 @@ class GraphWriter:
                 for dtype in decided:
                     decisions[dtype] = self._decided(graph, dtype, measured, measuring, decisions)
                 for dtype in wanted:
-                    stored = store(graph, decisions[dtype], measuring) if dtype in decisions else graph
+                    stored = store(graph, decisions[dtype], measuring, folder) if dtype in decisions else graph
                     with disk_failures(folder):
                         entries[dtype] = _save(stored, folder, dtype, embedded, decisions.get(dtype))
                 _let_go(graph, model)
@@ -171,7 +171,7 @@ class GraphWriter:
         if dtype == "q4f16" and "int4" in earlier:
             return earlier["int4"]
         ranges = samples is not None and samples.images is not None
-        return decide(graph, scheme_of(dtype, self._settings, self.task, ranges=ranges), measuring)
+        return decide(graph, scheme_of(dtype, self._settings, self.task, ranges=ranges), measuring, self._staging.path)
 
     def _fill(
         self,

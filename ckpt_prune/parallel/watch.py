@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckpt_prune.plain import line
+
 EVERY = 0.5
 """Seconds between two signs of life."""
 SILENT = 60.0
@@ -185,7 +187,7 @@ class Watch:
 
     def _say_and_leave(self) -> None:
         if self._rank == 0 and self.end is not None:
-            print(f"Error: {said_of(self.end, self._name)}", file=sys.stderr, flush=True)
+            print(f"Error: {line(said_of(self.end, self._name))}", file=sys.stderr, flush=True)
         self._leave(2)
 
 

@@ -38,12 +38,17 @@ def cost_of(model: Model, shapes: Shapes | None = None) -> Cost:
     cache = 0
     for block in range(model.blocks):
         own = family.attention
+        if own.latent:
+            keys, mixed = _whole(shapes, model.tensor(block, own.key)), _whole(shapes, model.tensor(block, own.output))
+            flops += 2 * tokens**2 * (model.dimension("query_heads") * model.dimension("logits") + mixed[1][1])
+            cache += keys[1][0] * keys[0].itemsize
+            continue
         queries, keys, values = (_whole(shapes, model.tensor(block, each)) for each in (own.query, own.key, own.value))
-        mixed = _whole(shapes, model.tensor(block, own.output))[1][1]
+        columns = _whole(shapes, model.tensor(block, own.output))[1][1]
         fused = own.query == own.value
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
-        flops += 2 * tokens**2 * (mixed if fused else queries[1][0]) + 2 * tokens**2 * mixed
-        kept = queries[1][0] - mixed if fused else keys[1][0] + values[1][0]
+        flops += 2 * tokens**2 * (columns if fused else queries[1][0]) + 2 * tokens**2 * columns
+        kept = queries[1][0] - columns if fused else keys[1][0] + values[1][0]
         cache += kept * values[0].itemsize
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens, cache=cache if family.causal else None)
 
@@ -59,6 +64,8 @@ def _whole(shapes: Shapes, weight: str) -> tuple[torch.dtype, tuple[int, ...]]:
 def _applications(model: Model, name: str, dimensions: int) -> int:
     """How often a tensor is multiplied in one forward pass."""
     family, module = model.family, name.rpartition(".")[0]
+    if module in family.applied:
+        return int(family.applied[module] * model.tokens) if dimensions > 1 else 0
     if dimensions == 4:
         return patches(model.config)
     if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):

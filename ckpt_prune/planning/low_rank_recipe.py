@@ -24,6 +24,13 @@ class LowRankRecipe(Strict):
     only: Part | None = Field(None, description="Factor these linear modules alone. Default: all.")
     multiple_of: int = Field(1, ge=1, description="Round ranks up to a multiple of this.")
 
+    update: bool = Field(
+        False,
+        description="Then fit the second linear of each again, behind the blocks that are factored already, to what "
+        "the dense weight makes of what reaches it (SVD-LLM's closed-form update). It needs target: sequential, and "
+        "text or images.",
+    )
+
     @property
     def whitens(self) -> bool:
         """Whether Grams are needed."""

@@ -184,6 +184,8 @@ class Recipe(Strict):
             raise ValueError(f"{odd[0]} speaks of units of spaces: it does not go with low_rank")
         if self.target == "drift":
             raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
+        if self.low_rank.update and not (self.low_rank.whitens and self.target == "sequential"):
+            raise ValueError("low_rank.update fits to what reaches a linear: say method: whitened, target: sequential")
         if self.container not in ("auto", "any", "remote"):
             raise ValueError(f"low_rank needs remote code, which container {self.container} rules out")
         if self.ratio == 0:
@@ -372,13 +374,20 @@ class Recipe(Strict):
     def at(self, family: Family) -> "Recipe":
         """The recipe with what it says of a space for every one of that name that blocks of a family have.
 
-        What the family has not stays as it is, but for what is optional.
+        What the family has not stays as it is, but for what is optional. Spaces of one width (`Family.together`) go
+        together.
         """
         able = {known_space(name) for name, own in family.spaces.items() if own.whole is None}
         lacking = {name for name, own in self.spaces.items() if own.optional and known_space(name) not in able}
         if lacking:
             left = {name: own for name, own in self.spaces.items() if name not in lacking}
             return self.model_copy(update={"spaces": left}).at(family)
+        # One config key says their width: what is said of the first is said of the others.
+        alike = {known_space(name): own for name, own in family.spaces.items() if own.units in family.together}
+        told = next((self.spaces[name] for name in alike if name in self.spaces), None)
+        if told is not None and not alike.keys() <= {known_space(name) for name in self.spaces}:
+            more = {name: told for name in alike if name not in self.spaces}
+            return self.model_copy(update={"spaces": self.spaces | more}).at(family)
         here = [name for name in family.spaces if known_space(name) in self.spaces and name not in self.spaces]
         if not here:
             return self
@@ -395,6 +404,11 @@ class Recipe(Strict):
     def shares_out(self) -> bool:
         """Whether what was measured decides how much every block, or every linear, loses."""
         return self.allocation == "least-error" or (self.low_rank is not None and self.low_rank.allocation == "energy")
+
+    @property
+    def measures_dense(self) -> bool:
+        """Whether the unpruned model is measured in any case, also where what is pruned before a block counts."""
+        return self.shares_out or (self.low_rank is not None and self.low_rank.update)
 
     @property
     def linears_need_moments(self) -> bool:
@@ -622,6 +636,7 @@ class Recipe(Strict):
 _LATER: dict[str, dict[str, Any]] = {
     "mask": {"allocation": "uniform", "threshold": None, "spread": None},
     "rotation": {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"},
+    "low_rank": {"update": False},
 }
 """Keys that parts of a recipe have gained, and their defaults: a recipe that says nothing else keeps its digest."""
 

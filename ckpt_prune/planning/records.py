@@ -52,6 +52,29 @@ class HeadErrors(Fixed):
     rho2: Figure = None
 
 
+class SiteShift(Fixed):
+    """What a site loses on other samples than it was made from (`plan --test`). Errors are shares of the energy there.
+
+    Attributes:
+        uncompensated, test, floor: without compensation, after it, and the least there can be.
+        covariances, means, smallest: as `compensation.shift.Shift` has them; None where there is too much to compute.
+        bound: CORP's C.1.3, or C.2.3 of logits, with constants of one: far above what happens. None, too, where it is
+            infinite.
+        freedom: numbers that the compensation is free to choose (RCPU, section 4.2).
+        tokens: that it was chosen on.
+    """
+
+    uncompensated: Figure = None
+    test: Figure = None
+    floor: Figure = None
+    covariances: Figure = None
+    means: Figure = None
+    smallest: Figure = None
+    bound: Figure = None
+    freedom: Amount = None
+    tokens: Amount = None
+
+
 class SiteRecord(Fixed):
     """What was done at a site: one space of one block.
 
@@ -82,6 +105,7 @@ class SiteRecord(Fixed):
         width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
             CORP Table 9); None unless asked for.
         heads: errors of every head; None unless asked for, and but for q and k.
+        shift: what it loses on other samples. None, and left out of JSON, where it was not held against any.
     """
 
     block: Block
@@ -110,12 +134,13 @@ class SiteRecord(Fixed):
     k95: Amount = None
     active: Figure = None
     heads: list[HeadErrors] | None = None
+    shift: SiteShift | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Files of models without experts, and of recipes that need no more, do not change."""
         values: dict[str, Any] = handler(self)
-        optional = {"expert", "score", "few", "divergence"}
+        optional = {"expert", "score", "few", "divergence", "shift"}
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 

@@ -1,6 +1,7 @@
 """The shipped recipes and finding a recipe's file, without torch: a wrong name is refused before anything is loaded."""
 
 import difflib
+from functools import cache
 from pathlib import Path
 
 from ckpt_prune.checkpoint.inputs import read_input
@@ -23,6 +24,11 @@ def recipes_folder() -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of every shipped recipe, sorted by name."""
+    return dict(_shipped())
+
+
+@cache
+def _shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"), key=lambda path: path.stem)}
 
 

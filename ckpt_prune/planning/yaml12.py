@@ -1,6 +1,8 @@
 """YAML with the numbers of version 1.2, from files nobody vouches for."""
 
 import re
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -46,14 +48,24 @@ def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
             for too many values: 500 bytes of aliases can stand for any number. The message is one line.
     """
     try:
-        root = yaml.compose(text, Loader=Yaml12Loader)
-        if root is not None and _count(root, {}) > _MOST_VALUES:
-            raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
-        return root, yaml.load(text, Loader=Yaml12Loader)
+        root = _composed(text)
+        if root is None:
+            return None, None
+        # PyYAML puts what a merge key stands for into the node itself.
+        return root, Yaml12Loader("").construct_document(deepcopy(root) if "<<" in text else root)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+@lru_cache(maxsize=32)
+def _composed(text: str) -> yaml.Node | None:
+    """The node of a text, which nobody may change: a command asks for a recipe's several times, and PyYAML is slow."""
+    root = yaml.compose(text, Loader=Yaml12Loader)
+    if root is not None and _count(root, {}) > _MOST_VALUES:
+        raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
+    return root
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:

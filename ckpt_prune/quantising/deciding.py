@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -106,21 +107,22 @@ class Decision:
         )
 
 
-def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) -> Decision:
+def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> Decision:
     """Choose how each weight is stored.
 
     Args:
         model: the graph in float32; not changed.
         scheme: how most of them are to be.
         measuring: what harm is measured on; None: all are stored alike, rounded to the nearest.
+        scratch: folder for copies of the graph meanwhile.
     """
     copy = model.clone()
     split_gemms(copy.graph)
     weights = {weight.name: weight for weight in weights_of(copy.graph)}
-    made = _Forms(weights, scheme, _grams(model, scheme, measuring))
+    made = _Forms(weights, scheme, _grams(model, scheme, measuring, scratch))
     candidates = [name for name in weights if scheme.kind == "blocks" or not weights[name].lookups]
     plain = Choice(tuple(candidates), ())
-    choice = plain if measuring is None else _chosen(model, scheme, measuring, made, candidates)
+    choice = plain if measuring is None else _chosen(model, scheme, measuring, made, candidates, scratch)
     few = set(choice.few)
     blocks = {
         name: made.few_blocks(name) if scheme.kind == "blocks" and name in few else made.more(name)
@@ -139,14 +141,19 @@ def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) ->
 
 
 def _chosen(
-    model: onnx_ir.Model, scheme: Scheme, measuring: Measuring, made: "_Forms", candidates: Sequence[str]
+    model: onnx_ir.Model,
+    scheme: Scheme,
+    measuring: Measuring,
+    made: "_Forms",
+    candidates: Sequence[str],
+    scratch: Path,
 ) -> Choice:
     """What is rounded, by what it costs; a long search is announced."""
     inputs = scheme.kind != "blocks"
     feeds = [*measuring.feeds, *measuring.checked]
     short = slice(len(measuring.feeds))
     long = slice(short.stop if measuring.checked else 0, None)
-    probe = Probe(model, feeds, measuring.outputs, classes=measuring.classes, inputs=inputs)
+    probe = Probe(model, feeds, scratch, measuring.outputs, classes=measuring.classes, inputs=inputs)
     single, sets = measurements(len(candidates))
     with meter(single + sets, "measuring what rounding costs", unit="run") as bar:
         done, longest = 0, 0.0
@@ -182,10 +189,10 @@ def _chosen(
     return choice
 
 
-def _grams(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None) -> Grams | None:
+def _grams(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> Grams | None:
     if scheme.rounding != "gptq" or measuring is None:
         return None
-    return grams_of(model, measuring.calibration)
+    return grams_of(model, measuring.calibration, scratch)
 
 
 class _Forms:
@@ -222,13 +229,14 @@ class _Forms:
         return rows * columns * (8 - self._scheme.bits) // 8 or rows * columns
 
 
-def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None) -> onnx_ir.Model:
+def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None, scratch: Path) -> onnx_ir.Model:
     """The graph with its weights as decided.
 
     Args:
         model: the one that was decided on, or the same traced in float16; not changed.
         decision: of it.
         measuring: of which the calibration gives the ranges of a static scheme.
+        scratch: folder for copies of the graph meanwhile.
     """
     copy = model.clone()
     graph, scheme = copy.graph, decision.scheme
@@ -248,7 +256,7 @@ def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None)
         return copy
     static = scheme.kind == "static"
     feeds = measuring.calibration if static and measuring is not None else None
-    return in_int8(copy, nodes, feeds)
+    return in_int8(copy, nodes, feeds, scratch)
 
 
 def _typed(blocks: Blocks, weight: Weight) -> Blocks:

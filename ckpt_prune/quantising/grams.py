@@ -9,7 +9,7 @@ import onnx_ir
 import torch
 from torch import Tensor
 
-from ckpt_prune.quantising.probe import Feed, open_model
+from ckpt_prune.quantising.probe import PREFIX, Feed, open_model
 from ckpt_prune.quantising.weights import split_gemms, weights_of
 
 
@@ -25,12 +25,13 @@ class Grams:
         return None if name is None else self._sums[name]
 
 
-def grams_of(model: onnx_ir.Model, feeds: Iterable[Feed], threads: int | None = None) -> Grams:
+def grams_of(model: onnx_ir.Model, feeds: Iterable[Feed], scratch: Path, threads: int | None = None) -> Grams:
     """Run a graph and sum.
 
     Args:
         model: in float32; not changed.
         feeds: batches of inputs, without padding.
+        scratch: folder for a copy of the graph meanwhile.
         threads: of one operator.
     """
     copy = model.clone()
@@ -48,7 +49,7 @@ def grams_of(model: onnx_ir.Model, feeds: Iterable[Feed], threads: int | None = 
         copy.graph.outputs.append(value)
     sums: dict[str, Tensor] = {}
     if values:
-        with TemporaryDirectory(prefix="ckpt-prune-") as place:
+        with TemporaryDirectory(prefix=PREFIX, dir=scratch) as place:
             session = open_model(copy, Path(place), threads)
             for feed in feeds:
                 for name, found in zip(values, session.run(list(values), dict(feed)), strict=True):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ import numpy as np
 import onnx_ir
 
 from ckpt_prune.quantising.blocks import Array
-from ckpt_prune.quantising.probe import Feed
+from ckpt_prune.quantising.probe import PREFIX, Feed
 from ckpt_prune.quantising.weights import Weight
 
 
@@ -37,17 +38,18 @@ def unturned(graph: onnx_ir.Graph, weight: Weight) -> None:
     del graph.initializers[weight.name]
 
 
-def in_int8(model: onnx_ir.Model, nodes: Sequence[str], feeds: Iterable[Feed] | None) -> onnx_ir.Model:
+def in_int8(model: onnx_ir.Model, nodes: Sequence[str], feeds: Iterable[Feed] | None, scratch: Path) -> onnx_ir.Model:
     """The graph with some of its MatMuls and Convs in int8.
 
     Args:
         model: in float32.
         nodes: names of those nodes.
         feeds: what ranges of inputs are measured on; None: they are taken at each call.
+        scratch: folder for copies of the graph meanwhile, the quantisers' own too.
     """
     if not nodes:
         return model
-    with _quiet(), TemporaryDirectory(prefix="ckpt-prune-") as place:
+    with _quiet(), TemporaryDirectory(prefix=PREFIX, dir=scratch) as place, _temporary_in(place):
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
         plain, made = Path(place) / "plain.onnx", Path(place) / "made.onnx"
@@ -90,6 +92,17 @@ class _Reader:
         """The next, or None."""
         feed = next(self._feeds, None)
         return None if feed is None else dict(feed)
+
+
+@contextlib.contextmanager
+def _temporary_in(folder: str) -> Iterator[None]:
+    """Let temporary folders of others be in this one: the quantisers put whole graphs into the system's."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from ckpt_prune.quantising.weights import Weight, split_gemms, weights_of
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
+PREFIX = ".ckpt-prune-"
+"""Of names of temporary folders: hidden, so that a folder of graphs does not count them among its files."""
 
 
 class Probe:
@@ -26,6 +28,7 @@ class Probe:
     Args:
         model: the graph in float32; a copy is changed, not itself.
         feeds: batches of inputs to measure on.
+        scratch: folder for a copy of the graph while it is loaded.
         outputs: names of those that count.
         classes: outputs are logits: harm is KL(as it was ‖ rounded) in nats. Otherwise it is the share of the outputs'
             energy that is lost.
@@ -41,6 +44,7 @@ class Probe:
         self,
         model: onnx_ir.Model,
         feeds: Sequence[Feed],
+        scratch: Path,
         outputs: Sequence[str],
         *,
         classes: bool,
@@ -64,7 +68,7 @@ class Probe:
             weight.value.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
             copy.graph.inputs.append(weight.value)
         self._feeds, self._outputs, self._classes = feeds, list(outputs), classes
-        with TemporaryDirectory(prefix="ckpt-prune-") as place:
+        with TemporaryDirectory(prefix=PREFIX, dir=scratch) as place:
             self._session = open_model(copy, Path(place), threads)
         begun = time.monotonic()
         first = self._run({}, frozenset(), slice(1))

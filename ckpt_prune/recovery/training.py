@@ -249,7 +249,8 @@ class _Block:
             for parameter, free in zip(parts, survivors(tensors, name).chunk(len(parts)), strict=True):
                 parameter.requires_grad_()
                 # Adam leaves alone what never had a gradient: zeros stay zeros, exactly.
-                parameter.register_hook(_Masked(free.to(factory.device)))  # type: ignore[no-untyped-call]
+                if not free.all():
+                    parameter.register_hook(_Masked(~free.to(factory.device)))  # type: ignore[no-untyped-call]
         for parameter in self._module.parameters():
             if not parameter.requires_grad:
                 # As in the stream's own blocks: what is not trained must not look like an error to be trained away.
@@ -326,15 +327,15 @@ class _Masked:
     """Keeps a gradient where weights survive.
 
     Args:
-        free: where, bool of the gradient's shape.
+        fixed: where they do not, bool of the gradient's shape.
     """
 
-    def __init__(self, free: Tensor) -> None:
-        self._free = free
+    def __init__(self, fixed: Tensor) -> None:
+        self._fixed = fixed
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """The gradient with zeros elsewhere, also where it is not finite."""
-        return gradient.masked_fill(~self._free, 0)
+        """The gradient with zeros there, also where it is not finite."""
+        return gradient.masked_fill(self._fixed, 0)
 
 
 def _energy(stream: HiddenStream, split: Split, targets: Tensor, rows: Tensor) -> float:

@@ -53,8 +53,8 @@ def model_card(report: Report) -> str:
         "",
         f"# {markdown(f'{report.source.name}, {_how(report)}')}",
         "",
-        f"Made by ckpt_prune {report.ckpt_prune} from {coded(report.source.name)}. {markdown(recipe.summary)}"
-        f"{_beside_shipped(report)}".rstrip(),
+        f"{markdown(f'Made by ckpt_prune {report.ckpt_prune}')} from {coded(report.source.name)}. "
+        f"{markdown(recipe.summary)}{_beside_shipped(report)}".rstrip(),
         f"Source of the method: {markdown(recipe.source)}." if recipe.source else "",
         *([f"The recipe's file: {coded(report.origin.pinned)}."] if report.origin is not None else []),
         "",
@@ -81,7 +81,7 @@ def model_card(report: Report) -> str:
         *_lora(report),
     ]
     if container.note:
-        lines.append(f"Container: {container.note}.")
+        lines.append(f"Container: {markdown(container.note)}.")
     if _turns(report):
         lines.append(
             "Load it as below: plain `from_pretrained` refuses it, by the shape of the norms' gains, of which one "
@@ -125,7 +125,8 @@ def _calibration(report: Report) -> list[str]:
         return []
     what = "images" if calibration.text("modality") == "image" else "windows"
     return [
-        f"Calibrated on {calibration.amount('samples')} {what} of {window} tokens, target {calibration.text('target')}."
+        f"Calibrated on {calibration.amount('samples')} {what} of {window} tokens, "
+        f"target {markdown(str(calibration.text('target')))}."
     ]
 
 
@@ -135,7 +136,7 @@ def _depth(report: Report) -> list[str]:
     if depth is None or not depth.gaps:
         return []
     what, *gaps = depth_lines(depth)
-    told = "; ".join(gaps)
+    told = markdown("; ".join(gaps))
     head = "Whole blocks are gone, and those that stay are numbered anew"
     if depth.part != "block":
         head = f"The {depth.part} of some blocks gives nothing: its last projection is zeros there"
@@ -161,7 +162,7 @@ def _kept(report: Report) -> list[str]:
         counts = sorted({len(site.kept) for site in own})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         what = f" ({_UNITS[space]})" if space in _UNITS else ""
-        told.append(f"`{space}` {span} of {own[0].units}{what}")
+        told.append(f"{coded(space)} {span} of {own[0].units}{what}")
     return [f"Units kept in each block: {', '.join(told)}."] if told else []
 
 
@@ -171,12 +172,12 @@ def _mask(report: Report) -> list[str]:
     if mask is None or figures is None:
         return []
     sentences = [
-        f"Mask by {mask.method}, pattern {mask.pattern}: {figures.share:.2%} zeros in {figures.linears} linear "
-        f"weights of {human_count(figures.size)} parameters."
+        f"Mask by {markdown(mask.method)}, pattern {markdown(mask.pattern)}: {figures.share:.2%} zeros in "
+        f"{figures.linears} linear weights of {human_count(figures.size)} parameters."
     ]
     shared = shares_line(mask)
     if shared is not None:
-        sentences.append(f"{shared.capitalize()}.")
+        sentences.append(f"{markdown(shared.capitalize())}.")
     if figures.zeros:
         sentences.append(
             "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless "
@@ -283,7 +284,7 @@ def _rotation(report: Report) -> list[str]:
             "all blocks share one basis of the residual stream, which is absorbed by the weights and adds no "
             "computation at run time"
         )
-    return [f"Rotation {kind}: {what}."]
+    return [f"Rotation {markdown(kind)}: {what}."]
 
 
 def _recovery(report: Report) -> list[str]:
@@ -291,13 +292,13 @@ def _recovery(report: Report) -> list[str]:
     recovery, figures = report.recovery, recovery_figures(report.recovery, report.layers)
     if recovery is None or figures is None:
         return []
-    which = "" if figures.only is None else f"{'MLP' if figures.only == 'mlp' else figures.only} "
-    where = "" if figures.layers is None else f" of layers `{figures.layers}`"
+    which = "" if figures.only is None else f"{'MLP' if figures.only == 'mlp' else markdown(figures.only)} "
+    where = "" if figures.layers is None else f" of layers {coded(figures.layers)}"
     when = "each block right after it was pruned" if recovery.on_the_fly else "block by block after pruning"
     samples = "images" if figures.images else f"windows of {figures.window} tokens"
     sentences = [
         f"Recovered with {_LACO}: the {which}weights that pruning left{where} were trained towards the hidden states "
-        f"of `{recovery.dense.name}`, {when}, on {figures.samples} {samples}, {figures.held_out} of them held "
+        f"of {coded(recovery.dense.name)}, {when}, on {figures.samples} {samples}, {figures.held_out} of them held "
         f"out, up to {figures.epochs} epochs at a learning rate of {figures.lr:.3g}. {figures.recovered} of "
         f"{figures.blocks} blocks have new weights; zeros stay zero."
     ]

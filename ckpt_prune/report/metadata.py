@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from ckpt_prune.checkpoint.modules import MODULES
+from ckpt_prune.plain import plain
 from ckpt_prune.report.model import Report, SourceCard
 
 _PIPELINES = {
@@ -46,5 +47,13 @@ def described_by_card(card: SourceCard | None, auto_class: str) -> dict[str, Any
 
 def front_matter(values: dict[str, Any]) -> list[str]:
     """Values as the first lines of a card."""
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
+    text = yaml.safe_dump(_plain(values), sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
     return ["---", *text.splitlines(), "---"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return plain(value) if isinstance(value, str) else value

@@ -4,7 +4,7 @@ Files of every version with version number 1 are read: keys that are absent have
 Nothing here needs torch.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -118,7 +118,7 @@ class StoredAs(Fixed):
 
     model_type: str
     remote_code: bool = False
-    auto_class: str = "AutoModel"
+    auto_class: Annotated[str, Field(pattern=r"^\w+$")] = "AutoModel"
     padded: list[str] = Field(default_factory=list)
     note: str | None = None
 
@@ -146,11 +146,31 @@ class Mask(Fixed):
         return {key: value for key, value in values.items() if key not in optional or value is not None}
 
 
+class ImportanceMap(Fixed):
+    """Where the importance of a weight lies, before and after it was rotated (DenoiseRotator, Figure 2).
+
+    Attributes:
+        weight: its on-disk name.
+        rows, columns: its shape.
+        before, after: means over cells, from the first row on, as shares of the mean over the whole weight.
+        largest_before, largest_after: share of the importance that one in a hundred weights holds, the largest.
+    """
+
+    weight: str
+    rows: Count
+    columns: Count
+    before: list[list[Figure]]
+    after: list[list[Figure]]
+    largest_before: Figure = None
+    largest_after: Figure = None
+
+
 class Learned(Fixed):
     """The rotations of one block, or of all (block None): entropy of the importance in nats, and steps of training.
 
     `curve` has steps and the entropy there, as it was computed while training, at most so many that a plot needs. It is
-    empty, and left out of JSON, in files of before there was this key.
+    empty, and left out of JSON, in files of before there was this key. `map` is of the output projection of the first
+    block alone, where it is turned; else None, and left out likewise.
     """
 
     block: Block | None
@@ -158,11 +178,12 @@ class Learned(Fixed):
     entropy_after: Figure = None
     steps: Amount = None
     curve: list[tuple[Count, Figure]] = Field(default_factory=list)
+    map: ImportanceMap | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key != "curve" or value}
+        return {key: value for key, value in values.items() if key not in ("curve", "map") or value}
 
 
 class Rotation(Fixed):

@@ -37,7 +37,7 @@ def curves(
 
 
 def _over_strengths(search: StrengthSearch | None) -> Figure | None:
-    """Perplexity on the calibration text over the exponent of λ (RCPU, Figure 2); None where λ are no powers of ten."""
+    """Perplexity on the calibration text over the exponent of λ (RCPU, Figures 5 and 6); None without powers of ten."""
     if search is None:
         return None
     points = []

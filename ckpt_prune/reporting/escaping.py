@@ -3,8 +3,10 @@
 import re
 from html import escape
 
-# Controls, halves of surrogate pairs (JSON can hold them, UTF-8 cannot) and non-characters: XML has none of them.
-_IMPOSSIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+from ckpt_prune.plain import OBEYED
+
+# XML has no controls, no halves of surrogate pairs (JSON can hold them) and no non-characters.
+_IMPOSSIBLE = re.compile(f"{OBEYED.pattern}|[\ufffe\uffff]")
 
 
 def text(value: str) -> str:

@@ -24,6 +24,7 @@ from ckpt_prune.reporting.charts import draw, swatch
 from ckpt_prune.reporting.curves import curves
 from ckpt_prune.reporting.document import Document
 from ckpt_prune.reporting.escaping import text
+from ckpt_prune.reporting.maps import map_figures
 from ckpt_prune.reporting.place import MARKER
 from ckpt_prune.reporting.plots import Figure, count_of_steps, figures, outcome, shown, words
 
@@ -78,17 +79,18 @@ def shell(title: str, body: Iterable[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def over_depth(plots: Sequence[Figure], heading: str = "Over depth") -> Iterable[str]:
-    """The part of a page that holds its plots."""
+def over_depth(plots: Sequence[Figure], heading: str = "Over depth", maps: Sequence[str] = ()) -> Iterable[str]:
+    """The part of a page that holds its plots, and maps as they are drawn."""
     yield f'<h2>{heading}</h2>\n<div class="plots">'
     yield from (_figure(plot) for plot in plots)
+    yield from maps
     yield "</div>"
 
 
 def _tried(document: Document) -> Iterable[str]:
     """Plots over what was tried or trained."""
-    found = curves(document.learned, document.search, document.layers)
-    return over_depth(found, "While it was made") if found else ()
+    found, maps = curves(document.learned, document.search, document.layers), map_figures(document.learned)
+    return over_depth(found, "While it was made", maps) if found or maps else ()
 
 
 def _header(document: Document) -> Iterable[str]:
@@ -337,6 +339,17 @@ _HEAD_COLUMNS = {
     "floor": "floor",
     "ρ²": "rho2",
 }
+_SHIFT_COLUMNS = {
+    "uncompensated": "uncompensated",
+    "compensated": "test",
+    "floor": "floor",
+    "|Σ − Σ′| / |Σ|": "covariances",
+    "|μ − μ′|² / E|x|²": "means",
+    "least eigenvalue": "smallest",
+    "CORP's bound": "bound",
+    "degrees of freedom": "freedom",
+    "calibration tokens": "tokens",
+}
 
 
 _LINEAR_COLUMNS: dict[str, Callable[[MaskedLinear], float | None]] = {
@@ -366,6 +379,17 @@ def _site_tables(sites: Sequence[SiteRecord]) -> Iterable[str]:
     ]
     names = [name for name, _ in columns]
     yield details("Every site", ("block", "space", "compensation", "λ", "kept", *names), rows, left=3)
+    if any(site.shift is not None for site in sites):
+        moved = [
+            (
+                str(site.block),
+                words(site.space).label,
+                *(_cell(site.shift.figure(key)) for key in _SHIFT_COLUMNS.values()),
+            )
+            for site in sites
+            if site.shift is not None
+        ]
+        yield details("Every site on other samples", ("block", "space", *_SHIFT_COLUMNS), moved, left=2)
     heads = [
         (str(site.block), words(site.space).label, str(head.head), *(_cell(_of(head, n)) for n in _HEAD_COLUMNS))
         for site in sites

@@ -135,6 +135,19 @@ def of_heads(key: str) -> Pick:
     return pick
 
 
+def of_shift(key: str) -> Pick:
+    """The number under a key of what the site loses on other samples."""
+
+    def pick(site: SiteRecord) -> list[tuple[str, float]]:
+        return _named(None if site.shift is None else site.shift.figure(key))
+
+    return pick
+
+
+def _held_against_others(site: SiteRecord) -> list[tuple[str, float]]:
+    return [] if site.shift is None else _named(site.figure("error_compensated"))
+
+
 def share_of_width(key: str) -> Pick:
     """The number under a key as a share of the inputs of the consumer."""
 
@@ -217,6 +230,29 @@ PLOTS = (
         "mean share of tokens",
         (Line("", _BEFORE, figure("active")),),
         full=(0, 1),
+    ),
+    Plot(
+        "{space}: {target} error on other samples",
+        "Lower is better: of what was made from the calibration samples, on those of --test.",
+        "share of {target} energy",
+        (
+            Line("uncompensated", _BEFORE, of_shift("uncompensated")),
+            Line("compensated", _AFTER, of_shift("test")),
+            Line("compensated, calibration", _HELD_OUT, _held_against_others),
+            Line("floor", _FLOOR, of_shift("floor")),
+        ),
+    ),
+    Plot(
+        "How far other samples are from the calibration's",
+        "Lower is nearer: the norm of the difference of covariances (of Q/K: of the equations of the fit).",
+        "share of the calibration's norm",
+        (Line("", _BEFORE, of_shift("covariances")),),
+    ),
+    Plot(
+        "Degrees of freedom",
+        "Lower overfits less: the numbers that the compensation is free to choose (RCPU, section 4.2).",
+        "numbers",
+        (Line("", _BEFORE, of_shift("freedom")),),
     ),
     Plot(
         "Units kept",

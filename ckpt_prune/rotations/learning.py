@@ -2,9 +2,9 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from ckpt_prune.planning.mask_recipe import RotationRecipe
 from ckpt_prune.planning.names import Backbone, RotationKind
 from ckpt_prune.progress import Meter, meter
 from ckpt_prune.rotations.absorbing import fused, residual_of, sides, unnormed, value_lines
-from ckpt_prune.rotations.importance import Side, Term, sensitivity
+from ckpt_prune.rotations.importance import Side, Term, importance, sensitivity
+from ckpt_prune.rotations.maps import importance_map
 from ckpt_prune.rotations.rotated import BlockRotations
 from ckpt_prune.rotations.training import Learned, Training, learn, learn_shared
 
@@ -237,7 +238,29 @@ class Learner:
             writer.write(residual, learned.residual.float())
         assert isinstance(learned.heads, Tensor)
         writer.write(sizes.heads_name(block), learned.heads.float())
-        writer.commit(unit_of(block), note={"block": block, **_figures(learned)})
+        seen = self._map(terms, learned.residual, learned.heads) if block == 0 else {}
+        writer.commit(unit_of(block), note={"block": block, **_figures(learned), **seen})
+
+    def _map(self, terms: Sequence[Term], residual: Tensor | None, heads: Tensor) -> dict[str, Any]:
+        """The importance of the first block's output projection, before and after; nothing where nothing turns it.
+
+        Args:
+            terms: the first block's linears.
+            residual: R1, or None.
+            heads: R2 of the block.
+        """
+        name = self.family.tensor(0, self.family.attention.output)
+        own = next((term for term in terms if term.name == name), None)
+        if own is None:
+            return {}
+        weight, inputs, one, two = (
+            None if each is None else each.to(self.device, torch.float32)
+            for each in (own.weight, own.inputs, residual, heads)
+        )
+        assert weight is not None
+        own = replace(own, weight=weight, inputs=inputs)
+        before, after = importance(own, self.backbone, None, None), importance(own, self.backbone, one, two)
+        return {"map": importance_map(name, before, after)}
 
     # ---- one rotation for all blocks --------------------------------------------------------------------------
 
@@ -256,12 +279,13 @@ class Learner:
                     progress=advance.step,
                     **self._options,
                 )
+                assert learned.heads is not None
+                seen = self._map(terms_of(0), learned.residual, learned.heads[0])
             assert learned.residual is not None
-            assert learned.heads is not None
             writer.write(_SHARED, learned.residual.float())
             for block in range(sizes.blocks):
                 writer.write(sizes.heads_name(block), learned.heads[block].float())
-            writer.commit(unit, note={"block": None, **_figures(learned)})
+            writer.commit(unit, note={"block": None, **_figures(learned), **seen})
         return [writer.notes[unit]]
 
     @contextmanager

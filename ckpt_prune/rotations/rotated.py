@@ -48,8 +48,11 @@ def check_rotatable(model: Model, kind: RotationKind) -> None:
     if kind == "values":
         if not family.has_causal:
             raise UserError(f"{what}: which of its modules make values is described for causal language models only")
+        if family.attention.latent:
+            raise UserError(f"{what}: values of all its heads are made of one latent vector of a token")
     elif family.unrotatable is not None or family.residual is None:
-        remedy = "; rotation kind values leaves the stream as it is" if family.has_causal else ""
+        turns_values = family.has_causal and not family.attention.latent
+        remedy = "; rotation kind values leaves the stream as it is" if turns_values else ""
         raise UserError(f"{what}: {family.unrotatable or 'its residual stream is not described'}{remedy}")
     elif family.head is None:
         raise UserError(f"{what} without a head ({family.architecture}): what reads its output would have to turn too")

@@ -1,5 +1,6 @@
 """A recipe's way to the Hub."""
 
+import re
 from pathlib import Path
 
 from ckpt_prune.checkpoint.inputs import read_input
@@ -12,6 +13,7 @@ from ckpt_prune.report.metadata import front_matter
 from ckpt_prune.sharing.hub_repo import Commit, commit, find_place
 
 _CARD = "README.md"
+_NAME = re.compile(r"\w[\w.-]*")
 
 
 def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple[str, Commit]:
@@ -32,6 +34,8 @@ def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple
     path = Path(file)
     if not path.is_file() or path.suffix not in {".yaml", ".yml"}:
         raise UserError(f"{file} is no .yaml file; `ckpt-prune recipe copy NAME FILE` makes one of a shipped recipe")
+    if not _NAME.fullmatch(path.name):
+        raise UserError(f"{file}: a file's name on the Hub has letters, digits, '.', '_' and '-' alone; rename it")
     content = read_input(path, MOST_BYTES)
     recipe = load_recipe(RecipeFile(path))
     place = find_place(repo, public=public)

@@ -70,7 +70,7 @@ def read_asked(options: PruneOptions) -> Asked:
         recipe, origin = _recipe(file, options, size), file.origin
     recovers = recipe.recovery is not None or _maps(recipe)
     if data and not recovers and (options.statistics is not None or plan is not None):
-        given = "--text" if options.text else "--images"
+        given = "--text" if options.text else "--images" if options.images is not None else "--audio"
         raise UserError(
             f"a plan has settled its statistics: {given} does not go with it"
             if plan is not None
@@ -168,7 +168,7 @@ def prune_request(asked: Asked, say: Callable[[str], None]) -> Request:
             options.output,
             resume=options.resume,
             overwrite=options.overwrite,
-            inputs=[options.statistics, *files, options.images, options.labels, *options.text],
+            inputs=[options.statistics, *files, options.images, options.audio, options.labels, *options.text],
             wants=wanted_names(model.checkpoint, recipe),
         )
     )
@@ -231,7 +231,7 @@ def _live(asked: Asked, allocate: Allocate, say: Callable[[str], None]) -> LiveS
     folds = options.folds or (min(4, len(samples)) if asked.recipe.needs_folds else 1)
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
-    source = ", ".join(map(str, options.text)) or str(options.images)
+    source = ", ".join(map(str, options.text)) or str(options.images or options.audio)
     dtype = computed_in(options.compute_dtype, asked.device, asked.model.dtype)
     return LiveSamples(samples, folds, dtype, allocate, options.seed, source)
 

@@ -112,7 +112,7 @@ def dense_ranking(request: Request) -> dict[Site, list[Ranked]]:
         return found
 
     group = here()
-    blocks = range(group.rank, model.blocks, group.size)
+    blocks = model.spaced[group.rank :: group.size]
     ranked_blocks = group.dealt([rank(block) for block in track(blocks, "ranking", total=len(blocks))])
     found = {site: own for each in ranked_blocks for site, own in each.items()}
     return _together(found, statistics.index.spaces) if recipe.weighed_by_effect else found

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ckpt_prune.architectures.family import Family
+from ckpt_prune.architectures.family import DATA_OPTIONS, Family
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.sites import Site
 from ckpt_prune.architectures.spaces import BESIDE, ENDS, first_of_experts
@@ -127,11 +127,11 @@ def check_data(request: Request) -> None:
         UserError: with what it needs.
     """
     if request.lacks_moments:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(f"recipe {request.recipe.name} needs statistics: give --statistics, or {data} to measure them")
     mask = request.recipe.mask
     if mask is not None and mask.allocation == "divergence" and request.live is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(
             f"recipe {request.recipe.name} shares a mask's zeros out by what they do to the model itself: give {data} "
             "in place of --statistics"
@@ -162,6 +162,13 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
+    first, family = request.model.spaced.start, request.model.family
+    if first:
+        raise UserError(
+            f"recipe {recipe.name} masks every block alike, and the first {first} of this {family.model_type} "
+            f"({family.leading} in config.json) have one mlp in place of experts: prune columns "
+            "(corp-mlp) or whole experts (experts)"
+        )
     check_widths(request.model, recipe.mask)
     _mask_shares(request)
     if recipe.rotation is not None:
@@ -183,6 +190,12 @@ def _low_rank(request: Request) -> None:
         raise UserError(
             f"recipe {request.recipe.name} factors linear modules, and experts of a {family.model_type} have none of "
             "their own in transformers: prune their columns (spaces.mlp)"
+        )
+    if request.recipe.low_rank is not None and request.recipe.low_rank.update and request.live is None:
+        data = "--images" if family.modality == "image" else "--text"
+        raise UserError(
+            f"recipe {request.recipe.name} fits factors to what reaches them behind factored blocks: give {data} in "
+            "place of --statistics"
         )
 
 
@@ -273,11 +286,11 @@ def check_trained(request: Request) -> None:
     depth = request.recipe.depth
     settled = request.statistics is not None or request.plan is not None
     if depth is not None and depth.runs_model and settled and request.live is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
         raise UserError(f"recipe {request.recipe.name} {what} the model itself: give {data} as well")
     if request.recipe.recovery is not None and request.training is None:
-        data = "--images" if request.model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[request.model.family.modality]
         raise UserError(
             f"recipe {request.recipe.name} recovers every block on samples, beside any statistics: give {data}"
         )
@@ -334,7 +347,7 @@ def check_enough_samples(request: Request) -> None:
 
 def _plan(request: Request, plan: Plan) -> None:
     """Every pruned space of every block once, its kept units ascending and among those there are."""
-    expected = [Site(block, space) for block in range(request.model.blocks) for space in request.recipe.spaces]
+    expected = [Site(block, space) for block in request.model.spaced for space in request.recipe.spaces]
     if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
@@ -413,6 +426,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"{family.model_type} has none: nothing is left to do"
         )
     missing = [space for space in recipe.spaces if space not in family.spaces]
+    if missing and missing[0] in family.absent:
+        remedy = ". --set spaces.heads.optional=true leaves them as they are" if missing[0] == "heads" else ""
+        raise UserError(
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not "
+            f"({family.absent[missing[0]]}){remedy}: it has {', '.join(first_of_experts(family.spaces))}"
+        )
     if missing and ENDS[missing[0]] == "logits" and family.rope:
         raise UserError(
             f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
@@ -438,9 +457,8 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"{why}. Leave out spaces.{missing[0]}"
         )
     if missing:
-        why = f" ({family.absent[missing[0]]})" if missing[0] in family.absent else ""
         raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not{why}: it has "
+            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
             f"{', '.join(first_of_experts(family.spaces))}"
         )
     gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]

@@ -72,7 +72,7 @@ class Decisions:
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
         """Units kept per block and space."""
         return [
-            {space: self.of(model, Site(block, space)).keep for space in self.recipe.spaces}
+            {space: self.of(model, Site(block, space)).keep for space in self.recipe.spaces if block in model.spaced}
             for block in range(model.blocks)
         ]
 

@@ -112,7 +112,7 @@ class Pruner:
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
-        spaces = [space for space in self.model.family.spaces if space in recipe.spaces]
+        spaces = [space for space in self.model.family.spaces if space in recipe.spaces and block in self.model.spaced]
         decided = {space: self.decisions.of(self.model, Site(block, space)) for space in spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
         measured = [
@@ -129,6 +129,9 @@ class Pruner:
             solved = here().once(partial(solver.solve, block, tensors, moments, decided[space]))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
+            known = decided[space].plan
+            if known is not None:
+                solved[0].shift = known.shift
             beside = None
             if others is not None:
                 _, beside = self._left(space, kept, others.moments(block, tensors, [space]).get(space))
@@ -245,8 +248,8 @@ def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str,
     """Zeros in the slots that the container opens and nothing fills."""
     for module in sorted(biases):
         name = family.tensor(block, module, "bias")
-        if name not in tensors:
-            weight = tensors[family.tensor(block, module)]
+        weight = tensors.get(family.tensor(block, module))
+        if name not in tensors and weight is not None:
             tensors[name] = torch.zeros(weight.shape[0], dtype=weight.dtype)
 
 

@@ -179,7 +179,7 @@ def of_prune(settled: Settled) -> tuple[list[Stage], int] | None:
         samples, tokens, folds = index.samples, index.window, index.folds
     elif model.family.modality == "image" and recipe.needs_moments:
         return None
-    widths = settled.widths
+    widths = settled.spaced_widths
     kept = {space: round(sum(width[space] for width in widths) / len(widths)) for space in recipe.spaces}
     shape = Shape.of(model, kept)
     cached = request.statistics is not None

@@ -13,7 +13,7 @@ from ckpt_prune.architectures.family import Family
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.calibration.sources import CachedMoments, MomentSource
-from ckpt_prune.compensation.factoring import energies, factor
+from ckpt_prune.compensation.factoring import energies, factor, updated
 from ckpt_prune.containers.container import Ranks
 from ckpt_prune.errors import UserError
 from ckpt_prune.parallel.group import here
@@ -32,11 +32,14 @@ class Factorer:
         family: the model's description.
         ranks: of each block, module → rank; modules that are not there stay.
         device: where they are found, in float64.
+        dense: of moments of the dense model, by which the first linear of each is found where the second is fitted to
+            what reaches it; None where the moments that a block is given are for both.
     """
 
     family: Family
     ranks: Ranks
     device: torch.device
+    dense: MomentSource | None = None
 
     record = FactoredLinear
 
@@ -61,12 +64,14 @@ class Factorer:
         groups = {first: [m for m in own if m in self.ranks[block]] for first, own in self.family.inputs.items()}
         for stage in source.stages([first for first, own in groups.items() if own]):
             moments = source.moments(block, running, stage)
+            unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)
             for first in stage:
                 gram = _gram(moments.get(first), self.device)
+                own = gram if unpruned is None else _gram(unpruned.get(first), self.device)
                 for module in groups[first]:
                     name = self.family.tensor(block, module)
                     # As in `engine`: the first of several processes has the moments.
-                    (down, up), record = here().once(partial(self._stored, block, module, tensors[name], gram))
+                    (down, up), record = here().once(partial(self._stored, block, module, tensors[name], own, gram))
                     # What comes behind it is measured with the factors as they are stored.
                     running[name] = up.float() @ down.float()
                     made[name] = dict(zip(factor_names(name), (down, up), strict=True))
@@ -78,11 +83,13 @@ class Factorer:
         return new, factored
 
     def _stored(
-        self, block: int, module: str, tensor: Tensor, gram: Tensor | None
+        self, block: int, module: str, tensor: Tensor, gram: Tensor | None, reaches: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], FactoredLinear]:
         weight = tensor.to(self.device, torch.float64)
         rank = self.ranks[block][module]
         found = factor(weight, gram, rank)
+        if self.dense is not None and reaches is not None:
+            found = updated(weight, reaches, found.down)
         down, up = (each.to(tensor.dtype).cpu() for each in (found.down, found.up))
         away = torch.linalg.norm(up.double() @ down.double() - tensor.double()) / torch.linalg.norm(weight).cpu()
         rows, columns = weight.shape

@@ -39,7 +39,7 @@ def plan_layout(
     for block in range(len(widths)):
         for module in sorted(container.biases):
             weight, bias = model.tensor(block, module), model.tensor(block, module, "bias")
-            if bias not in shapes:
+            if bias not in shapes and weight in shapes:
                 shapes[bias] = (shapes[weight][0], (shapes[weight][1][0],))
                 files[bias] = files[weight]
     for block in range(len(widths)):

@@ -79,7 +79,7 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
     if request.live is not None and not tokens:
         tokens = len(request.live.samples) * request.live.samples.tokens
     widths = [
-        max(width[space] for width in settled.widths) * model.copies(space) * model.unit_columns(space)
+        max(width[space] for width in settled.spaced_widths) * model.copies(space) * model.unit_columns(space)
         for space in recipe.spaces
         if recipe.needs_gram(space)
     ]

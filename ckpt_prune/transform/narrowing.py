@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
@@ -112,7 +113,7 @@ def check_hidden(request: Request) -> None:
             "which embedding and head are one table: leave it out"
         )
     if request.statistics is not None:
-        data = "--images" if model.family.modality == "image" else "--text"
+        data = DATA_OPTIONS[model.family.modality]
         raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
     kept = wanted_width(request)
     if recipe.size is None or kept < model.dimension("hidden"):

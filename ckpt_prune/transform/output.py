@@ -120,7 +120,7 @@ def _container(request: Request, widths: Widths, rotated: RotatedCheckpoint | No
     model, recipe = request.model, request.recipe
     biases = {module for module in model.family.linears if model.has(module, "bias")}
     for space, own in recipe.spaces.items():
-        pruned = any(width[space] < model.units(space) for width in widths)
+        pruned = any(width.get(space, model.units(space)) < model.units(space) for width in widths)
         if pruned and own.compensation.opens_bias:
             biases |= set(model.family.spaces[space].rewritten(own.compensation.method))
     turns = rotated is not None and bool(rotated.turns)

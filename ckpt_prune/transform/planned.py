@@ -27,7 +27,7 @@ def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
     solvers = [solver_of(model, recipe, space, request.device) for space in recipe.spaces]
     engine, source = settled.unit_engine(), settled.moments()
     sites: list[SitePlan] = []
-    for block in track(range(model.blocks), "planning", total=model.blocks):
+    for block in track(model.spaced, "planning", total=len(model.spaced)):
         known = request.statistics
         metric = known.fisher(block) if known is not None and known.index.fisher else {}
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
@@ -48,7 +48,7 @@ def make_plan(settled: Settled, shifting: Shifting | None = None) -> Plan:
     container = settled.output.container
     return Plan(
         model=whole.model.checkpoint.fingerprint,
-        model_path=str(model.checkpoint.path),
+        model_path=model.checkpoint.name,
         recipe=whole.recipe,
         recipe_digest=whole.recipe.digest,
         origin=whole.origin,

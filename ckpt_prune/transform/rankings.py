@@ -20,7 +20,7 @@ from ckpt_prune.transform.solvers.columns import ColumnSolver
 def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, device: torch.device) -> dict[Site, Tensor]:
     """FLAP's adaptive metric of every unit."""
     scores: dict[Site, Tensor] = {}
-    for block in track(range(model.blocks), "ranking", total=model.blocks):
+    for block in track(model.spaced, "ranking", total=len(model.spaced)):
         moments = source.moments(block, {}, list(recipe.spaces))
         for space in recipe.spaces:
             solver = ColumnSolver(model, recipe, space, device)

@@ -189,7 +189,7 @@ class Request:
             return False
         rotation = self.recipe.rotation
         shared = rotation is not None and rotation.kind == "shared" and self.recipe.rotation_needs_moments
-        return shared or self.recipe.shares_out or not self.sequential
+        return shared or self.recipe.measures_dense or not self.sequential
 
     @property
     def widths_known(self) -> bool:

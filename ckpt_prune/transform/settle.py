@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt_prune._version import __version__
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.moments import ACTIVE_THRESHOLD
 from ckpt_prune.calibration.sources import (
     CachedMoments,
     DriftMoments,
@@ -101,6 +102,11 @@ class Settled:
         """Units kept per block and space."""
         return self.decisions.widths(self.model)
 
+    @property
+    def spaced_widths(self) -> list[dict[Any, int]]:
+        """The same of the blocks that have spaces alone (`Model.spaced`)."""
+        return self.widths[self.model.spaced.start :]
+
     def with_strength(self, strength: float) -> "Settled":
         """This job with a fixed strength wherever it was to be chosen by perplexity. No width depends on it."""
         recipe = self.recipe.with_strength(strength)
@@ -135,7 +141,10 @@ class Settled:
         """What prunes a block."""
         request, container = self.request, self.output.container
         if request.recipe.low_rank is not None:
-            return Factorer(self.model.family, self.output.ranks, request.device)
+            dense = None
+            if request.recipe.low_rank.update and request.statistics is not None:
+                dense = CachedMoments(request.statistics, self.model)
+            return Factorer(self.model.family, self.output.ranks, request.device, dense)
         if request.recipe.mask is not None:
             return Masker(
                 self.model.family,
@@ -235,6 +244,7 @@ class Settled:
                 "window": index.window,
                 "tokens": index.tokens,
                 "folds": index.folds,
+                **({} if index.active_above == ACTIVE_THRESHOLD else {"active_above": index.active_above}),
             }
         if request.live is not None:
             samples = request.live.samples

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_prune.architectures.depth import check_shortened, movable, shortened
+from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
 from ckpt_prune.calibration.gaps import map_spaces
 from ckpt_prune.checkpoint.units import counted
@@ -144,7 +145,7 @@ def check_depth(request: Request) -> None:
     """
     model, recipe, depth = request.model, request.recipe, depth_of(request)
     family = model.family
-    data = "--images" if family.modality == "image" else "--text"
+    data = DATA_OPTIONS[family.modality]
     if request.statistics is not None and depth.choice == "loss":
         raise UserError(f"recipe {recipe.name} runs the model itself: give {data} in place of --statistics")
     if request.statistics is not None and depth.choice is not None and request.statistics.index.stream is None:
@@ -165,7 +166,7 @@ def check_depth(request: Request) -> None:
     if depth.compensation.linear and not map_spaces(family):
         raise UserError(
             f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
-            "tokens share add to it with a factor of their own: say --set depth.compensation.method=none"
+            "tokens share add to it: say --set depth.compensation.method=none"
         )
     several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
     if several and depth.choice in ("influence", "divergence"):

@@ -114,13 +114,13 @@ def _filled(request: Request, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     """A recipe with one space as wide as the budget lets it be, the others as they are."""
     model, own = request.model, recipe.spaces[space]
     given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
-    base = given[pruned.start]
+    base = given[max(pruned.start, model.spaced.start)]
     allowed = allowed_widths(model.units(space), own.multiple_of)
     alike = [name for name in recipe.spaces if known_space(name) == known_space(space)]
 
     def widths(width: int) -> Widths:
         own = dict.fromkeys(alike, width)
-        return [{**kept, **own} if block in pruned else kept for block, kept in enumerate(given)]
+        return [{**kept, **own} if block in pruned and kept else kept for block, kept in enumerate(given)]
 
     fitting = bisect_right(allowed, budget, key=lambda width: size_at(request, kind, widths(width)))
     if not fitting:
@@ -206,7 +206,7 @@ def unit_costs(request: Request, kind: SizeKind) -> dict[SpaceName, float]:
             found[space] = 1.0  # it stays whatever it costs
             continue
         widths = [dict(units) for _ in range(model.blocks)]
-        widths[0][space] -= 1
+        widths[model.spaced.start][space] -= 1
         found[space] = float(whole - size_at(request, kind, widths))
     return found
 
@@ -236,7 +236,7 @@ def _in_common(request: Request, kind: SizeKind, spaces: Sequence[SpaceName]) ->
         for own in combinations(spaces, size):
             widths = [dict(units) for _ in range(model.blocks)]
             for space in own:
-                widths[0][space] -= 1
+                widths[model.spaced.start][space] -= 1
             gone = whole - size_at(request, kind, widths)
             parts = (part for less in range(1, size) for part in combinations(own, less))
             rest = gone - sum((-1) ** (len(part) + 1) * known[part] for part in parts)

@@ -110,13 +110,14 @@ class Shape:
             kept: units of each space that stay, the same in all blocks; all by default.
         """
         shapes, family = model.tensors, model.family
-        own = [shape for name in model.block_names(0) if name in shapes for shape in (shapes[name][1],)]
+        first = model.spaced.start
+        own = [shapes[name][1] for name in model.block_names(first) if name in shapes]
         outside = [shapes[name][1] for name in model.outside() if name in shapes and len(shapes[name][1]) == 2]
         sites: dict[SpaceName, Site] = {}
         for space, description in family.columns.items():
             if space not in family.consumers and space not in (kept or {}):
                 continue  # what stands inside another space is there on request only
-            outputs, inputs = shapes[model.tensor(0, description.consumer)][1]
+            outputs, inputs = shapes[model.tensor(first, description.consumer)][1]
             stays = (kept or {}).get(space, model.units(space)) * model.copies(space) * model.unit_columns(space)
             sites[space] = Site(outputs, inputs, stays, model.units(space))
         attention = shapes[model.tensor(0, family.attention.output)][1][1]

@@ -336,6 +336,19 @@ PUBLISHED: dict[str, Published] = {
         num_experts_per_tok=8,
         tie_word_embeddings=False,
     ),
+    "deepseek-ai/DeepSeek-V3": _of(
+        "deepseek_v3", "DeepseekV3ForCausalLM", 671_026_419_200, **_sizes(129280, 7168, 18432, 61, 128, 128)
+    ),
+    "deepseek-ai/DeepSeek-V2-Lite": _of(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        15_706_484_224,
+        **_sizes(102400, 2048, 10944, 27, 16, 16),
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        num_experts_per_tok=6,
+    ),
     "gpt-j-6b": _only("gptj", 6_050_882_784, tie_word_embeddings=False),
     "bloom-560m": _only("bloom", 559_214_592, n_embed=1024, n_layer=24, n_head=16),
     "bloom-7b1": _only("bloom", 7_069_016_064, n_embed=4096, n_layer=30, n_head=32),
@@ -459,6 +472,7 @@ PUBLISHED: dict[str, Published] = {
 """Model on the Hub → config.json as published, as far as it says what is computed, and parameters by its page."""
 
 COMPOSITES: dict[str, Published] = {
+    "openai/whisper-tiny": _only("whisper", 37_760_640),
     "Qwen/Qwen2.5-VL-7B-Instruct": _only(
         "qwen2_5_vl",
         8_292_166_656,

@@ -31,7 +31,8 @@ from tests.pairs import chosen
 from tests.transform.test_rotations import random_rotations, rotating
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# Names of the 15,000 experts of DeepSeek-V3 take six seconds.
+@pytest.mark.parametrize("name", chosen(PUBLISHED, lambda name: PUBLISHED[name][1] < 10**11))
 def test_a_published_config_has_as_many_parameters_as_its_page_counts(name: str) -> None:
     config, parameters = PUBLISHED[name]
     model = model_of(config)

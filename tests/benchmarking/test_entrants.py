@@ -1,16 +1,15 @@
 """Which graph is taken, and what is left of those made here."""
 
-import contextlib
 import json
 import shutil
 
 import pytest
 
 from ckpt_prune.benchmarking import entrants
-from ckpt_prune.benchmarking.entrants import GraphWish, open_entrant, scratch_folder, with_graph
+from ckpt_prune.benchmarking.entrants import GraphWish, open_entrant, with_graph
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.folder import GraphWriter
-from ckpt_prune.filenames import EXPORT_ERROR, GRAPH_RECORD
+from ckpt_prune.filenames import GRAPH_RECORD
 from tests.cli.running import edit_weights
 
 VARIANT = "llama-gqa-tied"
@@ -121,18 +120,3 @@ def test_what_cannot_be_exported_is_named(exported, tmp_path):
     with pytest.raises(UserError) as caught:
         with_graph(found, GraphWish(), tmp_path / "scratch", said.append, trust=False)
     assert str(caught.value).startswith(f"{tmp_path / 'model'} in onnxruntime: ")
-
-
-def test_of_the_temporary_folder_only_logs_of_failed_exports_stay():
-    with scratch_folder() as folder:
-        (folder / "A").mkdir()
-        (folder / "A" / "model.onnx").write_bytes(b"graph")
-        (folder / "left.log").write_bytes(b"")
-    assert not folder.exists()
-    with contextlib.suppress(UserError), scratch_folder() as folder:
-        (folder / "A").mkdir()
-        log = folder / f"B{EXPORT_ERROR}"
-        log.write_text("what was said")
-        raise UserError("it cannot be traced")
-    assert list(folder.iterdir()) == [log]
-    shutil.rmtree(folder)

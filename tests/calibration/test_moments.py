@@ -95,7 +95,7 @@ def test_packing_keeps_every_entry_of_a_symmetric_matrix(width):
     assert torch.equal(unpack_symmetric(packed, width), gram)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.integers(1, 300), st.data())
 def test_folds_are_contiguous_complete_and_nearly_equal(windows, data):
     folds = data.draw(st.integers(1, windows))

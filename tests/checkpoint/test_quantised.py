@@ -202,6 +202,15 @@ def test_a_part_of_a_model_that_is_quantised(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+@pytest.mark.parametrize("groups", [1.5, True, ["group_0"], {"group_0": []}, {"group_0": {"weights": [4]}}])
+def test_groups_that_are_none(tmp_path: Path, groups: object) -> None:
+    """They were tracebacks."""
+    own = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    folder = save_single(tmp_path / "m", example_tensors(), CONFIG | {"quantization_config": own})
+    with pytest.raises(UserError, match=f"^{folder} is quantised by "):
+        Checkpoint.open(folder)
+
+
 @pytest.mark.parametrize("given", ["m", "m/llama-Q4_K_M.gguf"])
 def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
-from ckpt_prune.checkpoint import staging as module
-from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint import locks
+from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.written import EXPORT, OUTPUT, Kind
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import DiskError, UserError
 
 KINDS = [OUTPUT, EXPORT, Kind("sums.json", "a folder of sums", left="dropped")]
 
@@ -125,7 +126,7 @@ def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
 
     for name, patched, value in (("system", "fcntl", None), ("files", "fcntl.flock", refused)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"{module.__name__}.{patched}", value)
+            patch.setattr(f"{locks.__name__}.{patched}", value)
             with staging(tmp_path / name) as first:
                 assert first.path.is_dir()
                 staging(tmp_path / name, resume=True).release()
@@ -133,14 +134,20 @@ def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
 
 def test_a_lock_on_a_folder_that_another_run_has_replaced_is_none(tmp_path, monkeypatch):
     found = staging(tmp_path / "out", kind=KINDS[2])
-    lock = module.fcntl.flock
+    lock = locks.fcntl.flock
 
     def late(descriptor: int, how: int) -> None:
         lock(descriptor, how)
         found.path.rename(tmp_path / "deleted")
         found.path.mkdir()
 
-    monkeypatch.setattr(module.fcntl, "flock", late)
+    monkeypatch.setattr(locks.fcntl, "flock", late)
     with pytest.raises(UserError, match=r"\.out\.partial is being written by another run; wait for it or stop it"):
         found.__enter__()
     assert found.path.is_dir()
+
+
+def test_what_the_library_says_of_a_full_disk_is_a_line(tmp_path):
+    """Maps of gaps and bases of streams are written by it: it was a traceback."""
+    with pytest.raises(DiskError, match="No space left"), disk_failures(tmp_path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")

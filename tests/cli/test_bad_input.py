@@ -539,7 +539,8 @@ def test_a_fifo_in_the_place_of_an_input_is_not_waited_for(place):
 def test_escapes_in_names_do_not_reach_the_terminal(place):
     edit_weights("dense", lambda tensors: tensors.update({"\x1b[2Jx": torch.ones(2)}))
     assert refusal(COMMANDS["prune"], "dense") == (
-        r"dense has tensor \x1b[2Jx (1 such), which config.json has no place for"
+        r"dense/model.safetensors is not a valid safetensors file (tensor '\x1b[2Jx' has control characters in its "
+        "name); download it again"
     )
     index = read_json("stats/statistics.json")
     Path("stats/statistics.json").write_text(json.dumps(index | {"compute_dtype": "\x07"}))

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, interrupted, ok, read_json, refused, resumed, run
+from tests.oracles import factors
 from tests.pairs import every
 
 PRUNE = ("prune", "dense", "--recipe", "svd-llm-w", "--ratio", "0.4")
+LINEARS = (*(f"self_attn.{kind}_proj" for kind in "qkvo"), *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")))
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
@@ -69,7 +73,7 @@ def test_verify_finds_another_factor(factored):
     assert " of its norm away from the product of its factors, ckpt_prune.json says " in found.stdout
 
 
-@pytest.mark.parametrize("recipe", every(2, ["low-rank", "svd-llm-w"]))
+@pytest.mark.parametrize("recipe", every(2, ["low-rank", "svd-llm-w", "svd-llm"]))
 def test_an_interrupted_run_goes_on(place, recipe):
     job = ["prune", "dense", "--recipe", recipe, "--ratio", "0.4", *TEXT]
     ok(*job, "-o", "whole")
@@ -86,6 +90,48 @@ def test_ranks_by_energy_differ_from_block_to_block(place):
     assert own["after"]["parameters"] <= read_json("even/ckpt_prune.json")["after"]["parameters"]
     ok("verify", "out", "--against", "dense")
     assert float(json.loads(ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--json"))["perplexity"]) > 1
+
+
+def test_the_update_is_that_of_the_dense_weights_behind_factored_blocks(place):
+    """Block by block: D is that of svd-llm-w, U the least squares on what the pruned model lets through."""
+    every_window = ("--text", "calib.txt", "--samples", "99", "--window", "16", "--compute-dtype", "float32")
+    given = ("dense", "--ratio", "0.4", *every_window)
+    ok("prune", *given, "--recipe", "svd-llm", "-o", "out")
+    ok("prune", *given, "--recipe", "svd-llm-w", "-o", "first")
+    found, first, dense = (load_file(f"{folder}/model.safetensors") for folder in ("out", "first", "dense"))
+    ids = AutoTokenizer.from_pretrained("dense")(Path("calib.txt").read_text()).input_ids
+    windows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
+    for block, name in ((0, "self_attn.q_proj"), (1, "mlp.down_proj"), (1, "self_attn.v_proj")):
+        path = f"model.layers.{block}.{name}"
+        down = found[f"{path}.down.weight"]
+        assert torch.equal(down, first[f"{path}.down.weight"])
+        # Dense blocks behind the factored ones before: the inputs that the update is measured on.
+        model = AutoModelForCausalLM.from_pretrained("dense").double().eval()
+        for before in range(block):
+            for linear in (f"model.layers.{before}.{each}" for each in LINEARS):
+                product = found[f"{linear}.up.weight"].double() @ found[f"{linear}.down.weight"].double()
+                model.get_submodule(linear).weight.data.copy_(product)
+        reads: list[torch.Tensor] = []
+
+        def see(_module, args, own=reads):
+            own.append(args[0].flatten(0, 1))
+
+        model.get_submodule(path).register_forward_pre_hook(see)
+        with torch.inference_mode():
+            model(windows)
+        arrays = (dense[f"{path}.weight"].double().numpy(), reads[0].numpy(), down.double().numpy())
+        expected = torch.from_numpy(factors.updated(*arrays))
+        assert torch.linalg.norm(found[f"{path}.up.weight"] - expected) <= 2e-3 * torch.linalg.norm(expected)
+    assert not torch.equal(found[f"{path}.up.weight"], first[f"{path}.up.weight"])
+    ok("verify", "out", "--against", "dense")
+
+
+def test_the_update_needs_data(place):
+    ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,linears", "-o", "grams")
+    given = ("prune", "dense", "--recipe", "svd-llm", "--ratio", "0.4", "--statistics", "grams")
+    assert refused(*given, "-o", "out") == (
+        "recipe svd-llm fits factors to what reaches them behind factored blocks: give --text in place of --statistics"
+    )
 
 
 def test_without_data(place):
@@ -131,6 +177,10 @@ def test_what_does_not_read_it(factored):
         (("container=padded",), "low_rank needs remote code, which container padded rules out"),
         (("mask.method=wanda",), "low_rank factors linears of the dense model: mask does not go with it"),
         (("low_rank.rank=3",), "low_rank.rank"),
+        (
+            ("low_rank.update=true",),
+            "low_rank.update fits to what reaches a linear: say method: whitened, target: sequential",
+        ),
     ],
 )
 def test_recipes_that_mean_nothing(place, changes, said):

@@ -36,6 +36,7 @@ from tests.cli.running import (
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
+from tests.pairs import dealt, every
 
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
 SHARED = [f"cayley-rotator-shared-{mask}" for mask in MASKS]
@@ -209,6 +210,7 @@ def test_rotations_and_masks(here, recipe):
     learned = report["rotation"]["learned"]
     assert [entry["block"] for entry in learned] == ([None] if shared else [0, 1])
     assert all(entry["entropy_after"] < entry["entropy_before"] and entry["steps"] == 3 for entry in learned)
+    assert [entry["map"]["weight"] for entry in learned if "map" in entry] == ["model.layers.0.self_attn.o_proj.weight"]
     before, after = (sum(entry[f"entropy_{when}"] for entry in learned) for when in ("before", "after"))
     importance = next(method for method in ("magnitude", "wanda", "sparsegpt") if method in recipe)
     rotated = (
@@ -227,8 +229,7 @@ def test_rotations_and_masks(here, recipe):
     assert tensors("out").keys() - tensors("dense").keys() == (set() if shared else added)
 
 
-@pytest.mark.parametrize("kind", ["per-layer", "shared", "values"])
-@pytest.mark.parametrize("model", ["dense", "sharded"])
+@pytest.mark.parametrize(("model", "kind"), every(2, product(["dense", "sharded"], ["per-layer", "shared", "values"])))
 def test_rotated_and_unmasked_is_the_dense_model(here, model, kind):
     ok(
         *("prune", model, "--recipe", "denoise-rotator-magnitude-50", "--ratio", "0"),
@@ -493,8 +494,13 @@ def test_dry_run(here, recipe, expected):
     assert listing() == before
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "opt"])
-@pytest.mark.parametrize("recipe", ["wanda-50", "cayley-rotator-shared-wanda-50", "denoise-rotator-wanda-50"])
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    every(
+        2,
+        product(["wanda-50", "cayley-rotator-shared-wanda-50", "denoise-rotator-wanda-50"], ["dense", "tied", "opt"]),
+    ),
+)
 def test_dry_runs_say_the_size_that_is_written(here, model, recipe):
     args = ("prune", model, "--recipe", recipe, *TEXT, *few(recipe), "-o", "out")
     before = listing()
@@ -859,8 +865,9 @@ def test_ctrl_c_between_blocks_and_resume(here, recipe):
         resumed(job)
 
 
-@pytest.mark.parametrize("recipe", ["denoise-rotator-sparsegpt-2-4", "denoise-rotator-wanda-50"])
-@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize(
+    ("recipe", "step"), dealt(["denoise-rotator-sparsegpt-2-4", "denoise-rotator-wanda-50"], [2, 5])
+)
 def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeypatch):
     """In the first block and in the second: what is done is not learned again."""
     job = ["prune", "dense", "--recipe", recipe, *TEXT, *FEW]

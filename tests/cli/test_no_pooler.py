@@ -51,7 +51,7 @@ def test_it_is_stored_with_remote_code(variant):
 
 
 def test_its_graph_has_no_pooled_output():
-    edit_files(graphs.make(Path("shallow"), "vit-model", 1), no_pooler)
+    edit_files(graphs.make(Path("shallow"), "vit-model"), no_pooler)
     with graphs.undisturbed():
         ok("export", "shallow", "-o", "onnx")
     onnx = pytest.importorskip("onnx")

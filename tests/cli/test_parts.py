@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import LlavaForConditionalGeneration, Qwen2_5_VLForConditionalGeneration
 
@@ -155,11 +156,11 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
     )
     set_config("llava", model_type="whisper")
     assert refused(*RIDGE[:2], "--part", "decoder", *TEXT, "-o", "out") == (
-        "--part decoder of whisper cannot be pruned: its blocks attend to what the encoder makes of audio, which "
-        "calibration cannot read"
+        "--part decoder of whisper cannot be pruned: its blocks attend to what the encoder makes of audio as well, and "
+        "calibration has no text with the audio it belongs to"
     )
-    assert refused("prune", "llava", *TEXT, "-o", "out").startswith(
-        "whisper is made of several models, and none of them can be pruned (encoder: it reads audio, which "
+    assert refused("prune", "llava", *TEXT, "-o", "out") == (
+        "whisper is made of several models: --part encoder prunes one"
     )
 
 
@@ -207,3 +208,26 @@ def test_recovered_and_compared_in_place(llava):
     said = ok("compare", "llava", "whole", "--part", "text", *TEXT)
     assert said.startswith("block ")
     assert said.endswith("nats, mean over 8 samples of 16 tokens\n")
+
+
+def test_a_tower_that_reads_patches_is_pruned_on_images(place: Path) -> None:
+    with quiet_transformers():
+        PartCase("qwen2_5_vl", "vision", ()).model.save_pretrained("qwen")
+    settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 256}
+    Path("qwen/preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessor", **settings})
+    )
+    photos = place / "photos"
+    photos.mkdir()
+    for seed in range(6):
+        Image.effect_noise((16, 16), 10 + 10 * seed).save(photos / f"{seed}.png")
+    prune = ("prune", "qwen", "--part", "vision", "--recipe", "corp-mlp", "--ratio", "0.25", "--images", "photos")
+    assert "kept per block: mlp 18/24" in ok(*prune, "-o", "out")
+    assert changes(read_json("qwen/config.json"), read_json("out/config.json")) == {
+        "vision_config.intermediate_size": 18
+    }
+    assert "kept units" in ok("verify", "out", "--against", "qwen")
+    Image.effect_noise((8, 32), 40).save(photos / "wide.png")
+    assert refused(*prune, "-o", "out2").endswith(
+        "give images of one size (`mogrify -resize 448x448! *.jpg` makes such)"
+    )

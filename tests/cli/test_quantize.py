@@ -184,6 +184,16 @@ def test_verify_finds_what_was_changed(here: Path):
     assert name in next(line for line in done.stdout.splitlines() if line.startswith("load: "))
 
 
+@pytest.mark.parametrize(("size", "code"), [(10**6, 1), (0, 2)])
+def test_verify_of_groups_that_make_up_no_row(here: Path, size: int, code: int):
+    """It was a traceback, and so were no columns at all."""
+    ok("quantize", "dense", "--format", "int8", "-o", "out")
+    path = Path("out/ckpt_prune_quantised.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"group_size": size}))
+    result = run("verify", "out", "--against", "dense")
+    assert result.exit_code == code, result.output
+
+
 def test_zeros_of_a_mask_stay(here: Path):
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     ok("quantize", "masked", "-o", "out", "--format", "int4")

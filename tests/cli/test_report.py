@@ -272,6 +272,7 @@ def test_what_prune_writes_of_masks_and_rotations(place):
         "Output error of the linears",
         "Entropy of the importance",
         "Entropy over steps",
+        "Importance of model.layers.0.self_attn.o_proj.weight",
     ]
     assert [words(li) for li in next(root.iter("ul"))] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert [words(s) for s in root.iter("summary")] == ["Every linear", "Every rotation", "Every stage"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_prune.calibration.statistics import INDEX, Statistics
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -39,6 +40,32 @@ def test_text_may_be_given_twice_and_be_jsonl(place):
     Path("mehr text ü.jsonl").write_text("\n".join([line] * 40))
     ok("calibrate", "dense", "--text", "mehr text ü.jsonl", *TEXT, "-o", "s ü")
     assert Statistics(Path("s ü")).index.data != Statistics(Path("stats")).index.data
+
+
+def test_what_counts_as_active_is_said_and_kept(place):
+    every = ("--text", "calib.txt", "--samples", "99", "--window", "16", "--collect", "moments,gram")
+    ok("calibrate", "dense", *every, "--active-above", "0.05", "-o", "larger")
+    ok("calibrate", "dense", *every, "-o", "usual")
+    larger = Statistics(Path("larger"))
+    assert (read_json("larger/statistics.json")["active_above"], larger.index.active_above) == (0.05, 0.05)
+    assert "active_above" not in read_json("usual/statistics.json")
+    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", "--statistics", "larger", "--diagnostics", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    assert report["calibration"]["active_above"] == 0.05
+    model = AutoModelForCausalLM.from_pretrained("dense").eval()
+    reads: list[torch.Tensor] = []
+    down = model.model.layers[1].mlp.down_proj
+    down.register_forward_pre_hook(lambda _, args: reads.append(args[0].flatten(0, 1)))
+    ids = AutoTokenizer.from_pretrained("dense")(Path("calib.txt").read_text()).input_ids
+    with torch.inference_mode():
+        model(torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16))
+    found = larger.block(1)["model.layers.1.mlp.down_proj.weight"][0]
+    assert found.active.tolist() == (reads[0].abs() > 0.05).sum(0).tolist()
+    (site,) = (each for each in report["sites"] if (each["block"], each["space"]) == (1, "mlp"))
+    assert site["active"] == pytest.approx(float((reads[0].abs() > 0.05).double().mean()))
+    assert refused("statistics", "add", "larger", "usual", "-o", "sum") == (
+        "larger and usual are of different thresholds of activity: only equal ones can be added"
+    )
 
 
 def test_an_existing_folder_stays_unless_told(place):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.calibration.text import read_text
+from ckpt_prune.data_files import DATA_VARIABLE
 from ckpt_prune.errors import UserError
 from ckpt_prune.options import CalibrationOptions, EvaluationOptions, checked
-from ckpt_prune.text_names import DATA_VARIABLE, NamedText, named_text
+from ckpt_prune.text_names import NamedText, named_text
 from tests.cli.running import ok, refused
 from tests.hub_server import Hub, Repo
 from tests.shared_data import shared_data

@@ -193,7 +193,7 @@ def test_absolute_strengths(name):
     noise=st.floats(0, 3),
     methods=st.lists(st.sampled_from(list(METHODS)), min_size=1, max_size=9, unique=True),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_candidate_alone_does_better(seed, shape, sizes, noise, methods):
     """Nor much better (2 % was seen, with 22 tokens) a form that is ruled out: below α = 1 its bound is no theorem."""
     case = make_case(*shape, sizes, seed, noise)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.compensation.factoring import energies, factor, rank_at, saves
+from ckpt_prune.compensation.factoring import energies, factor, rank_at, saves, updated
 from tests.oracles import factors
 
 SHAPES = [(6, 9), (9, 6), (7, 7)]
@@ -81,3 +81,24 @@ def test_ranks_are_the_published_ones():
     assert rank_at(4, 4, 0.9) == 1
     assert saves(4096, 4096, 2047)
     assert not saves(4096, 4096, 2048)
+
+
+@pytest.mark.parametrize("tokens", [40, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_update_is_least_squares_on_what_reaches_the_linear(shape, tokens):
+    """Also where so few tokens come through that many U do as well."""
+    (W, X), (_, other) = drawn(*shape), drawn(*shape, tokens=tokens, seed=1)
+    first = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), 4)
+    found = updated(torch.from_numpy(W), torch.from_numpy(other.T @ other), first.down)
+    expected = factors.updated(W, other, first.down.numpy())
+    np.testing.assert_allclose(found.up.numpy(), expected, rtol=1e-5, atol=1e-6)
+    lost = error(W, (found.up @ found.down).numpy(), other)
+    assert found.error == pytest.approx(lost / error(W, 0 * W, other), rel=1e-6, abs=1e-12)
+    assert lost <= error(W, (first.up @ first.down).numpy(), other) * (1 + 1e-9)
+
+
+def test_on_the_tokens_it_was_found_with_the_update_changes_nothing():
+    W, X = drawn(6, 9)
+    gram = torch.from_numpy(X.T @ X)
+    first = factor(torch.from_numpy(W), gram, 3)
+    torch.testing.assert_close(updated(torch.from_numpy(W), gram, first.down).up, first.up, rtol=1e-7, atol=1e-9)

@@ -134,7 +134,7 @@ def test_equals_the_dense_solve(shape, strength, form):
         assert relative(solution.M[head], oracle.solve(a.samples(head), kept, strengths[head].item())) < 1e-7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_equals_the_dense_solve_for_any_shape(data):
     d = data.draw(st.integers(1, 6))
@@ -353,7 +353,7 @@ def test_error_is_that_of_explicit_logits(shape, form):
         assert found[head].item() == pytest.approx(oracle.error(a.samples(head), kept, M[head].numpy()), rel=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 20),
@@ -499,7 +499,7 @@ def test_strength_in_units():
 # ---- folding ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000))
 def test_factors_multiply_to_the_whole_and_share_it_evenly(heads, size, seed):
     M = torch.randn(heads, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -68,7 +68,7 @@ def test_moments_add() -> None:
     assert ((first + rest).samples, (whole - first).tokens) == (3, 2 * TOKENS)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_factors_are_least_squares_on_the_logits_and_never_worse_than_none(data: st.DataObject) -> None:
     pairs = data.draw(st.integers(2, 5))

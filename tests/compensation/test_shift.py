@@ -1,12 +1,21 @@
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from oracles import shift as oracle
 
+from ckpt_prune.compensation import head_shift as heads
+from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
+from ckpt_prune.compensation.logit import diagnose_logit, logit_system
+from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.methods import METHODS
+from ckpt_prune.compensation.mixing import mixed
+from ckpt_prune.compensation.rotary import rotary_system
 from ckpt_prune.compensation.shift import freedom, shift
 
 from .sites import SHAPES, make_site
+from .test_logit import FORMS, attention
+from .test_rotary import drawn, moments_of
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -56,3 +65,53 @@ def test_degrees_of_freedom():
     expected = {"none": 0, "bias": 5, "rotation": 10, "rotation-scale": 11, "centred-rotation": 15}
     expected |= {"least-squares": 25, "ridge": 15, "affine": 20, "grail": 15}
     assert {method: freedom(method, 5, 3) for method in METHODS} == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strength", [0.0, 50.0])
+def test_of_logits_it_equals_the_proposition_from_tokens(form, strength):
+    a, b = attention(d=4, size=3, samples=12, tokens=5), attention(d=4, size=3, samples=7, tokens=5, seed=3)
+    texts = a.moments(form), b.moments(form)
+    systems = [logit_system(each, a.kept) for each in texts]
+    own, others = (HeadEquations.of_logits(*each) for each in zip(texts, systems, strict=True))
+    values = torch.tensor([strength, 2 * strength], dtype=torch.float64)
+    found = head_shift(own, others, diagnose_logit(systems[1]).floor, values)
+    samples = [[each.samples(head) for head in range(2)] for each in (a, b)]
+    expected = oracle.head_terms(*samples, a.kept.tolist(), values.tolist())
+    assert asdict(found) == pytest.approx(expected, rel=1e-6)
+    unbounded = replace(found, smallest=None, sampling=None, shifting=None)
+    assert head_shift(own, others, diagnose_logit(systems[1]).floor, None) == unbounded
+
+
+def test_too_many_unknowns_leave_eigenvalues_out(monkeypatch):
+    moments = moments_of(*drawn(3))
+    equations = HeadEquations.of_pairs(moments, rotary_system(moments, torch.tensor([[0, 2], [1, 2]])))
+    zeros = torch.zeros(moments.heads, dtype=torch.float64)
+    known = head_shift(equations, equations, zeros, zeros)
+    assert (known.covariances, known.means, known.shifting) == (0, 0, 0)
+    assert known.sampling is not None
+    monkeypatch.setattr(heads, "EXACT_WIDTH", 6)
+    found = head_shift(equations, equations, zeros, zeros)
+    assert found == replace(known, covariances=None, smallest=None, sampling=None, shifting=None)
+
+
+def test_of_pairs_the_bound_speaks_of_two_unknowns_a_pair():
+    """Two samples of the same pairs, one of them twice as large: G and h grow fourfold."""
+    queries, keys = drawn(3)
+    kept = torch.tensor([[0, 2], [1, 2]])
+    texts = moments_of(queries, keys), moments_of(2 * queries, keys)
+    own, others = (HeadEquations.of_pairs(each, rotary_system(each, kept)) for each in texts)
+    found = head_shift(own, others, torch.zeros(4), torch.full((4,), 1e9, dtype=torch.float64))
+    assert (found.covariances, found.means) == (pytest.approx(3), pytest.approx(9))
+    radius = sum(float(each.diagonal().max()) for each in texts[0].gram) / 3
+    spread = 4 * torch.tensor(4 / 0.05).log() / 3 / (1e9 / 3) ** 2
+    assert found.sampling == pytest.approx(radius * float(spread), rel=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_errors_of_mixed_dimensions_are_those_of_explicit_logits(form):
+    a, b = attention(samples=8, tokens=5), attention(samples=8, tokens=5, seed=3)
+    M = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = pair_errors(b.moments(form), *mixed(M, a.kept, 6))
+    expected = [oracle.logits.error(b.samples(h), a.kept[h].tolist(), M[h].numpy()) for h in range(2)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)

@@ -45,7 +45,7 @@ SHAPES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(**SHAPES)
 def test_with_all_directions_nothing_changes(seed, groups, each, size, outputs):
     W, X = drawn(seed, groups, each, size, outputs)
@@ -58,7 +58,7 @@ def test_with_all_directions_nothing_changes(seed, groups, each, size, outputs):
     torch.testing.assert_close(turn.gram(inputs.T @ inputs), turned.T @ turned)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(**SHAPES)
 def test_it_is_the_textbook_basis(seed, groups, each, size, outputs):
     W, X = drawn(seed, groups, each, size, outputs)
@@ -72,7 +72,7 @@ def test_it_is_the_textbook_basis(seed, groups, each, size, outputs):
                 np.testing.assert_allclose(found, P[:, :keep] @ Q[:, :keep].T, atol=1e-2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**(SHAPES | {"each": st.just(1)}))
 def test_what_is_lost_is_the_tail_of_the_spectrum(seed, groups, each, size, outputs):
     """Of every KV head by itself; and no choice of coordinates loses less, whatever makes up for the others."""

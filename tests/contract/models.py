@@ -54,6 +54,15 @@ SWITCHES: dict[str, Any] = {
 """Config keys that change the function, at values that show; where the config class knows them."""
 OFFSET = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm", "mpnet")
 """Families that count positions from behind that of their padding token."""
+LATENT = {
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_shared_experts": 2,
+}
+"""Latent attention in heads of a few dimensions. Every block has experts; `LED` has one before them that has none."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deberta-v2": {
         "relative_attention": True,
@@ -64,6 +73,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "position_biased_input": False,
     },
     "electra": {"embedding_size": 8},
+    "deepseek_v3": LATENT | {"n_group": 1, "topk_group": 1, "q_lora_rank": 12},
+    "deepseek_v2": LATENT | {"q_lora_rank": None},
     **{name: {"pad_token_id": 1} for name in OFFSET},
 }
 """What the published config.json of a family says, and its class's defaults do not."""
@@ -91,7 +102,8 @@ class Case:
 
     def __str__(self) -> str:
         shallow = None if self.blocks == BLOCKS else str(self.blocks)
-        return "-".join(filter(None, (self.model_type, self.variant, self.architecture, shallow)))
+        led = "led" if "first_k" in self.settings else None
+        return "-".join(filter(None, (self.model_type, self.variant, self.architecture, shallow, led)))
 
     @cached_property
     def described(self) -> Family:
@@ -145,6 +157,12 @@ class Case:
     def kv_heads(self) -> int:
         return self.family.dimension(self.config, "kv_heads")
 
+    @property
+    def spaced(self) -> range:
+        """Blocks with the spaces."""
+        leading = self.family.leading
+        return range(0 if leading is None else getattr(self.config, leading), self.blocks)
+
     def units(self, space: str) -> int:
         return next(s for name, s in self.family.spaces.items() if name == space).count(
             lambda name: self.family.dimension(self.config, name)
@@ -171,7 +189,7 @@ class Case:
     def ratio(self, space: str) -> float:
         """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
         wanted = {
-            "heads": 1 / self.units("heads"),
+            "heads": 1 / self.units("heads") if space == "heads" else 0,
             "queries": 0.5,
             "mlp": 0.25,
             "shared": 0.25,
@@ -225,6 +243,8 @@ def cases() -> list[Case]:
 
 
 CASES = cases()
+LED = Case("deepseek_v3", "DeepseekV3ForCausalLM", settings='{"first_k_dense_replace": 1, "n_group": 2}')
+"""Its first block has one mlp in place of experts, and its router takes these in two groups."""
 
 
 ALIKE = {
@@ -232,6 +252,7 @@ ALIKE = {
     "olmoe": "qwen3_moe",
     "granitemoe": "qwen3_moe",
     "qwen2_moe": "qwen3_moe",
+    "deepseek_v2": "deepseek_v3",
     "qwen2": "mistral",
     "ernie4_5": "cohere2",
     "granite": "llama",

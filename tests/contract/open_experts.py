@@ -59,6 +59,8 @@ def open_up(model: nn.Module, family: Family) -> None:
     blocks: Any = model.get_submodule(family.layers)
     owner, _, name = family.experts.module.rpartition(".")
     for block in blocks:
+        if not hasattr(block.get_submodule(owner), name):
+            continue  # one of those before the blocks with experts
         setattr(block.get_submodule(owner), name, OpenExperts(block.get_submodule(family.experts.module)))
 
 

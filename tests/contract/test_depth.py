@@ -187,8 +187,8 @@ def test_experts_beside_one_that_all_tokens_share_take_no_map(dense: Dense) -> N
     with pytest.raises(UserError) as caught:
         settle(dense.request(case, depth_recipe([1], method="linear"), case.samples()))
     assert str(caught.value) == (
-        "recipe test maps what the mlp gives, and in a block of qwen2_moe experts that all tokens share add to it with "
-        "a factor of their own: say --set depth.compensation.method=none"
+        f"recipe test maps what the mlp gives, and in a block of {case.model_type} experts that all tokens share add "
+        "to it: say --set depth.compensation.method=none"
     )
 
 

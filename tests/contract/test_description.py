@@ -93,6 +93,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
         weights = {name for name, t in stored.items() if name.startswith(prefix) and t.dim() == 2}
         weights = {name for name in weights if not name.startswith(added)}
         routers = [] if case.family.experts is None else [case.family.experts.router]
+        routers += case.family.spaceless
         routers += [space.gate for space in case.family.columns.values() if space.gate is not None]
         linears = {case.family.tensor(index, module) for module in case.family.linears}
         assert linears == weights - {case.family.tensor(index, module) for module in routers}
@@ -129,7 +130,9 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
             continue
         for kept in range(1, min(3, model.units(name))):
             found = shapes_of(case, **model.config_values({name: kept}))
-            widths = {each: kept for each in case.family.spaces if known_space(each) == known}
+            alike = [known, *(each for each in case.family.spaces if space.units in case.family.together)]
+            alike = [each for each in alike if each == known or case.family.spaces[each].units == space.units]
+            widths = {each: kept for each in case.family.spaces if known_space(each) in map(known_space, alike)}
             wanted = derived(model, [widths] * BLOCKS)
             wanted = stacked_up(wanted, model.checkpoint.stacks)
             assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}

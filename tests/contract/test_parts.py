@@ -37,6 +37,9 @@ COMPUTED = 5e-4
 IMAGE = 5
 """The token that stands for one patch of an image."""
 PATCHES = 9
+MELS, FRAMES = 5, 14
+ROWS, START = 4, 6
+"""Of patches of an image that is cut up, and what stands before it."""
 TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -81,11 +84,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llava": LLAVA,
     "qwen2_5_vl": {
         "text_config": TEXT | MROPE,
-        "vision_config": QWEN_EYES | {"intermediate_size": 24, "out_hidden_size": 16, "fullatt_block_indexes": [1]},
+        "vision_config": QWEN_EYES
+        | {"intermediate_size": 24, "out_hidden_size": 16, "fullatt_block_indexes": [1], "window_size": 8},
+        "image_token_id": IMAGE,
+        "vision_start_token_id": START,
     },
     "qwen2_vl": {
         "text_config": TEXT | MROPE,
         "vision_config": QWEN_EYES | {"embed_dim": 16},
+    },
+    "whisper": {
+        "vocab_size": VOCAB,
+        "d_model": 16,
+        "num_mel_bins": MELS,
+        "max_source_positions": FRAMES // 2,
+        "max_target_positions": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "begin_suppress_tokens": None,
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), BLOCKS),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 22),
     },
 }
 
@@ -109,6 +130,10 @@ class PartCase:
     def samples(self, count: int = 16, seed: int = 5) -> Samples:
         if self.part == "text":
             return TokenWindows(random_windows(count, WINDOW, seed=seed))
+        if self.part == "encoder":
+            return Sounds(torch.randn(count, MELS, FRAMES, generator=torch.Generator().manual_seed(seed)))
+        if self.model_type == "qwen2_5_vl":
+            return Patches(torch.randn(count, ROWS**2, 96, generator=torch.Generator().manual_seed(seed)))
         pixels = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
         return Pixels(pixels, PATCHES + (self.model_type != "gemma3"))  # SigLIP has no token for the class
 
@@ -116,6 +141,10 @@ class PartCase:
         """What the whole model reads: text with an image in it, where a few numbers make one."""
         windows = random_windows(4, WINDOW, seed=9).masked_fill_(torch.tensor(False), 0)
         windows[windows == IMAGE] = IMAGE + 1
+        if self.model_type == "whisper":
+            return Heard(windows, torch.randn(4, MELS, FRAMES, generator=torch.Generator().manual_seed(9)))
+        if self.part == "vision" and self.model_type == "qwen2_5_vl":
+            return Seen(windows, torch.randn(4, ROWS**2, 96, generator=torch.Generator().manual_seed(9)))
         if self.model_type.startswith("qwen"):
             return TokenWindows(windows)
         if self.model_type != "clip":
@@ -134,6 +163,63 @@ class Shown(TokenWindows):
         return super().batch(part) | {"pixel_values": self._pixels[part]}
 
 
+class Sounds:
+    """Features of sounds."""
+
+    tokens, fingerprint = FRAMES // 2, "sounds"
+
+    def __init__(self, features: Tensor) -> None:
+        self._features = features
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        return {"input_features": self._features[part]}
+
+
+class Patches(Sounds):
+    """Images as patches that are cut out."""
+
+    tokens, fingerprint = ROWS**2, "patches"
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        own = self._features[part]
+        return {"hidden_states": own.flatten(0, 1), "grid_thw": torch.tensor([[1, ROWS, ROWS]]).repeat(len(own), 1)}
+
+
+class Seen(Patches):
+    """Windows of text with an image each: a token stands for four patches."""
+
+    def __init__(self, windows: Tensor, features: Tensor) -> None:
+        super().__init__(features)
+        windows[:, 1 : 2 + ROWS**2 // 4 + 1] = START
+        windows[:, 2 : 2 + ROWS**2 // 4] = IMAGE
+        self._windows = windows
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        own = super().batch(part)
+        ids = self._windows[part]
+        kinds = (ids == IMAGE).int()
+        return {
+            "input_ids": ids,
+            "pixel_values": own["hidden_states"],
+            "image_grid_thw": own["grid_thw"],
+            "mm_token_type_ids": kinds,
+        }
+
+
+class Heard(Sounds):
+    """Sounds with the text that is said."""
+
+    def __init__(self, windows: Tensor, features: Tensor) -> None:
+        super().__init__(features)
+        self._windows = windows
+
+    def batch(self, part: slice) -> dict[str, Tensor]:
+        return super().batch(part) | {"decoder_input_ids": self._windows[part]}
+
+
 MLP = (("mlp", 0.25),)
 CASES = [
     PartCase("clip", "text", MLP),
@@ -142,7 +228,9 @@ CASES = [
     PartCase("llava", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),
     PartCase("qwen2_5_vl", "text", MLP),
+    PartCase("qwen2_5_vl", "vision", MLP),
     PartCase("qwen2_vl", "text", MLP),
+    PartCase("whisper", "encoder", MLP),
 ]
 
 
@@ -156,7 +244,8 @@ class InComposite(Whole):
         self._outer = next(iter(described.modules.items()))
         self.model: Any = self.whole if self._outer[1] else self.whole.get_submodule(self._outer[0])
         self._paths = module_paths(part.family)
-        self.case: Any = SimpleNamespace(units=part.units, ratio=dict(case.ratios).__getitem__, config=part.config)
+        ratio = dict(case.ratios).__getitem__
+        self.case: Any = SimpleNamespace(units=part.units, spaced=part.spaced, ratio=ratio, config=part.config)
 
     def path(self, block: int, module: str) -> str:
         inner = super().path(block, module)
@@ -164,7 +253,7 @@ class InComposite(Whole):
         return f"{outer}.{inner.removeprefix(f'{own}.')}" if own else inner
 
 
-ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text")
+ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text", "qwen2_5_vl-vision", "whisper-encoder")
 
 
 @pytest.mark.parametrize("case", chosen(CASES, lambda case: str(case) in ALWAYS), ids=str)

@@ -18,7 +18,7 @@ from tests.interrupting import interrupt_at
 from tests.pairs import every, first_of_each
 
 from .dense import Dense, spaces_recipe
-from .models import ALIKE, LONG, ODD_HEAD, Case, first_cases, unlike_cases
+from .models import ALIKE, LED, LONG, ODD_HEAD, Case, first_cases, unlike_cases
 from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
 
 KEPT, COMPUTED = 1e-5, 5e-4
@@ -39,6 +39,7 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
     columns, targets = list(METHODS), list(TARGETS)
     turns: list[Case] = []
     alone = [case for case in first_cases() if case.family.experts is not None]
+    alone += [LED]
     for first in sorted(first_cases(), key=like_bert):
         if first in alone:
             continue
@@ -87,7 +88,7 @@ def name(value: object) -> str:
 
 def own_kind(cell: tuple[Case, dict[str, str], Target]) -> object:
     """Every family and variant is run every time; what else methods and targets meet in, with `--thorough`."""
-    return cell[0].model_type, cell[0].variant
+    return cell[0].model_type, cell[0].variant, cell[0].settings
 
 
 @pytest.mark.parametrize(("case", "methods", "target"), first_of_each(runs(), own_kind), ids=name)

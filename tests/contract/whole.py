@@ -21,7 +21,7 @@ from ckpt_prune.compensation.methods import METHODS
 from tests.encoders import STRENGTH, STRENGTHLESS, WITH_STRENGTH
 from tests.oracles import logits, rotary, scores, values
 
-from .models import BLOCKS, Case
+from .models import Case
 from .open_experts import open_up, paths_of
 
 Array = NDArray[np.float64]
@@ -101,10 +101,10 @@ class Whole:
     def prune(self, data: Samples, methods: Mapping[str, str], target: Target = "dense") -> "Whole":
         """Prune every space that a method is named for, by the case's ratios, in the order of computation."""
         spaces = [name for name in self.family.spaces if known_space(name) in methods]
-        sites = [(block, space) for block in range(BLOCKS) for space in spaces]
+        sites = [(block, space) for block in self.case.spaced for space in spaces]
         stages = {
             "dense": [sites],
-            "by block": [[(block, space) for space in spaces] for block in range(BLOCKS)],
+            "by block": [[(block, space) for space in spaces] for block in self.case.spaced],
             "by site": [[site] for site in sites],
         }
         for stage in stages[target]:

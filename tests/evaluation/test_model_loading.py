@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ckpt_prune.evaluation.loading import LoadReport, load_model
 from ckpt_prune.evaluation.parity import logits_difference, stock_load_report
 from ckpt_prune.modeling_pruned import PrunedLlamaForCausalLM
 from tests.evaluation.tiny import random_windows, tiny_llama
+from tests.forked import forked, posix
 
 WINDOWS = random_windows(3, 8)
 
@@ -51,6 +53,19 @@ class TestLoadModel:
         load_model(folder, device="cpu")
         assert capfd.readouterr() == ("", "")
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+    @posix
+    def test_a_file_that_is_cut_when_the_model_is_loaded_matters_no_more(self, folder, tmp_path):
+        """It was mapped: the process died of SIGBUS, without a word."""
+        model = tiny_llama()
+        model.save_pretrained(folder)  # in the type that it is computed in, which is not converted
+
+        def cut_and_run():
+            mine = load_model(folder, device="cpu")
+            os.truncate(folder / "model.safetensors", 0)
+            assert logits_difference(mine, model.eval(), WINDOWS) == 0
+
+        assert (done := forked(cut_and_run, tmp_path)).returncode == 0, done.stderr
 
     def test_random_numbers_are_never_measured(self, folder):
         edit_tensors(folder, lambda tensors: [tensors.pop(f"model.layers.{i}.mlp.up_proj.weight") for i in (0, 1)])

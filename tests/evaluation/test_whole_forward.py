@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from ckpt_prune.calibration.samples import Samples
+from ckpt_prune.calibration.samples import Samples, TokenWindows
 from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.containers.opening import Opening, open_model
 from ckpt_prune.errors import UserError
@@ -165,3 +165,10 @@ def test_a_model_that_overflows_itself_is_told_of_by_what_measures_it(
     encoders.edit_files(tmp_path / "dense", huge)
     check_forward(open_model("dense"), data, said.append)
     assert said == []
+
+
+def test_data_that_the_model_refuses_is_a_line(tmp_path: Path, said: list[str]) -> None:
+    """Images of another size, or tokens that it does not know, were a traceback."""
+    encoders.make(tmp_path / "dense", "bert-model")
+    with pytest.raises(UserError, match=r"^the model refuses its calibration data: "):
+        check_forward(open_model(str(tmp_path / "dense")), TokenWindows(torch.full((1, 8), 10**6)), said.append)

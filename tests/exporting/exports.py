@@ -49,7 +49,7 @@ def _windowed(root: Path) -> Path:
 
 def _two_heads(root: Path) -> Path:
     """A BERT as it is pre-trained, which says which of its heads it has."""
-    folder = graphs.make(root / "bert-pretraining", "bert-pretraining", 1)
+    folder = graphs.make(root / "bert-pretraining", "bert-pretraining")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertForPreTraining"]}))
     return folder
@@ -63,9 +63,9 @@ def _uneven(root: Path) -> Path:
     return root / "uneven"
 
 
-def _pruned(variant: str, ratios: dict[str, float], container: str, layers: int = 1) -> graphs.Maker:
+def _pruned(variant: str, ratios: dict[str, float], container: str) -> graphs.Maker:
     def make(root: Path) -> Path:
-        dense = graphs.make(root / variant, variant, layers)
+        dense = graphs.make(root / variant, variant)
         statistics = encoders.calibrate(
             dense, root / "statistics", encoders.samples(variant), collect=encoders.FOR_CORP
         )
@@ -79,11 +79,11 @@ def _one_layer(variant: str) -> graphs.Maker:
     return lambda root: graphs.make(root / variant, variant, 1)
 
 
-def _rotated(variant: str, kind: str, layers: int = graphs.LAYERS) -> graphs.Maker:
+def _rotated(variant: str, kind: str) -> graphs.Maker:
     def make(root: Path) -> Path:
         with pytest.MonkeyPatch.context() as patch:
             random_rotations(patch)
-            prune(encoders.job_on(graphs.make(root / variant, variant, layers), rotating(kind)), root / "rotated")
+            prune(encoders.job_on(graphs.make(root / variant, variant), rotating(kind)), root / "rotated")
         return root / "rotated"
 
     return make
@@ -94,17 +94,12 @@ MODELS: dict[str, graphs.Maker] = {
     "bert-two-heads": _two_heads,
     "uneven-llama": _uneven,
     "narrow-vit": _pruned("vit", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
-    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote", layers=2),
+    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
     "turned-llama": _rotated("llama-gqa-tied", "per-layer"),
-    "rotated-llama": _rotated("llama", "shared", layers=1),
+    "rotated-llama": _rotated("llama", "shared"),
     "shallow-llama-gqa-tied": _one_layer("llama-gqa-tied"),
-    "shallow-opt-350m": _one_layer("opt-350m-like"),
-    "shallow-dinov2-swiglu": _one_layer("dinov2-swiglu-classifier"),
 }
-"""Every kind of output of this tool, and what no variant is.
-
-With one layer, but where a layer is to differ from the next: of plain ones next to another, variants have two.
-"""
+"""Every kind of output of this tool, and what no variant is."""
 
 
 def made(tmp_path_factory: pytest.TempPathFactory) -> graphs.Exported:

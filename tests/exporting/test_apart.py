@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +35,22 @@ def written(folder: Path, *nodes: onnx.NodeProto) -> Path:
 
 def constant(name: str, kind: int, values: list[int], shape: list[int]) -> onnx.NodeProto:
     return helper.make_node("Constant", [], [name], value=helper.make_tensor(name, kind, shape, values))
+
+
+def test_nothing_is_reported_to_the_maker_of_onnxruntime(tmp_path: Path) -> None:
+    """It kept an identifier and a data base of events in ~/.cache, and sent them."""
+    graph = written(tmp_path, helper.make_node("Identity", ["input_ids"], ["y"]))
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+    own = {key: value for key, value in os.environ.items() if key not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")}
+    code = "import sys, ckpt_prune, onnxruntime as o; o.InferenceSession(sys.argv[1], providers=sys.argv[2:])"
+    subprocess.run(
+        [sys.executable, "-c", code, graph, "CPUExecutionProvider"],
+        env=own | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")},
+        check=True,
+        capture_output=True,
+    )
+    assert not [*(tmp_path / "home").rglob("*"), *(tmp_path / "temporary").rglob("*")]
 
 
 def endless(folder: Path) -> Path:

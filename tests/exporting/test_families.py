@@ -31,8 +31,8 @@ from .exports import (
 
 EXACT, HALF = 1e-5, 1e-2
 """Share of the largest output: what float32 rounding leaves, and float16's."""
-DECODERS = ["llama-gqa-tied", "mistral-window", "shallow-opt-350m", "uneven-llama", "narrow-opt"]
-IMAGES = ["deit-teacher", "shallow-dinov2-swiglu"]
+DECODERS = ["llama-gqa-tied", "mistral-window", "opt-350m-like", "uneven-llama", "narrow-opt"]
+IMAGES = ["deit-teacher", "dinov2-swiglu-classifier"]
 ENCODERS = ["bert-mlm", "bert-two-heads"]
 NARROW_VIT: tuple[str, dict[str, Any]] = ("narrow-vit", {"optimize": "cpu", "opset": 23})
 WAYS: list[tuple[str, dict[str, Any]]] = [
@@ -76,7 +76,7 @@ def assert_sees(graph: Graph, module, limit: float) -> None:
             assert_near(name, found[name], theirs, limit)
 
 
-@pytest.mark.parametrize("name", chosen(DECODERS, lambda name: name != "shallow-opt-350m"))
+@pytest.mark.parametrize("name", chosen(DECODERS, lambda name: name != "opt-350m-like"))
 def test_decoders(graphs, name):
     model, graph = graphs(name)
     assert_decodes(Graph(graph), in_pytorch(model), EXACT)

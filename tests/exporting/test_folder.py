@@ -438,12 +438,12 @@ def test_a_swap_that_fails(vit, overwrite, monkeypatch):
 def test_no_room_to_begin_with(vit, monkeypatch, dtype, each):
     before = everything()
     monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10 * 1024))
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 1024))
     needed = each * sum(info.numel for info in Checkpoint.open(vit).tensors.values()) / 1024
     with pytest.raises(UserError) as error:
         writer(vit, dtype=dtype).write()
     assert str(error.value) == (
-        f"{Path.cwd()} has 10.0 KiB free and the graph needs {needed:.1f} KiB; free space or choose another place"
+        f"{Path.cwd()} has 4.00 KiB free and the graph needs {needed:.3g} KiB; free space or choose another place"
     )
     assert everything() == before
 

@@ -23,7 +23,7 @@ from ckpt_prune.planning.export_recipe import GraphSettings
 from tests.forked import forked, posix
 from tests.graphs import Exported, graph_of, undisturbed
 from tests.once import run_folder
-from tests.pairs import every
+from tests.pairs import chosen
 
 from .exports import graphs, made
 
@@ -60,11 +60,11 @@ def logits(kind: str = "float32") -> Any:
 PUBLIC: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "llama-gqa-tied": ({}, decoder() + past([2, 2]), [logits(), *present([2, 2])]),
     "uneven-llama": ({}, decoder() + past([2, 1]), [logits(), *present([2, 1])]),
-    "narrow-opt": ({}, decoder() + past([3, 3], widths=(2, 4)), [logits(), *present([3, 3], widths=(2, 4))]),
+    "narrow-opt": ({}, decoder() + past([3], widths=(2, 4)), [logits(), *present([3], widths=(2, 4))]),
     "opt": (
         {"dtype": "fp16"},
-        decoder() + past([4, 4], "float16"),
-        [logits("float16"), *present([4, 4], "float16")],
+        decoder() + past([4], "float16"),
+        [logits("float16"), *present([4], "float16")],
     ),
     "rotated-llama": (
         {"cache": False, "opset": 18},
@@ -118,7 +118,7 @@ def read(values: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", every(2, PUBLIC))
+@pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model")))
 def test_inputs_and_outputs(exported, name):
     settings, inputs, outputs = PUBLIC[name]
     graph = onnx.load(graph_of(exported(name, **settings)[1])).graph
@@ -126,7 +126,7 @@ def test_inputs_and_outputs(exported, name):
     assert read(graph.output) == outputs
 
 
-@pytest.mark.parametrize("name", every(2, PUBLIC))
+@pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model")))
 def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory):
     """No stack traces, no paths, no shapes inside in the tracer's symbols."""
     _, folder = exported(name, **PUBLIC[name][0])
@@ -168,7 +168,7 @@ def test_two_exports_of_a_model_are_the_same_bytes(exported, tmp_path):
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory) -> Path:
-    return graphs.make(tmp_path_factory.mktemp("model") / "vit", "vit", 1)
+    return graphs.make(tmp_path_factory.mktemp("model") / "vit", "vit")
 
 
 def refusal(model: Path, out: Path, **settings: Any) -> str:

@@ -64,11 +64,16 @@ def test_half_precision_goes_in_and_out(exported):
 
 
 def test_no_cache_has_the_sizes_of_each_layer(exported):
-    found = OnnxModel(exported("narrow-opt")[1]).empty_cache(5)
+    found = OnnxModel(exported("narrow-opt")[1]).empty_cache(5) | {
+        f"uneven {name}": value for name, value in OnnxModel(exported("uneven-llama")[1]).empty_cache(5).items()
+    }
     assert {name: tuple(value.shape) for name, value in found.items()} == {
-        f"past_key_values.{layer}.{what}": (5, 3, 0, width)
-        for layer in (0, 1)
-        for what, width in (("key", 2), ("value", 4))
+        **{f"past_key_values.0.{what}": (5, 3, 0, width) for what, width in (("key", 2), ("value", 4))},
+        **{
+            f"uneven past_key_values.{layer}.{what}": (5, heads, 0, 4)
+            for layer, heads in enumerate((2, 1))
+            for what in ("key", "value")
+        },
     }
 
 

@@ -39,6 +39,7 @@ from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.graphs import LAYERS, Exported
 from tests.images import write_csv, write_image, write_processor
 from tests.oracles.perplexity import perplexity
+from tests.pairs import every
 
 DECODER, ENCODER = "llama-gqa-tied", "bert-mlm"
 GENERATION = Task("text-generation", "text", cached=True)
@@ -205,7 +206,7 @@ def test_features_are_compared_with_those_of_the_base_model(exported: Exported) 
     assert metric.onnxruntime == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("variant", "samples"), [("opt", TEXT), ("vit", NOISE)])
+@pytest.mark.parametrize(("variant", "samples"), every(2, [("opt", TEXT), ("vit", NOISE)]))
 def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
     exported: Exported, variant: str, samples: ProofSamples
 ) -> None:

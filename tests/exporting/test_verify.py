@@ -86,7 +86,7 @@ def place(folder: Path, name: str) -> tuple[int, int]:
 
 def some_weight(folder: Path) -> str:
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
-    return next(w.name for w in graph.initializer if w.external_data and ".layer.1." in w.name and len(w.dims) == 2)
+    return next(w.name for w in graph.initializer if w.external_data and ".layer.0." in w.name and len(w.dims) == 2)
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """Which faults there are to try, in an order that a seed decides."""
 
+import itertools
 import random
 import signal
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from tests.faults.shim import CHANGES, DISTURBED, ERRORS, FULL, GROWS, SHRUNK, S
 from tests.faults.trial import Machine
 
 THEN = ("resume", "overwrite")
+RARE = 6
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,16 @@ def faults_of(operation: Operation) -> tuple[str, ...]:
 
 
 def cases(machine: Machine, jobs: Sequence[str], seed: int) -> Iterator[Case]:
-    """Every fault at every operation of the jobs, each once, with signals and disturbed inputs between; without end."""
+    """Every fault at every operation of the jobs, each once, with signals and disturbed inputs between; without end.
+
+    Graphs take ten times as long as all else, and come once in so many rounds.
+    """
     rng = random.Random(seed)
-    turns = [_of_job(machine, name, rng) for name in jobs]
-    while True:
-        for turn in turns:
-            yield next(turn)
+    turns = {name: _of_job(machine, name, rng) for name in jobs}
+    often = [name for name in jobs if not JOBS[name].graph] or list(jobs)
+    for number in itertools.count():
+        for name in jobs if number % RARE == 0 else often:
+            yield next(turns[name])
 
 
 def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:

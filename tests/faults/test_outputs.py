@@ -79,7 +79,12 @@ def test_threads_batches_and_memory_choose_the_same_units(
         monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 16)
     try:
         # More threads than this process has are for a fresh one: a copy of it may wait for some that it has not.
-        ran = two_threads(here, job.arguments) if how == "threads" else machine.run(name, here, job.arguments + more)
+        several = 2 if name == "sequential" else 4
+        ran = (
+            threaded(here, job.arguments, several)
+            if how == "threads"
+            else machine.run(name, here, job.arguments + more)
+        )
         assert ran.code == 0, ran.err
         found = files_of(here)
         if how == "memory":
@@ -90,10 +95,11 @@ def test_threads_batches_and_memory_choose_the_same_units(
         shutil.rmtree(here)
 
 
-def two_threads(place: Path, arguments: Sequence[str]) -> Ran:
+def threaded(place: Path, arguments: Sequence[str], threads: int) -> Ran:
     """A command in a fresh process."""
     line = [sys.executable, "-m", "ckpt_prune", *arguments]
-    done = subprocess.run(line, cwd=place, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True)
+    own = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(line, cwd=place, env=own, capture_output=True, text=True)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 

@@ -33,3 +33,8 @@ def of_share(W: Array, X: Array, ratio: float) -> Array:
     """W' of the published rank."""
     rows, columns = W.shape
     return truncated(W, X, max(1, int(rows * columns * (1 - ratio) / (rows + columns))))
+
+
+def updated(W: Array, X: Array, D: Array) -> Array:
+    """SVD-LLM's update: U of least ‖W Xᵀ − U D Xᵀ‖ by least squares on the outputs themselves; X (N, d_in)."""
+    return np.asarray(np.linalg.lstsq(X @ D.T, X @ W.T, rcond=None)[0].T)

@@ -1,10 +1,12 @@
-"""CORP's Proposition C.1.3 from tokens, with constants of one: covariances by numpy, the floor by a regression."""
+"""CORP's Propositions C.1.3 and C.2.3 from tokens, with constants of one: the floor by a regression."""
 
 import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from . import logits
 
 Array = NDArray[np.float64]
 
@@ -31,4 +33,35 @@ def terms(weight: Array, tokens: Array, others: Array, kept: list[int], strength
         "smallest": least / np.mean(np.diag(stay)),
         "sampling": norm * radius**2 * len(kept) / (least**2 * len(tokens)) * math.log(len(kept) / 0.05),
         "shifting": norm * (gap + np.sum(apart**2)),
+    }
+
+
+def head_terms(
+    samples: list[logits.Samples], others: list[logits.Samples], kept: list[list[int]], strength: list[float]
+) -> dict[str, Any]:
+    """The same figures of `compensation.head_shift`, for queries and keys of every head of both texts."""
+    count, other_count = len(samples[0]), len(others[0])
+    gap = norm = apart = right = sampling = 0.0
+    shares = []
+    for own, theirs, at, value in zip(samples, others, kept, strength, strict=True):
+        (G, h), (G2, h2) = logits.kronecker(own, at), logits.kronecker(theirs, at)
+        gap += np.linalg.norm(G / count - G2 / other_count, 2)
+        norm += np.linalg.norm(G / count, 2)
+        apart += np.sum((h / count - h2 / other_count) ** 2)
+        right += np.sum((h / count) ** 2)
+        least = np.linalg.eigvalsh(G)[0] / count + value / count
+        shares.append(least / np.mean(np.diag(G / count)))
+        dims = range(own[0][0].shape[1])
+        radius = max(np.mean([np.sum(Q[:, i] ** 2) * np.sum(K[:, j] ** 2) for Q, K in own]) for i in dims for j in dims)
+        sampling += radius * len(at) ** 2 / (least**2 * count) * math.log(len(at) / 0.05)
+    pairs = list(zip(others, kept, strict=True))
+    return {
+        "uncompensated": sum(logits.error(each, at, np.zeros((len(at),) * 2)) for each, at in pairs) / other_count,
+        "floor": sum(logits.floor(each, at) for each, at in pairs) / other_count,
+        "energy": sum(map(logits.energy, others)) / other_count,
+        "means": apart / right,
+        "covariances": gap / norm,
+        "smallest": min(shares),
+        "sampling": sampling,
+        "shifting": gap + apart,
     }

@@ -57,7 +57,7 @@ def extremes(sites):
     return cost(sites, [widths(s)[0] for s in sites]), cost(sites, [widths(s)[-1] for s in sites])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SITES, st.floats(0, 1))
 def test_few_combinations_are_solved_exactly(sites, share):
     least, most = extremes(sites)
@@ -68,7 +68,7 @@ def test_few_combinations_are_solved_exactly(sites, share):
     assert total(sites, kept) == brute_force(sites, budget) == dynamic_programme(sites, budget)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SITES, st.floats(0, 1))
 def test_the_relaxation_is_off_by_one_segment_of_a_hull_at_most(sites, share):
     least, most = extremes(sites)
@@ -80,7 +80,7 @@ def test_the_relaxation_is_off_by_one_segment_of_a_hull_at_most(sites, share):
     assert 0 <= total(sites, kept) - dynamic_programme(sites, budget) <= largest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SITES, st.data())
 def test_the_relaxation_is_exact_where_the_budget_is_spent_at_a_hull_vertex(sites, data):
     segments = hull_segments(sites)
@@ -91,7 +91,7 @@ def test_the_relaxation_is_exact_where_the_budget_is_spent_at_a_hull_vertex(site
     assert total(sites, kept) == dynamic_programme(sites, budget)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SITES, st.floats(0, 1))
 def test_before_exchanges_the_steepest_segments_that_fit_are_taken(sites, share):
     least, most = extremes(sites)
@@ -102,14 +102,14 @@ def test_before_exchanges_the_steepest_segments_that_fit_are_taken(sites, share)
             assert solve(sites, budget, combinations=0) == steepest_first(sites, budget)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SITES, st.integers(0, 60), st.integers(0, 60))
 def test_a_larger_budget_is_never_worse(sites, smaller, more):
     least, _ = extremes(sites)
     assert total(sites, solve(sites, least + smaller)) >= total(sites, solve(sites, least + smaller + more))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SITES, st.sampled_from([None, 0]))
 def test_where_everything_fits_nothing_is_dropped(sites, combinations):
     whole = [len(site.errors) - 1 for site in sites]
@@ -117,7 +117,7 @@ def test_where_everything_fits_nothing_is_dropped(sites, combinations):
     assert solve(sites, math.inf, combinations) == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SITES, st.sampled_from([None, 0]))
 def test_the_smallest_widths_are_reached_and_nothing_below(sites, combinations):
     least, _ = extremes(sites)
@@ -341,7 +341,7 @@ def test_an_error_is_of_as_many_units_as_there_are(kept):
         Curve([0, 1, 2], 1).error(kept)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=6, max_size=6), min_size=1, max_size=3),
     st.lists(st.integers(1, 4), min_size=3, max_size=3),
@@ -377,7 +377,7 @@ CROSSED = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(CROSSED, min_size=1, max_size=2), SITES.map(lambda sites: sites[:1]), st.floats(0, 1))
 def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, share):
     """A unit's own cost is what goes with it while the other space is whole; the crossing takes off what goes twice."""
@@ -419,7 +419,7 @@ def test_sites_that_cross_stay_whole_where_everything_fits():
         least_error(curves, 10, crossings)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.tuples(RISES, RISES, RISES), st.tuples(*[st.integers(0, 3)] * 3), st.floats(0, 1))
 def test_three_sites_that_cross(rises, sides, share):
     """Values (v) in query heads (q) in groups (g), of a projection of g·q·v lines, and others of g·v, g·q and g."""

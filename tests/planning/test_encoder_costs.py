@@ -166,7 +166,11 @@ def parameters(size: str, qk: int, mlp: int, special: int = 2) -> int:
 @pytest.mark.parametrize(
     ("size", "recipe_name", "model_type"),
     [
-        (size, name, ["deit", "vit"][(row + column) % 2])
+        pytest.param(
+            *(size, name, ["deit", "vit"][(row + column) % 2]),
+            # Large ones are slow to lay out: with all of them one recipe each, and all recipes with the others.
+            marks=[pytest.mark.thorough] * (size in "LH" and row % 3 != column),
+        )
         for row, size in enumerate(SIZES)
         for column, name in enumerate(PAPER)
     ],
@@ -201,7 +205,7 @@ TABLE_10 = {
 }
 
 
-@pytest.mark.parametrize(("size", "dense"), [("L", "304.4"), ("H", "632.1")])
+@pytest.mark.parametrize(("size", "dense"), every(2, [("L", "304.4"), ("H", "632.1")]))
 def test_corps_large_models_are_deit_three(tmp_path, size, dense):
     """Its DeiT-L and -H have layer scales, and no position for the class token; a plain ViT rounds otherwise."""
     (tmp_path / "config.json").write_text(json.dumps(deit(size, "vit")))

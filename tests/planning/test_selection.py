@@ -111,7 +111,7 @@ def ranked_oracle(scores, cost, budget):
     return kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=5), min_size=1, max_size=3),
     st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=5), min_size=1, max_size=3),

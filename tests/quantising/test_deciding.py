@@ -105,9 +105,9 @@ def test_gemms_are_split_without_a_difference():
 
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_was_measured_is_what_is_stored(bits, rounding):
-    decision = decide(MODEL, scheme(bits=bits, rounding=rounding), MEASURING)
-    stored = store(MODEL, decision, MEASURING)
+def test_what_was_measured_is_what_is_stored(tmp_path, bits, rounding):
+    decision = decide(MODEL, scheme(bits=bits, rounding=rounding), MEASURING, tmp_path)
+    stored = store(MODEL, decision, MEASURING, tmp_path)
     assert decision.record.weights == {f"{bits}-bit blocks": 4}
     assert decision.record.padded == 4  # 40 is no multiple of 16
     assert divergence(stored) == pytest.approx(decision.choice.together, rel=1e-3, abs=1e-7)
@@ -119,51 +119,61 @@ def test_what_was_measured_is_what_is_stored(bits, rounding):
     onnx.checker.check_model(onnx_ir.to_proto(stored))
 
 
-def test_the_graph_that_is_given_is_left_alone():
+def test_the_graph_that_is_given_is_left_alone(tmp_path):
     before = operators(MODEL)
-    store(MODEL, decide(MODEL, scheme(), MEASURING), MEASURING)
+    store(MODEL, decide(MODEL, scheme(), MEASURING, tmp_path), MEASURING, tmp_path)
     assert operators(MODEL) == before
     assert set(MODEL.graph.initializers) >= NAMES
 
 
-def test_the_most_harmful_stay_in_eight_bits():
-    free = decide(MODEL, scheme(), MEASURING).choice.together
-    decision = decide(MODEL, scheme(allowed=free / 3), MEASURING)
+def test_the_most_harmful_stay_in_eight_bits(tmp_path):
+    free = decide(MODEL, scheme(), MEASURING, tmp_path).choice.together
+    decision = decide(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
     record = decision.record
     assert record.kept
     assert record.weights["8-bit blocks"] == len(record.kept)
     assert record.loss <= free / 3
-    stored = store(MODEL, decision, MEASURING)
+    stored = store(MODEL, decision, MEASURING, tmp_path)
     assert divergence(stored) == pytest.approx(record.loss, rel=1e-3)
     by_byte = [each.harm / np.prod(np.shape(MODEL.graph.initializers[each.name].const_value)) for each in record.kept]
     assert by_byte == sorted(by_byte, reverse=True)
 
 
-def test_sets_are_measured_on_more_than_single_weights_are():
+def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
     more = replace(MEASURING, checked=FEEDS[1:])
-    free = decide(MODEL, scheme(), more)
-    apart = np.mean([divergence(store(MODEL, free, more), feed) for feed in FEEDS[1:]])
+    free = decide(MODEL, scheme(), more, tmp_path)
+    apart = np.mean([divergence(store(MODEL, free, more, tmp_path), feed) for feed in FEEDS[1:]])
     assert free.choice.together == pytest.approx(apart, rel=1e-3)
-    decision = decide(MODEL, scheme(allowed=apart / 3), more)
-    same = decide(MODEL, scheme(allowed=apart / 3), MEASURING)
+    decision = decide(MODEL, scheme(allowed=apart / 3), more, tmp_path)
+    same = decide(MODEL, scheme(allowed=apart / 3), MEASURING, tmp_path)
     assert decision.record.kept
     assert decision.choice.alone == pytest.approx(same.choice.alone)  # on the short feeds either way
 
 
-def test_grams_are_sums_of_products_of_inputs():
-    found = grams_of(MODEL, FEEDS)
+def test_grams_are_sums_of_products_of_inputs(tmp_path):
+    found = grams_of(MODEL, FEEDS, tmp_path)
     table = MODEL.graph.initializers["table"].const_value.numpy()
     x = np.concatenate([table[feed["ids"].flatten()] for feed in FEEDS])
     assert np.allclose(found.of("w").numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
     assert found.of("table") is None  # its rows are looked up too
 
 
+@pytest.mark.parametrize("kind", ["blocks", "dynamic", "static"])
+def test_nothing_is_written_but_in_the_folder_that_is_given(tmp_path, monkeypatch, kind):
+    """Graphs lay in the system's temporary folder, where those of a killed run stayed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    (tmp_path / "scratch").mkdir()
+    own = scheme(kind, 4 if kind == "blocks" else 8, rounding="gptq" if kind == "blocks" else "nearest")
+    store(MODEL, decide(MODEL, own, MEASURING, tmp_path / "scratch"), MEASURING, tmp_path / "scratch")
+    assert [each.name for each in tmp_path.rglob("*")] == ["scratch"]
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_inputs_in_eight_bits(kind):
+def test_inputs_in_eight_bits(tmp_path, kind):
     same = Measuring(FEEDS[:1], FEEDS[:1], ("logits",), classes=True, what="random tokens")
-    decision = decide(MODEL, scheme(kind, 8), same)
+    decision = decide(MODEL, scheme(kind, 8), same, tmp_path)
     assert decision.record.weights == {"8-bit blocks": 1, "int8": 3}
-    stored = store(MODEL, decision, same)
+    stored = store(MODEL, decision, same, tmp_path)
     there = operators(stored)
     assert there.count("MatMulInteger" if kind == "dynamic" else "QuantizeLinear") == 3
     # Ranges of whole tensors, once for all or as they come, of the same tokens: what was measured, but for rounding,
@@ -171,13 +181,13 @@ def test_inputs_in_eight_bits(kind):
     assert decision.choice.together / 3 < divergence(stored) < 3 * decision.choice.together
 
 
-def test_products_that_lose_too_much_with_their_inputs_keep_them():
-    decision = decide(MODEL, scheme("dynamic", 8, allowed=0.0), MEASURING)
+def test_products_that_lose_too_much_with_their_inputs_keep_them(tmp_path):
+    decision = decide(MODEL, scheme("dynamic", 8, allowed=0.0), MEASURING, tmp_path)
     assert decision.record.weights == {"8-bit blocks": 4}
-    assert "MatMulInteger" not in operators(store(MODEL, decision, MEASURING))
+    assert "MatMulInteger" not in operators(store(MODEL, decision, MEASURING, tmp_path))
 
 
-def test_without_anything_to_measure_on_all_are_stored_alike():
-    decision = decide(MODEL, scheme(rounding="gptq"), None)
+def test_without_anything_to_measure_on_all_are_stored_alike(tmp_path):
+    decision = decide(MODEL, scheme(rounding="gptq"), None, tmp_path)
     assert (decision.record.weights, decision.record.loss) == ({"4-bit blocks": 4}, None)
     assert decision.record.measured_on == "nothing: all weights are rounded alike"

@@ -64,7 +64,7 @@ def test_all_leading_axes_are_tokens():
     assert (shaped.mse, shaped.cka) == (flat.mse, flat.cka)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=SEEDS, cuts=cuts_of(30), offset=st.sampled_from([0.0, 1e3, 1e6]))
 def test_any_batches_give_the_same(seed, cuts, offset):
     x, y = pair(30, 6, seed=seed)
@@ -74,7 +74,7 @@ def test_any_batches_give_the_same(seed, cuts, offset):
     assert split.cka == pytest.approx(whole.cka, rel=1e-8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=SEEDS, turned=st.sampled_from([0, 1]), exponent=st.floats(-30, 30), offset=st.floats(-100, 100))
 def test_cka_sees_no_rotation_no_scale_and_no_offset(seed, turned, exponent, offset):
     sides = list(pair(30, 6, seed=seed))
@@ -182,7 +182,7 @@ FINITE = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(["float32", "float64"]), cuts=cuts_of(4))
 def test_finite_input_never_gives_nan(data, dtype, cuts):
     values = data.draw(st.lists(FINITE[dtype], min_size=16, max_size=16))

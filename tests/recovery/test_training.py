@@ -337,7 +337,7 @@ def sites(twins):
     return of
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=25, deadline=None)
 @given(
     rate=RATES,
     variant=st.sampled_from(["llama", "opt"]),
@@ -599,7 +599,7 @@ def test_cutting_keeps_all_rows_in_order(rows, size):
     assert all(0 < len(part) <= size for part in parts)
 
 
-@hypothesis_settings(max_examples=30, deadline=None)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(batch=st.integers(1, 12), accumulate=st.integers(1, 12), held_out=st.floats(0.01, 0.99))
 def test_sizes_are_the_numbers_of_samples_that_are_run_at_once(twins, batch, accumulate, held_out):
     chosen = settings(epochs=2, batch=batch, accumulate=accumulate, held_out=held_out)

@@ -271,7 +271,7 @@ magnitudes = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     values=st.lists(st.one_of(st.none(), magnitudes), min_size=1, max_size=130).filter(
         lambda values: any(value is not None for value in values)
@@ -298,7 +298,7 @@ def test_block_numbers_are_whole_and_many_enough(blocks):
 # ---- scales ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(values=st.lists(magnitudes, min_size=1, max_size=6), log=st.booleans())
 def test_ticks_say_where_they_are(values, log):
     axis = value_axis(values, 200, 0, log=log)

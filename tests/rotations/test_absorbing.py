@@ -214,7 +214,7 @@ def assert_second_moments(found: Moments, x: Tensor) -> None:
     assert found.active.isnan().all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     tokens=st.integers(1, 40),
     width=st.integers(1, 9),
@@ -246,7 +246,7 @@ def test_moments_before_a_norms_gain_and_bias(tokens, width, gain, shift, dead, 
     assert_second_moments(found, hidden)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     tokens=st.integers(1, 30),
     kv=st.integers(1, 3),

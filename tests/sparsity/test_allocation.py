@@ -57,7 +57,7 @@ def test_exponents_where_there_is_no_tail():
     assert 1 < hill_exponent(low_rank) < math.inf
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.1))
 def test_outliers_share_out_the_ratio(values, ratio, spread):
     found = by_outliers(values, ratio, spread)
@@ -67,7 +67,7 @@ def test_outliers_share_out_the_ratio(values, ratio, spread):
     assert found.index(min(found)) == values.index(max(values))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.3), data=st.data())
 def test_exponents_share_out_the_ratio(values, ratio, spread, data):
     sizes = data.draw(st.lists(st.integers(1, 99), min_size=len(values), max_size=len(values)))
@@ -90,7 +90,7 @@ def test_shares_that_no_mask_has(ratios, block):
     assert "\n" not in str(error.value)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     ratios=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     pattern=st.sampled_from([GroupPattern(2, 4), GroupPattern(4, 8), GroupPattern(1, 4)]),

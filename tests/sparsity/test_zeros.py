@@ -59,7 +59,7 @@ def matrices(draw) -> list[list[float]]:
     return found
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(rows=matrices(), step=st.sampled_from([1, 9, 2**23]))
 def test_zeros_and_pattern_are_what_counting_finds(rows, step):
     """In slices of any size."""
@@ -71,7 +71,7 @@ def test_zeros_and_pattern_are_what_counting_finds(rows, step):
     assert found.share == found.zeros / (len(rows) * len(rows[0]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(rows=matrices(), kept=st.integers(0, 4), of=st.sampled_from([1, 2, 4]), step=st.sampled_from([1, 2**23]))
 def test_crowded_groups_are_what_counting_finds(rows, kept, of, step):
     with pytest.MonkeyPatch.context() as patch:

@@ -26,7 +26,7 @@ from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.transform.engine import SWEEPS
 from ckpt_prune.transform.settle import settle
 from tests.contract.dense import Dense, spaces_recipe
-from tests.contract.models import BLOCKS, Case, first_cases
+from tests.contract.models import BLOCKS, LED, Case, first_cases
 from tests.contract.open_experts import open_up
 from tests.contract.whole import TARGETS, outputs, seen
 from tests.encoders import STRENGTH
@@ -163,7 +163,7 @@ def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
     model: Any = type(dense)(config)
     values = dict(dense.state_dict())
     for name, tensor in values.items():
-        if ".experts." in name or name.endswith(("mlp.gate.weight", "router.weight")):
+        if ".experts." in name or name.endswith(("mlp.gate.weight", "router.weight", "e_score_correction_bias")):
             values[name] = tensor[kept[int(name.split(".")[2])]]
     model.load_state_dict(values)
     return model.eval()
@@ -231,7 +231,9 @@ MADE_UP = list(zip(WHOLE, itertools.cycle(["drift", "sequential"]), strict=False
 
 # One with a number that multiplies what experts give, and one with shared experts.
 @pytest.mark.parametrize(
-    ("case", "target"), chosen(MADE_UP, lambda own: own[0].model_type in ("granitemoe", "qwen2_moe")), ids=str
+    ("case", "target"),
+    chosen(MADE_UP, lambda own: own[0].model_type in ("granitemoe", "deepseek_v3")),
+    ids=str,
 )
 def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, target: str, tmp_path: Path) -> None:
     compensation = {"method": "ridge", "lambda": STRENGTH}
@@ -311,6 +313,30 @@ def test_what_whole_experts_cannot_have_is_refused(dense: Dense) -> None:
     )
     with pytest.raises(ValidationError, match="every block keeps as many experts as the next: allocation: uniform"):
         Recipe.model_validate({"version": 1, "name": "test", "spaces": experts, "allocation": "least-error"})
+
+
+def test_groups_of_experts_stay_alike(dense: Dense) -> None:
+    recipe = {"ratio": 0.25, "spaces": {"experts": {"score": "routed-energy"}}}
+    assert refused(dense, recipe, LED) == (
+        "3 experts would stay, which the router takes in 2 groups (n_group in config.json) and sends every token to 2 "
+        "experts of 1 of them: keep a multiple of 2, 4 at the least (--set spaces.experts.multiple_of=2)"
+    )
+
+
+def test_experts_and_shared_ones_keep_one_width(dense: Dense) -> None:
+    spaces = {"mlp": {"score": "magnitude"}, "shared": {"score": "magnitude", "ratio": 0.5}}
+    assert refused(dense, {"ratio": 0.25, "spaces": spaces}, LED) == (
+        "one key of config.json (moe_intermediate_size) says how wide mlp and shared of a deepseek_v3 are, and 16 of "
+        "mlp and 11 of shared would stay: prune both, by the same ratio and rounding (allocation: uniform)"
+    )
+
+
+def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
+    assert refused(dense, {"ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}, LED) == (
+        "recipe test prunes heads, which deepseek_v3 has not (keys and values of all heads are made of one latent "
+        "vector of a token, which every head that stays needs whole). --set spaces.heads.optional=true leaves them "
+        "as they are: it has mlp, shared, experts"
+    )
 
 
 def refused(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:

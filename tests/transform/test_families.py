@@ -22,7 +22,7 @@ from tests.families import (
     stock,
     windows,
 )
-from tests.pairs import dealt, every
+from tests.pairs import dealt, every, pairwise
 
 from .oracle import BIASED, STRENGTH, STRENGTHLESS, WITH_STRENGTH, prune_whole
 
@@ -89,9 +89,10 @@ def test_a_bias_of_attention_alone_fits_qwen3(sources, tmp_path):
     assert (config.model_type, config.attention_bias, config.num_key_value_heads) == ("qwen3", True, 1)
 
 
-@pytest.mark.parametrize("shard", [None, "8KB"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "seed_oss-biases-mha"])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "shard"),
+    pairwise(["llama", "qwen2", "seed_oss-biases-mha"], [torch.bfloat16, torch.float16], [None, "8KB"]),
+)
 def test_names_dtypes_and_untouched_rows_stay(sources, variant, dtype, shard, tmp_path):
     folder = sources.folder(variant, dtype, shard)
     report = prune(job_on(folder, recipe("none", "magnitude", heads=one_group(variant))), tmp_path / "out")

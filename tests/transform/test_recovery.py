@@ -179,8 +179,7 @@ def test_a_rate_that_is_too_high_makes_no_block_worse(dense, tmp_path, rate):
     assert any(layer["best_epoch"] < layer["epochs"] for layer in report["layers"])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", ["mistral", "opt", "vit"])
+@pytest.mark.parametrize(("variant", "dtype"), dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16]))
 def test_half_precision(dense, tmp_path, variant, dtype):
     folder = dense.folder(variant, dtype=dtype)
     pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)

@@ -413,8 +413,9 @@ def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
     assert contents(tmp_path / "out.partial") == left
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize(
+    ("block", "error"), dealt(range(BLOCKS), [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
+)
 def test_a_crash_in_training_keeps_the_blocks_before(dense, masked_llama, tmp_path, block, error, monkeypatch):
     """Byte for byte; in the first block there is nothing to keep."""
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)

@@ -4,6 +4,7 @@ Random rotations stand in for learned ones where a test is about folding: those 
 identity and would hide a transposed matrix.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -132,15 +133,16 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # ---- the same function -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", every(3, VARIANTS))
+@pytest.mark.parametrize(("variant", "kind"), every(5, itertools.product(VARIANTS, KINDS)))
 def test_logits_are_the_dense_ones(dense, turned, variant, kind):
     expected = logits(families.stock(dense.folder(variant)))
     assert distance(logits(loaded(turned(variant, kind), kind)), expected) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "qwen3", "seed_oss-biases-mha", "opt", "opt-no-prefix"])
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    every(2, itertools.product(["llama-gqa-tied", "qwen3", "seed_oss-biases-mha", "opt", "opt-no-prefix"], KINDS)),
+)
 def test_verify_passes(turned, variant, kind):
     checks = {check.name: check.passed for check in verify(turned(variant, kind))}
     assert checks.pop("sparsity") is not False
@@ -174,8 +176,7 @@ def test_shards(dense, turned, variant, kind):
     assert ROTATIONS not in files.values()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["qwen3", "opt"])
+@pytest.mark.parametrize(("variant", "kind"), every(2, itertools.product(["qwen3", "opt"], KINDS)))
 def test_bfloat16(dense, turned, variant, kind):
     """Folded wide and rounded once: as far from the dense logits as rounding the weights takes them."""
     out = turned(variant, kind, dtype=torch.bfloat16)
@@ -496,8 +497,10 @@ def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: s
     return replace(job, rotations=of)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", every(3, ["llama-biases", "qwen2", "qwen3", "seed_oss-biases-mha", *OPT[:3]]))
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    every(4, itertools.product(["llama-biases", "qwen2", "qwen3", "seed_oss-biases-mha", *OPT[:3]], KINDS)),
+)
 def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, variant, kind):
     """Of every linear's input: from the dense model's statistics, and from hooks on the output."""
     job = job_after(dense, turned, variant, kind)
@@ -613,12 +616,19 @@ def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> Recipe:
     return rotating(kind, rotation=rotation, **more)
 
 
-@pytest.mark.parametrize("backbone", ["magnitude", "wanda", "sparsegpt"])
 @pytest.mark.parametrize(
-    ("variant", "kind"), [("llama-biases", "per-layer"), ("qwen3", "shared"), ("opt", "per-layer"), ("opt", "values")]
+    ("learned", "backbone"),
+    every(
+        2,
+        itertools.product(
+            [("llama-biases", "per-layer"), ("qwen3", "shared"), ("opt", "per-layer"), ("opt", "values")],
+            ["magnitude", "wanda", "sparsegpt"],
+        ),
+    ),
 )
-def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, variant, kind, backbone):
+def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, learned, backbone):
     """Of the dense model's own weights and inputs, gains of norms with the weights they feed."""
+    variant, kind = learned
     report = masked(dense.folder(variant), tmp_path / "out", learning(kind, backbone), data_of(variant))
     learned, expected = report["rotation"]["learned"], entropy_by_hand(dense, variant, kind, backbone)
     if kind == "shared":
@@ -639,8 +649,7 @@ def test_live_samples_teach_the_same_as_statistics(dense, tmp_path):
     np.testing.assert_allclose(*entropies, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
+@pytest.mark.parametrize(("variant", "kind"), every(2, itertools.product(["llama-gqa-tied", "opt"], KINDS)))
 def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant, kind):
     report = masked(dense.folder(variant), tmp_path / "out", learning(kind, "wanda", 20), data_of(variant))
     assert all(each["entropy_after"] < each["entropy_before"] for each in report["rotation"]["learned"])

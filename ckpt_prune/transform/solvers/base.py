@@ -1,5 +1,6 @@
 """What every solver of sites does."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from ckpt_prune.architectures.model import Model
 from ckpt_prune.architectures.spaces import SpaceName, expert_of, known_space
 from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
+from ckpt_prune.compensation.shift import Shift
 from ckpt_prune.planning.plan import SitePlan
 from ckpt_prune.planning.recipe import Recipe
+from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.space_recipe import SpaceRecipe
 from ckpt_prune.transform.decisions import Decision
 
@@ -175,6 +178,28 @@ class Solver(ABC):
         """
         return 0.0 if solved[1] is None else None
 
+    def shifted(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        others: SpaceMoments,
+        solved: SolvedSite,
+    ) -> SiteShift | None:
+        """What a solved site that dropped something loses on other samples.
+
+        Args:
+            block: index of the block.
+            tensors: what it was solved from.
+            folds: moments that it was solved from, one for each fold.
+            others: moments of the other samples, of the same kinds.
+            solved: as `solve` returns it.
+
+        Returns:
+            None where the moments do not tell: of whole experts.
+        """
+        return None
+
     def refitted(self, count: int) -> list[SpaceName]:
         """Spaces whose consumers are fitted once more when the block has lost all that goes; none but of experts.
 
@@ -215,6 +240,22 @@ class Solver(ABC):
         Args:
             biased: whether the module whose moments are measured has a bias.
         """
+
+    @staticmethod
+    def _shift(found: Shift, error: float, freedom: int, tokens: int) -> SiteShift:
+        """A shift as records have it, of a site with so much error on the other samples."""
+        energy = found.energy or math.inf
+        told = {
+            "uncompensated": found.uncompensated / energy,
+            "test": error / energy,
+            "floor": found.floor / energy,
+            "covariances": found.covariances,
+            "means": found.means,
+            "smallest": found.smallest,
+            "bound": None if found.bound is None else found.bound / energy,
+        }
+        finite = {key: None if value == math.inf else value for key, value in told.items()}
+        return SiteShift(**finite, freedom=freedom, tokens=tokens)
 
     def _plan(self, block: int, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:
         return SitePlan(

@@ -15,10 +15,13 @@ from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.choice import choose
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.fit import Blend, Fit, Solution, blend_from_moments, error
+from ckpt_prune.compensation.logit import absolute_strength as logit_strength
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
-from ckpt_prune.compensation.spectrum import spectrum
+from ckpt_prune.compensation.shift import freedom, shift
+from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import select, select_in_heads, unit_scores
 from ckpt_prune.planning.space_recipe import Compensation
 from ckpt_prune.scoring.costs import DropOrder
@@ -107,22 +110,55 @@ class ColumnSolver(Solver):
         fisher: Fisher,
     ) -> float | None:
         """½ tr(F E[δδᵀ]) of δ = (W − Ŵ) x − b, b being what is added to the bias."""
-        plan, new = solved
         moments = total(inputs_of(folds)) if folds else None
-        if new is None:
+        if solved[1] is None:
             return 0.0
         if moments is None or moments.gram is None:
             return None
+        return self._second(block, tensors, moments, solved, fisher.mean) / 2
+
+    def _second(
+        self, block: int, tensors: Mapping[str, Tensor], moments: Moments, solved: SolvedSite, metric: Tensor
+    ) -> float:
+        """tr(F E[δδᵀ]) under a metric F of outputs, never negative."""
+        plan, new = solved
+        assert new is not None
+        assert moments.gram is not None
         name = self.model.tensor(block, self.description.consumer)
         bias = self.model.tensor(block, self.description.consumer, "bias")
         lost = tensors[name].to(torch.float64, copy=True)
         lost[:, self.columns_of(torch.tensor(plan.kept))] -= new[name]
-        metric = fisher.mean
         second = (metric @ lost * (lost @ moments.gram.double())).sum() / moments.count
         if bias in new:
             added = new[bias] - tensors[bias].double() if bias in tensors else new[bias]
             second += added @ metric @ (added - 2 * lost @ moments.mean)
-        return max(0.0, float(second) / 2)
+        return max(0.0, float(second))
+
+    def shifted(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        others: SpaceMoments,
+        solved: SolvedSite,
+    ) -> SiteShift | None:
+        """Exactly, from Grams. Of inputs wider than `EXACT_WIDTH` no eigenvalues are looked for."""
+        plan, own = solved[0], self.own.compensation
+        weight = tensors[self.model.tensor(block, self.description.consumer)]
+        calibration, test = total(inputs_of(folds)), total(inputs_of(others))
+        lost = self._second(block, tensors, test, solved, torch.eye(len(weight), dtype=torch.float64))
+        calibration, test = calibration.to(self.device), test.to(self.device)
+        columns = self.columns_of(torch.tensor(plan.kept)).to(self.device)
+        scale = calibration.square[columns].mean()
+        found = shift(
+            weight.to(self.device),
+            calibration,
+            test,
+            columns,
+            float(logit_strength(plan.strength or 0.0, own.lambda_units, scale)),
+            spectra=calibration.width <= EXACT_WIDTH,
+        )
+        return self._shift(found, lost, freedom(plan.method, len(weight), len(columns)), calibration.count)
 
     def columns_of(self, units: Tensor) -> Tensor:
         """The consumer's columns that some units of the site lie on, as the weight has them that is solved."""

@@ -11,9 +11,12 @@ from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.logits import LogitMoments
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.compensation import logit
+from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitFit, LogitMethod, unfitted
+from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.mixing import absorb
 from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import in_heads, select_in_heads
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.transform.decisions import Decision
@@ -151,6 +154,32 @@ class LogitSolver(Solver):
         new = absorb(query, key, values[0], values[1], fit.left, fit.right)
         found = zip([*names, *biases], new, strict=True)
         return plan, {name: tensor.cpu() for name, tensor in found if tensor is not None}
+
+    def shifted(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        others: SpaceMoments,
+        solved: SolvedSite,
+    ) -> SiteShift | None:
+        """Exactly, from the moments: the fit is made once more, and its logits held against those of the others."""
+        plan, own, method = solved[0], self.own.compensation, self.method
+        whole, test = (self._fitted(total(tuple(m.to(self.device) for m in _logits(each)))) for each in (folds, others))
+        kept = in_heads(torch.tensor(plan.kept), whole.heads, whole.head_dim).to(self.device)
+        system, theirs = (logit.logit_system(each, kept) for each in (whole, test))
+        fit = method.fit(whole, system, kept, plan.strength or 0.0, own.lambda_units)
+        lost = pair_errors(test, fit.left, fit.right)
+        found = head_shift(
+            HeadEquations.of_logits(whole, system),
+            HeadEquations.of_logits(test, theirs),
+            method.diagnose(test, theirs, lost).floor,
+            logit.absolute_strength(plan.strength or 0.0, own.lambda_units, system.diagonal_mean)
+            if method.bounded
+            else None,
+        )
+        freedom = whole.heads * method.freedom(whole.head_dim, kept.shape[1])
+        return self._shift(found, float(lost.sum()) / test.samples, freedom, whole.tokens)
 
     def _fit(
         self, plan: SitePlan, dimensions: Tensor, folds: Sequence[LogitMoments], settled: SitePlan | None

@@ -11,6 +11,7 @@ from ckpt_prune.calibration.fisher import Fisher
 from ckpt_prune.calibration.kinds import SpaceMoments
 from ckpt_prune.calibration.moments import total
 from ckpt_prune.calibration.rotary import RotaryMoments
+from ckpt_prune.compensation.head_shift import HeadEquations, head_shift
 from ckpt_prune.compensation.logit import Choice, absolute_strength
 from ckpt_prune.compensation.rotary import (
     absorb_factors,
@@ -22,6 +23,7 @@ from ckpt_prune.compensation.rotary import (
     solve_factors,
 )
 from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.planning.selection import in_heads, select_in_heads
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
 from ckpt_prune.transform.decisions import Decision
@@ -120,6 +122,33 @@ class RotarySolver(Solver):
                     rows = tensors[name].to(self.device)
                     new[name] = absorb_factors(rows, absorbed, own, pairs, copies, self.description.pairs).cpu()
         return plan, new
+
+    def shifted(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        others: SpaceMoments,
+        solved: SolvedSite,
+    ) -> SiteShift | None:
+        """Exactly, from the moments: factors are solved once more, and held against the logits of the others."""
+        plan, units = solved[0], self.own.compensation.lambda_units
+        whole, test = (total(tuple(m.to(self.device) for m in _moments(each))) for each in (folds, others))
+        copies = self.model.copies(self.space)
+        kept = in_heads(torch.tensor(plan.kept), copies, self.model.units(self.space)).to(self.device)
+        system, theirs = (rotary_system(each, kept) for each in (whole, test))
+        strength = absolute_strength(plan.strength or 0.0, units, system.diagonal_mean)
+        lost = theirs.dropped_energy
+        if plan.method != "none":
+            lost = factor_errors(theirs, solve_factors(system, strength))
+        found = head_shift(
+            HeadEquations.of_pairs(whole, system),
+            HeadEquations.of_pairs(test, theirs),
+            diagnose_factors(theirs, lost).floor,
+            strength,
+        )
+        freedom = 0 if plan.method == "none" else system.rhs.numel()
+        return self._shift(found, float(lost.sum()) / test.samples, freedom, whole.tokens)
 
     def _fit(
         self, plan: SitePlan, kept: Tensor, folds: Sequence[RotaryMoments], settled: SitePlan | None

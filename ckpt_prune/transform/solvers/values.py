@@ -14,6 +14,7 @@ from ckpt_prune.calibration.moments import Moments, total
 from ckpt_prune.compensation.values import Turn, by_direction, by_head, principal
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.plan import SitePlan
+from ckpt_prune.planning.records import SiteShift
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.scoring.unit_scores import without_mean
 from ckpt_prune.transform.decisions import Decision
@@ -89,15 +90,32 @@ class ValueSolver(ColumnSolver):
         fisher: Fisher,
     ) -> float | None:
         """As of columns, in the basis of the directions."""
-        plan, new = solved
-        if new is None:
+        if solved[1] is None:
             return 0.0
         at = self._turned(block, tensors, inputs_of(folds))
+        return super().divergence(block, at.tensors, at.folds, self._in_basis(block, solved), fisher)
+
+    def shifted(
+        self,
+        block: int,
+        tensors: Mapping[str, Tensor],
+        folds: SpaceMoments,
+        others: SpaceMoments,
+        solved: SolvedSite,
+    ) -> SiteShift | None:
+        """As of columns, in the basis of the directions, which is that of the samples it was solved from."""
+        at = self._turned(block, tensors, inputs_of(folds))
+        test = tuple(each.under(at.turn.inputs) for each in inputs_of(others))
+        return super().shifted(block, at.tensors, at.folds, test, self._in_basis(block, solved))
+
+    def _in_basis(self, block: int, solved: SolvedSite) -> SolvedSite:
+        """A solved site with its columns by direction."""
+        plan, new = solved
+        assert new is not None
         heads, output = self.model.copies(self.space), self.model.tensor(block, self.description.consumer)
         keep = new[output].shape[1] // heads // self.model.unit_columns(self.space)
         kept = self.description.first(keep, self.model.dimension).tolist()
-        turned = {**new, output: by_direction(new[output], heads, keep)}
-        return super().divergence(block, at.tensors, at.folds, (plan.model_copy(update={"kept": kept}), turned), fisher)
+        return plan.model_copy(update={"kept": kept}), {**new, output: by_direction(new[output], heads, keep)}
 
     def columns_of(self, units: Tensor) -> Tensor:
         """The columns of a direction stand beside each other once they are turned."""

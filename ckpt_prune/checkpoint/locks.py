@@ -1,0 +1,57 @@
+"""Locks on files and folders, which the system lets go of when a run ends, however it ends."""
+
+import errno
+import os
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where two runs on one output are not told apart
+    fcntl = None  # type: ignore[assignment]
+
+from ckpt_prune.errors import UserError
+
+
+def hold(folder: Path) -> int | None:
+    """A lock on a folder, which lasts until it is closed; None where there are no locks.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        locked = lock(descriptor, folder, folder)
+    except UserError:
+        os.close(descriptor)
+        raise
+    if not locked:
+        os.close(descriptor)
+    return descriptor if locked else None
+
+
+def lock(descriptor: int, path: Path, what: Path) -> bool:
+    """Lock an open file or folder; False where there are no locks.
+
+    Args:
+        descriptor: of it.
+        path: where it is.
+        what: is written, in the message.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    if fcntl is None:
+        return False
+    busy = UserError(f"{what} is being written by another run; wait for it or stop it")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return False  # a file system without locks
+        raise busy from error
+    # Another run may have moved or deleted it and made its own between the two calls: the lock is then on nothing.
+    if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+        raise busy
+    return True

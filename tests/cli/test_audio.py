@@ -1,0 +1,102 @@
+"""`--audio`: the encoder of a model of speech, on sounds and on features of sounds."""
+
+import json
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import WhisperFeatureExtractor
+
+from ckpt_prune.architectures.skeleton import quiet_transformers
+from tests.cli.running import ok, refused
+from tests.contract.test_parts import FRAMES, MELS, PartCase
+
+RATE, HOP = 16000, 1142
+"""One second of sound makes as many frames as the model reads."""
+ENCODER = ("prune", "whisper", "--part", "encoder", "--recipe", "corp-mlp", "--ratio", "0.25")
+
+
+def write_sound(path: Path, seed: int, *, rate: int = RATE, channels: int = 1) -> None:
+    values = np.random.default_rng(seed).integers(-9000, 9000, rate * channels // 2).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(values.tobytes())
+
+
+@pytest.fixture
+def whisper(place: Path) -> Path:
+    with quiet_transformers():
+        PartCase("whisper", "encoder", ()).model.save_pretrained("whisper")
+    settings = {"sampling_rate": RATE, "hop_length": HOP, "chunk_length": 1, "n_fft": 400}
+    WhisperFeatureExtractor(feature_size=MELS, **settings).save_pretrained("whisper")
+    sounds = place / "sounds"
+    sounds.mkdir()
+    for seed in range(3):
+        write_sound(sounds / f"{seed}.wav", seed, channels=1 + seed % 2)
+    features = torch.randn(2, MELS, FRAMES, generator=torch.Generator().manual_seed(0))
+    np.save(sounds / "3.npy", features[0].numpy())
+    save_file({"input_features": features[1].contiguous()}, sounds / "4.safetensors")
+    return sounds
+
+
+def test_an_encoder_is_pruned_on_sounds_and_features(whisper: Path) -> None:
+    said = ok(*ENCODER, "--audio", "sounds", "-o", "out")
+    assert "kept per block: mlp 17/22" in said
+    config, dense = (json.loads(Path(folder, "config.json").read_text()) for folder in ("out", "whisper"))
+    assert {key: value for key, value in config.items() if dense.get(key) != value} == {"encoder_ffn_dim": 17}
+    before, after = (load_file(Path(folder, "model.safetensors")) for folder in ("whisper", "out"))
+    assert after["model.encoder.layers.0.fc2.weight"].shape == (16, 17)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "encoder.layers" not in name)
+    assert "52 tensors outside the encoder part are the dense model's, bit for bit" in ok(
+        "verify", "out", "--against", "whisper"
+    )
+
+
+def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
+    """Features that are given instead are measured alike."""
+    extractor = WhisperFeatureExtractor.from_pretrained("whisper")
+    Path("features").mkdir()
+    for seed in range(3):
+        with wave.open(str(whisper / f"{seed}.wav")) as file:
+            values = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
+        made = extractor(values.mean(1).astype(np.float32) / 2**15, sampling_rate=RATE, return_tensors="np")
+        np.save(f"features/{seed}.npy", made["input_features"][0])
+    for path in (whisper / "3.npy", whisper / "4.safetensors"):
+        path.unlink()
+    for folder in ("sounds", "features"):
+        ok("calibrate", "whisper", "--part", "encoder", "--audio", folder, "--collect", "moments", "-o", f"of-{folder}")
+    found, expected = (load_file(f"of-{folder}/block-00001.safetensors") for folder in ("sounds", "features"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
+    assert refused(*ENCODER, "-o", "out").endswith("needs statistics: give --statistics, or --audio to measure them")
+    Path("text.txt").write_text("what")
+    assert refused(*ENCODER, "--text", "text.txt", "-o", "out") == "whisper reads audio: give --audio DIR"
+    assert refused(*ENCODER, "--audio", "whisper/none", "-o", "out") == "whisper/none: no such folder of audio"
+    assert refused(*ENCODER, "--audio", "sounds", "--text", "text.txt", "-o", "out") == (
+        "give --text or --audio, not both"
+    )
+    np.save(whisper / "3.npy", np.zeros((MELS, FRAMES + 1), np.float32))
+    assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
+        f"sounds/3.npy has features of {MELS} x {FRAMES + 1}, and this model reads {MELS} channels x {FRAMES} "
+        "frames: pad or cut them"
+    )
+    write_sound(whisper / "0.wav", 0, rate=800)
+    assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
+        f"sounds/0.wav is sampled at 800 Hz, and this model hears {RATE} Hz: "
+        f"`ffmpeg -i 0.wav -ar {RATE} OUT.wav` makes such a file"
+    )
+    (whisper / "0.wav").write_bytes(b"no sound")
+    assert refused(*ENCODER, "--audio", "sounds", "-o", "out").startswith("sounds/0.wav cannot be read: ")
+    Path("whisper/preprocessor_config.json").unlink()
+    assert refused(*ENCODER, "--audio", "sounds", "-o", "out").startswith(
+        "whisper: no feature extractor (preprocessor_config.json), which .wav files go through"
+    )

@@ -1,0 +1,223 @@
+"""Names and texts from files in everything that people read: shown, and never obeyed."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from ckpt_prune.checkpoint.jsonfile import pretty
+from ckpt_prune.compressing.card import quantised_card
+from ckpt_prune.compressing.record import Quantised
+from ckpt_prune.evaluation.comparing import BlockComparison, Comparison, Similarity
+from ckpt_prune.exporting.card import graph_card
+from ckpt_prune.exporting.manifest import GraphEntry, Manifest, Port
+from ckpt_prune.exporting.manifest import Source as GraphSource
+from ckpt_prune.filenames import REPORT
+from ckpt_prune.plain import OBEYED, plain
+from ckpt_prune.report.card import model_card
+from ckpt_prune.report.metadata import front_matter
+from ckpt_prune.report.model import Report, SourceCard
+from ckpt_prune.report.reading import AnyPlan
+from ckpt_prune.reporting.comparison import comparison_page
+from ckpt_prune.reporting.document import read_document
+from ckpt_prune.reporting.page import page
+from ckpt_prune.sharing.measured import Measured, figures_table, model_index
+from ckpt_prune.sharing.recipes import _card as recipe_card
+from tests.cli.running import refused, run
+from tests.evaluation.tiny import tiny_llama
+from tests.forked import posix
+from tests.reporting.examples import elsewhere, layer, learned, linear, masked, parse, plan, recovery, report, site
+
+EVIL = "a<script>x</script>|`b`\n# h\n---\nc: d\r\x1b[31m\x9b\u202e\u2028![i](u)'\"]"
+DEPTH = {
+    "blocks": 4,
+    "kept": [0, 3],
+    "choose": "cosine",
+    "gaps": [
+        {"first": 1, "blocks": 2, "into": "w", "method": "ridge", "error_uncompensated": 1, "error_compensated": 1}
+    ],
+}
+CARD = {"license": "mit", "license_name": "n", "license_link": "l", "language": ["en"], "datasets": ["d"]}
+REPORTS = {
+    "units": report(
+        [site(0)],
+        origin={"reference": "org/name", "revision": "r", "sha256": "5"},
+        source={"name": "org/tiny", "fingerprint": "f", "card": CARD | {"pipeline_tag": "p"}},
+        part="text",
+        container={"model_type": "vit", "remote_code": False, "note": "n", "auto_class": "AutoModel", "padded": ["p"]},
+        stages=[{"name": "prune", "seconds": 1.0}],
+        depth=DEPTH,
+        lora={"rank": 1, "modules": 2, "data": "d", "loss_before": 1.0, "loss_after": 1.0, "settings": {"k": "v"}},
+    ),
+    "mask": masked(
+        [linear(0)], learned(0), recovery=recovery(settings={"only": "mlp", "layers": "0:1"}), layers=[layer(0)]
+    ),
+    "recovery": elsewhere([layer(0)], recovery=recovery(earlier={"recovery": recovery(), "layers": [layer(0)]})),
+    "plan": plan([site(0)], origin={"reference": "org/name", "revision": None, "sha256": "5"}, depth=DEPTH),
+}
+
+
+def leaves(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Where there are strings."""
+    if isinstance(value, str):
+        yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from leaves(inner, *path, key)
+
+
+def with_evil(value: Any, path: Sequence[str | int]) -> Any:
+    """A copy with the text at a place replaced."""
+    if not path:
+        return EVIL
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = with_evil(copy[path[0]], path[1:])
+    return copy
+
+
+def check_markdown(text: str) -> None:
+    """What is left beside code and escaped signs is this tool's own."""
+    assert OBEYED.search(text) is None
+    front, *rest = text.removeprefix("---\n").split("\n---\n") if text.startswith("---\n") else ("", text)
+    assert len(rest) == 1
+    assert isinstance(yaml.safe_load(front), dict | None)
+    body = re.sub(r"```\w*\n.*?\n```", "", rest[0], flags=re.DOTALL)
+    body = re.sub(r"\\.", "", re.sub(r"`[^`\n]+`", "", body))
+    for sign in ("<", "`", "]("):
+        assert sign not in body, text
+    headings = [line for line in body.splitlines() if line.startswith("#")]
+    assert len([line for line in headings if not line.startswith("##")]) <= 1, text
+    for run_of in re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE):
+        assert len({line.count("|") for line in run_of.splitlines()}) == 1, text
+
+
+def check_html(html: str) -> None:
+    assert OBEYED.search(html) is None
+    assert "script" not in {element.tag for element in parse(html).iter()}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_text_of_a_report_or_plan_is_markup(tmp_path: Path, name: str) -> None:
+    made = REPORTS[name]
+    file = tmp_path / ("plan.json" if name == "plan" else REPORT)
+    together = made
+    for path in leaves(made):
+        for values in (with_evil(made, path), with_evil(together, path)):
+            try:
+                read = (AnyPlan if name == "plan" else Report).read(values)
+            except ValueError:
+                continue  # one line, elsewhere
+            if isinstance(read, Report):
+                check_markdown(model_card(read))
+            together = values
+    assert json.dumps(together).count(json.dumps(EVIL)) > 5
+    file.write_text(json.dumps(together))
+    check_html(page(read_document(file)))
+
+
+def quantised() -> str:
+    card = SourceCard(license_name=EVIL, language=[EVIL])
+    versions = dict.fromkeys(("ckpt_prune", "compressed_tensors", "torch", "transformers"), EVIL)
+    values = {"auto_class": "AutoModelForCausalLM", "format": "int8", "group_size": None, "before": 2, "after": 1}
+    source = {"name": f"{EVIL}/{EVIL}", "fingerprint": "f", "card": card.model_dump()}
+    return quantised_card(Quantised.read(versions | values | {"source": source, "weights": [{"weight": EVIL}]}))
+
+
+def of_a_graph() -> str:
+    port = Port(name="input_ids", type="int64", shape=["batch_size", 2])
+    graph = GraphEntry(
+        file="model.onnx", dtype="fp32", opset=20, inputs=[port], outputs=[port], tensors={EVIL: "5"}, quantised=None
+    )
+    manifest = Manifest(
+        versions={"ckpt_prune": "1"},
+        source=GraphSource(name=EVIL, fingerprint="f"),
+        task="text-generation",
+        modality="text",
+        cached=False,
+        optimize="none",
+        files={"tokenizer.json": "5"},
+        graphs=[graph],
+    )
+    return graph_card(manifest, {"model_type": EVIL, "architectures": [EVIL]})
+
+
+def of_recipes() -> str:
+    return "\n".join(recipe_card("org/name", "own.yaml", EVIL))
+
+
+def with_figures() -> str:
+    figures = [Measured(plain(EVIL), "perplexity", EVIL, 1.0, 2.0)]
+    index = model_index(EVIL, EVIL, figures)
+    return "\n".join([*front_matter({"model-index": index}), *figures_table(figures)])
+
+
+@pytest.mark.parametrize("written", [quantised, of_a_graph, of_recipes, with_figures])
+def test_no_name_is_markup_on_a_card(written: Callable[[], str]) -> None:
+    check_markdown(written())
+
+
+def test_no_name_is_markup_on_a_page() -> None:
+    block = BlockComparison(0, Similarity(*([0.5] * len(fields(Similarity)))))
+    check_html(comparison_page(Comparison(Path(EVIL), Path(EVIL), [block], 0.1, True, 1, 2)))
+
+
+def test_json_is_read_back_and_obeyed_by_nothing() -> None:
+    assert OBEYED.search(pretty({EVIL: [EVIL]}).replace("\n", "")) is None
+    assert json.loads(pretty({EVIL: [EVIL]})) == {EVIL: [EVIL]}
+
+
+@posix
+def test_no_name_on_a_command_line_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are no Unicode were tracebacks, one of them after all work was done."""
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(EVIL.replace("/", "").encode() + b"\xff")
+    tiny_llama().save_pretrained(name)
+    recipe = {"version": 1, "name": EVIL, "summary": EVIL, "source": EVIL, "target": "dense", "ratio": 0.5}
+    mlp = {"score": "magnitude", "compensation": {"method": "none"}}
+    Path(f"{name}.json").write_text(json.dumps(recipe | {"spaces": {"mlp": mlp}}))
+    pruned, page_of, planned = f"{name}-pruned", f"{name}.html", f"{name}-plan.json"
+    for command, code in (
+        (("inspect", name), 0),
+        (("inspect", name, "--json"), 0),
+        (("recipe", "show", f"{name}.json"), 0),
+        (("recipe", "validate", f"{name}.json"), 0),
+        (("plan", name, "--recipe", f"{name}.json", "-o", planned), 0),
+        (("prune", name, "--recipe", f"{name}.json", "-o", pruned), 0),
+        (("verify", pruned, "--against", name), 0),
+        (("report", pruned, "-o", page_of), 0),
+        (("report", planned, "-o", f"{name}-plan.html"), 0),
+        (("statistics", "show", name), 2),
+        (("verify", f"{name}-absent"), 2),
+        (("convert", name, "-o", "out"), 2),
+        (("calibrate", name, "--text", name, "-o", "out"), 2),
+    ):
+        done = run(*command)
+        assert done.exit_code == code, done.output
+        assert OBEYED.search(done.output) is None, command
+        assert code == 0 or len(done.stderr.splitlines()) == 1, command
+    check_markdown((Path(pruned) / "README.md").read_text())
+    for file in Path().glob("*.html"):
+        check_html(file.read_text())
+    for file in [*Path(pruned).glob("*.json"), Path(planned)]:
+        assert OBEYED.search(file.read_text()) is None
+
+
+def test_a_tensor_and_a_side_file_with_such_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_llama().save_pretrained("dense")
+    (Path("dense") / "licence\x1b[2J").write_text("mine")
+    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
+        "dense/licence\\x1b[2J has control characters in its name, or what is no Unicode; rename it"
+    )
+    save_file({"a\nverify: ok": torch.zeros(2)}, Path("dense") / "model.safetensors")
+    assert refused("inspect", "dense") == (
+        "dense/model.safetensors is not a valid safetensors file (tensor 'a\\nverify: ok' has control characters in "
+        "its name); download it again"
+    )
