@@ -264,8 +264,11 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
     (["prune", "dense", "--text", "calib.txt", "--images", "i", "-o", "out"], "give --text or --images, not both"),
     (["prune", "dense", "--labels", "calib.txt", "-o", "out"], "--labels goes with --images"),
     (["plan", "dense", "--target-bytes", "lots"], "--target-bytes lots: "),
-    (["calibrate", "dense", "-o", "out"], "calibrate needs --text FILE, or --images DIR for a vision model"),
-    (["recover", "pruned", "--dense", "dense", "-o", "out"], "recover needs --text FILE, or --images DIR for a "),
+    (
+        ["calibrate", "dense", "-o", "out"],
+        "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR",
+    ),
+    (["recover", "pruned", "--dense", "dense", "-o", "out"], "recover needs --text FILE, --images DIR for a "),
     (["evaluate", "./absent", "--text", "calib.txt", "--window", "16"], "./absent does not exist; give an "),
     (["export", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
     (["verify", "absent"], "absent does not exist; give a folder that this tool wrote"),

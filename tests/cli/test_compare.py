@@ -97,7 +97,8 @@ def test_states_under_rotations_are_compared_in_one_basis():
 
 @pytest.mark.usefixtures("place")
 def test_what_is_refused():
-    assert refused("compare", "dense", "pruned") == "compare needs --text FILE, or --images DIR for vision models"
+    said = refused("compare", "dense", "pruned")
+    assert said == "compare needs --text FILE, --images DIR for vision models, or --audio DIR"
     assert refused("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
     assert refused(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist")
     with quiet_transformers():

@@ -325,7 +325,7 @@ def test_data_of_the_wrong_kind(here):
         "--window and --bos are for text: they do not go with --images"
     )
     assert refused("calibrate", "vit", "-o", "out") == (
-        "calibrate needs --text FILE, or --images DIR for a vision model"
+        "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR"
     )
     assert refused("prune", "vit", "--recipe", "corp", "-o", "out") == (
         "recipe corp needs statistics: give --statistics, or --images to measure them"

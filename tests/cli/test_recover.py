@@ -804,7 +804,8 @@ def test_what_recover_needs(place):
     )
     assert misused(*RECOVER) == "Missing option '-o' / '--output'."
     assert misused("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
-    assert refused(*BARE, "-o", "out") == "recover needs --text FILE, or --images DIR for a vision model"
+    said = refused(*BARE, "-o", "out")
+    assert said == "recover needs --text FILE, --images DIR for a vision model, or --audio DIR"
     assert refused(*RECOVER, "--images", ".", "-o", "out") == "give --text or --images, not both"
     assert refused(*RECOVER, "--compute-dtype", "float16", "-o", "out") == (
         "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"

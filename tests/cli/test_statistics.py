@@ -159,7 +159,7 @@ def test_missing_parent(place):
 
 def test_bad_options(place):
     assert refused("calibrate", "dense", "-o", "s") == (
-        "calibrate needs --text FILE, or --images DIR for a vision model"
+        "calibrate needs --text FILE, --images DIR for a vision model, or --audio DIR"
     )
     assert refused("calibrate", "dense", *TEXT, "--collect", "grams", "-o", "s") == (
         "--collect grams: of a llama, one or more of moments,gram,rotary,linears,fisher,taylor,effects,queries,values "

@@ -68,7 +68,7 @@ def test_who_does_not_stop_is_ended_and_the_first_one_says_why(monkeypatch, caps
     wait_for(lambda: left)
     second.close()
     assert left == [2]
-    assert capsys.readouterr().err == "Error: rank 1: a\nb\n"
+    assert capsys.readouterr().err == "Error: rank 1: a\\nb\n"
 
 
 def test_a_process_without_signs_of_life_is_missing():
