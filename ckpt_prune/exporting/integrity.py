@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx_ir
 
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.errors import UserError
 from ckpt_prune.exporting.manifest import Manifest, Port
+from ckpt_prune.exporting.reading import read_graph
 from ckpt_prune.exporting.session import DATA
 from ckpt_prune.exporting.tasks import PAST, PRESENT
 
@@ -53,9 +53,9 @@ def check_files(folder: Path, manifest: Manifest, present: Mapping[str, str]) ->
 
 def _changed_weights(folder: Path, manifest: Manifest) -> str:
     try:
-        graph = onnx_ir.load(folder / manifest.file)
-    except Exception as error:  # protobuf's and onnx_ir's exceptions share no base class
-        return f"{manifest.file} cannot be read ({_reason(error)}), it may be cut off"
+        graph = read_graph(folder / manifest.file)
+    except UserError as error:
+        return f"{error}; it may be cut off"
     found = {name: value.const_value for name, value in graph.graph.initializers.items()}
     wrong = [name for name, digest in manifest.tensors.items() if _digest(found.get(name)) != digest]
     if not wrong:

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx_ir
 
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.reading import Checkpoint
@@ -13,6 +12,7 @@ from ckpt_prune.evaluation.verify import Check, guarded
 from ckpt_prune.exporting.integrity import check_files, check_operators, present_files
 from ckpt_prune.exporting.manifest import Manifest, read_manifest
 from ckpt_prune.exporting.outcome import read_validation
+from ckpt_prune.exporting.reading import read_graph
 from ckpt_prune.exporting.session import open_session, provider_for
 from ckpt_prune.filenames import VALIDATION
 from ckpt_prune.progress import track
@@ -52,8 +52,8 @@ def _of_graph(folder: Path, manifest: Manifest) -> list[Check]:
 
 
 def _finite(path: Path) -> tuple[bool, str]:
+    weights = read_graph(path).graph.initializers
     try:
-        weights = onnx_ir.load(path).graph.initializers
         for name, value in track(list(weights.items()), "checking for NaN and Inf", unit="tensor"):
             tensor = value.const_value
             if tensor is not None and tensor.dtype.is_floating_point() and not np.isfinite(tensor.numpy()).all():

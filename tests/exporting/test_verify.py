@@ -135,6 +135,15 @@ def test_a_byte_of_the_graph(folder):
     }
 
 
+def test_names_in_a_damaged_graph_are_not_printed(folder, capfd):
+    """onnx_ir warns of a name that nothing makes, as it stands there; the fuzzer found a NUL on the terminal."""
+    graph = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph.graph.node[-1].input[0] = "v\x1b[2J"
+    onnx.save(graph, folder / "model.onnx")
+    assert {"files", "checker", "load"} <= set(failures(folder))
+    assert capfd.readouterr().err == ""
+
+
 def test_data_cut_off(folder):
     os.truncate(folder / "model.onnx_data", (folder / "model.onnx_data").stat().st_size // 2)
     found = failures(folder)
