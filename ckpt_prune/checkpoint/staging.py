@@ -7,7 +7,7 @@ journal of the units that are safely on disk, so that a killed run can go on whe
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -104,8 +104,7 @@ class Staging:
                 shutil.rmtree(self.path)
                 self.release()
             if not self.path.exists():
-                self.path.mkdir()
-                self._take()
+                self._make()
                 try:
                     # Before anything else, so that whatever a kill leaves behind is known to be ours.
                     self.journal.save()
@@ -136,6 +135,17 @@ class Staging:
         if issubclass(kind, UserError) and not issubclass(kind, DiskError):
             return False
         return bool(self.journal.units) or not issubclass(kind, Exception)
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir()
+            self._take()
+        except Exception:  # what is there is another run's
+            raise
+        except BaseException:  # a signal, before anything says whose it is
+            with suppress(OSError):
+                self.path.rmdir()
+            raise
 
     @property
     def scratch(self) -> Path:
@@ -172,7 +182,8 @@ class Staging:
                 self.journal.save()
             names = {path.name: path for path in self.path.iterdir() if path.name not in (JOURNAL, SCRATCH)}
             self._check_out(self._wants | names)
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            if self.scratch.exists():
+                shutil.rmtree(self.scratch)
             try:
                 kept = swap(self.path, self.out, self._kind)
             finally:

@@ -151,3 +151,36 @@ def test_what_the_library_says_of_a_full_disk_is_a_line(tmp_path):
     """Maps of gaps and bases of streams are written by it: it was a traceback."""
     with pytest.raises(DiskError, match="No space left"), disk_failures(tmp_path):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_an_output_holds_nothing_of_what_it_was_made_by(tmp_path, monkeypatch):
+    """Where that cannot be deleted the output waits for the next run; it was published with it, by the faults' tool."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def publish() -> None:
+        with staging(tmp_path / "out") as job, monkeypatch.context() as patch:
+            (job.path / OUTPUT.record).write_text("{}")
+            job.scratch.mkdir()
+            (job.scratch / "statistics.json").write_text("sums")
+            patch.setattr("os.unlink", refuse)
+            job.publish()
+
+    with pytest.raises(DiskError, match=r"cannot write .* \(Input/output error\)"):
+        publish()
+    assert not (tmp_path / "out").exists()
+    again = staging(tmp_path / "out", resume=True)
+    with again:
+        again.publish()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [OUTPUT.record]
+
+
+def test_a_signal_before_a_folder_is_known_to_be_ours_leaves_none(tmp_path, monkeypatch):
+    def interrupted(_: Staging) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out"):
+        pass
+    assert not list(tmp_path.iterdir())
