@@ -13,7 +13,7 @@ from ckpt_prune.errors import UserError
 
 PREFIX = "ckpt-prune-scratch-"
 _LOCK = ".lock"
-"""File that is held as long as the folder is in use. A folder without it was left on purpose."""
+"""Of the file beside such a folder that is held as long as it is in use. A folder without one was left on purpose."""
 
 
 @contextmanager
@@ -29,13 +29,13 @@ def scratch_folder(*, keeps: str | None = None) -> Iterator[Path]:
     place = Path(tempfile.gettempdir())
     _clear(place)
     with disk_failures(place):
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        held, name = tempfile.mkstemp(prefix=PREFIX, suffix=_LOCK, dir=place)
+        mark, folder = Path(name), Path(name.removesuffix(_LOCK))
+        lock(held, mark, folder)
+        folder.mkdir(0o700)
     try:
-        lock(held, folder / _LOCK, folder)
         yield folder
     finally:
-        os.close(held)
         kept = {path for path in folder.iterdir() if keeps is not None and path.name.endswith(keeps)}
         for path in set(folder.iterdir()) - kept:
             if path.is_dir():
@@ -44,19 +44,23 @@ def scratch_folder(*, keeps: str | None = None) -> Iterator[Path]:
                 path.unlink()
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
+        mark.unlink(missing_ok=True)
+        os.close(held)
 
 
 def _clear(place: Path) -> None:
     """Delete such folders of this user that nobody holds any more."""
     if os.name != "posix":  # where nobody can tell
         return
-    for path in place.glob(f"{PREFIX}*/{_LOCK}"):
+    for path in place.glob(f"{PREFIX}*{_LOCK}"):
+        folder = path.with_name(path.name.removesuffix(_LOCK))
         with suppress(OSError, UserError):
-            if path.parent.is_symlink() or path.lstat().st_uid != os.getuid():
+            if folder.is_symlink() or path.lstat().st_uid != os.getuid():
                 continue
             held = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 if lock(held, path, path):
-                    shutil.rmtree(path.parent, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    path.unlink()
             finally:
                 os.close(held)

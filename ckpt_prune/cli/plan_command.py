@@ -142,6 +142,8 @@ def command(sweep: str | None, recipes: tuple[str, ...], as_json: bool, **given:
     _print_plan(made.settled, made.plan)
     if made.shifting is not None:
         _print_shifts(made.plan.sites, made.shifting.left)
+        if made.shifting.same:
+            click.echo("both statistics were measured on the same samples: nothing is held against others")
     if takes is not None:
         click.echo(f"\n{takes}")
     if made.path is not None:

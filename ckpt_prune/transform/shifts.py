@@ -25,6 +25,7 @@ class Shifting:
     Attributes:
         source: of the other moments, for `Pruner.sites`.
         left: spaces of which nothing is told: moments do not say what becomes of whole experts.
+        same: whether both were measured on the same samples, so that nothing is held against others.
 
     Raises:
         UserError: they are of another model, or one of the two lacks what sites are held against.
@@ -55,6 +56,7 @@ class Shifting:
                     )
         self.source = CachedMoments(statistics, settled.model)
         self.left: list[str] = []
+        self.same = own is not None and own.index.data == statistics.index.data
 
     def see(self, block: int, at: AtSite) -> None:
         """One site, solved: its plan gets what it loses on the others."""

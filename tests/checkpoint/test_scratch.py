@@ -23,6 +23,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_only_what_errors_speak_of_stays(place: Path) -> None:
     with scratch_folder() as folder:
+        assert not any(folder.iterdir())  # the demo asks for an empty one
         (folder / "A").mkdir()
         (folder / "A" / "model.onnx").write_bytes(b"graph")
         (folder / "left.log").write_bytes(b"")
@@ -57,7 +58,7 @@ def test_what_a_killed_run_leaves_the_next_one_clears(tmp_path: Path, place: Pat
     child.ended()
     assert ready[0].exists()
     with scratch_folder() as folder:
-        assert {*place.iterdir()} == {place / "ckpt-prune-mine", folder}
+        assert {*place.iterdir()} == {place / "ckpt-prune-mine", folder, folder.with_name(f"{folder.name}.lock")}
 
 
 def test_a_folder_that_cannot_be_written_is_a_line(place: Path) -> None:

@@ -121,6 +121,8 @@ def test_on_other_statistics_of_the_same_text_nothing_moves(place, method):
         ok("calibrate", "dense", *TEXT, *kinds, "--folds", folds, "-o", name)
     made = [("dense", *RIDGE[:4]), ("dense", "--recipe", "pairs.yaml")]
     plans = [json.loads(ok("plan", *each, "--statistics", "first", "--test", "again", "--json")) for each in made]
+    said = ok("plan", *made[0], "--statistics", "first", "--test", "again").splitlines()
+    assert "both statistics were measured on the same samples: nothing is held against others" in said
     sites = [site for told in plans for site in told["sites"]]
     assert {site["space"] for site in sites} == {"heads", "mlp", "queries", "rotary"}
     for site in sites:
