@@ -235,6 +235,7 @@ def quantise(job: Job, out: Path, *, overwrite: bool = False) -> Quantised:
         for name, path in kept.items():
             writer.copy(path, name)
         digests = sha256_files(writer.folder, dict.fromkeys([*checkpoint.files, CONFIG, *sorted(kept)]))
+        carried(checkpoint)  # raises where one changed meanwhile: statistics were made with the tokenizer as it was
         record = _record(job, rounded, digests, sorted(writer.side_names - {CONFIG} | {QUANTISED, CARD}), layout)
         writer.write_json(QUANTISED, record.model_dump(mode="json"))
         writer.write_text(CARD, quantised_card(record))

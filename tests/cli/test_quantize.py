@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckpt_prune.calibration.text import load_tokenizer
+from ckpt_prune.compressing import quantise
 from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import edit_weights, ok, read_json, refused, run
 from tests.compressing.test_rounding import bits_of
@@ -362,3 +364,21 @@ def test_statistics_of_another_kind_or_model_are_refused(here: Path):
     said = refused("quantize", "other", "-o", "out", "--format", "int4", "--statistics", "stats")
     assert "stats" in said
     assert "model" in said
+
+
+def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> None:
+    """Found by the faults' tool: the output had the new one, its weights the old one's tokens."""
+    shutil.copytree(here / "dense", here / "own")
+    name = here / "own" / "tokenizer_config.json"
+    usual = quantise.packed
+
+    def changed(*args: Any) -> Any:
+        name.write_text(name.read_text() + "\n")
+        return usual(*args)
+
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(quantise, "packed", changed)
+    said = run("quantize", "own", "--format", "int8", "-o", "out")
+    assert said.exit_code == 2
+    assert said.stderr.splitlines()[-1] == "Error: own/tokenizer_config.json changed since it was opened; run again"
+    assert not (here / "out").exists()
