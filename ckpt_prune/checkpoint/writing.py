@@ -123,6 +123,11 @@ class CheckpointWriter:
         return self._staging.out
 
     @property
+    def scratch(self) -> Path:
+        """Where is what the output will have none of."""
+        return self._staging.scratch
+
+    @property
     def job(self) -> str:
         """Digest of all that the output depends on."""
         return self._journal.job

@@ -195,7 +195,7 @@ class Learner:
         """Learn what a resumed run has not, and write it.
 
         Args:
-            writer: its layout has `RotationSizes.layout`. Temporary files are made in its folder.
+            writer: its layout has `RotationSizes.layout`. Temporary files are made in its scratch folder.
 
         Returns:
             What was learned, one entry per block, or one for all where they share R1: entropy before and after in
@@ -268,7 +268,7 @@ class Learner:
         unit, sizes = "rotations", self.sizes
         if unit not in writer.done:
             with (
-                self._prepared(writer.folder) as terms_of,
+                self._prepared(writer.scratch) as terms_of,
                 meter(self.recipe.steps, "learning one rotation") as advance,
             ):
                 learned = learn_shared(
@@ -300,6 +300,8 @@ class Learner:
         queries = self.model.dimension("query_heads") * sizes.head_dim
         inputs = 0 if self.backbone == "magnitude" else sizes.blocks * (2 * sizes.hidden**2 + queries**2)
         keep = 4 * (weights + inputs) <= _KEPT_BYTES
+        with disk_failures(scratch):
+            scratch.mkdir(exist_ok=True)
         if not keep:
             check_room(scratch, 4 * inputs)
         with disk_failures(scratch):
