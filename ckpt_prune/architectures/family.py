@@ -242,7 +242,8 @@ class Family(Description):
             if space.consumer not in found:
                 *gates, up = dict.fromkeys(space.readers)
                 found |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
-        return {module: label for module, label in found.items() if module in self.linears}
+        known = set(self.linears)
+        return {module: label for module, label in found.items() if module in known}
 
     def linears_of(self, part: Literal["mlp", "attention"] | None) -> list[str]:
         """Linear modules of a block: those of its attention, all others, or all."""

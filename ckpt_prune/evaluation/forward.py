@@ -1,6 +1,6 @@
 """Whole-model forward passes over windows of tokens, in batches whose logits fit in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -63,6 +63,20 @@ def default_batch_size(model: PreTrainedModel, window: int) -> int:
     """Windows of `window` tokens within LOGIT_BYTES of float32 logits and BATCH_TOKENS: at least one."""
     bytes_per_window: int = window * model.config.get_text_config().vocab_size * 4
     return max(1, min(LOGIT_BYTES // bytes_per_window, BATCH_TOKENS // window))
+
+
+def by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of texts of like length together, shortest first, as many as BATCH_TOKENS holds of the longest of them.
+
+    Args:
+        lengths: in tokens.
+    """
+    found: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not found or (len(found[-1]) + 1) * lengths[index] > BATCH_TOKENS:
+            found.append([])
+        found[-1].append(index)
+    return found
 
 
 def batches(model: PreTrainedModel, windows: Tensor, *, batch_size: int | None, what: str) -> Iterator[Tensor]:

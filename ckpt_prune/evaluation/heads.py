@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.calibration.readout import kl_divergence, two_classes
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.forward import batches, check_windows
-from ckpt_prune.evaluation.sentences import FEWEST, rank_correlation
+from ckpt_prune.evaluation.sentences import FEWEST
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ckpt_prune.evaluation.sentences import rank_correlation
+from ckpt_prune.evaluation.correlation import pearson, rank_correlation
 from ckpt_prune.task_names import Metric
 
 
@@ -33,13 +33,6 @@ def matthews(predicted: Tensor, true: Tensor) -> float:
     a, b = a - a.mean(0), b - b.mean(0)
     scale = math.sqrt(float(a.square().sum() * b.square().sum()))
     return float((a * b).sum()) / scale if scale else 0.0
-
-
-def pearson(predicted: Tensor, true: Tensor) -> float:
-    """Correlation of two rows of numbers, -1 to 1; 0 where all of one are equal."""
-    a, b = (each.double() - each.double().mean() for each in (predicted, true))
-    scale = float(a.norm() * b.norm())
-    return float(a @ b) / scale if scale else 0.0
 
 
 METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {

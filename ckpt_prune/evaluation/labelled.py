@@ -14,19 +14,18 @@ from ckpt_prune.calibration.readout import kl_divergence
 from ckpt_prune.calibration.text import load_tokenizer
 from ckpt_prune.checkpoint.digests import tokenizer_fingerprint
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation.forward import check_tokens
+from ckpt_prune.evaluation.correlation import rank_correlation
+from ckpt_prune.evaluation.forward import by_length, check_tokens
 from ckpt_prune.evaluation.kinds import auto_class_of, check_folder, check_same_kind
 from ckpt_prune.evaluation.label_items import LabelItem, read_labelled
 from ckpt_prune.evaluation.label_metrics import METRICS
 from ckpt_prune.evaluation.loading import read_config
 from ckpt_prune.evaluation.results import Alike, LabelResult, LabelScore
-from ckpt_prune.evaluation.sentences import rank_correlation
 from ckpt_prune.evaluation.texts import Pair
 from ckpt_prune.progress import track
 from ckpt_prune.task_names import LabelTask, Metric, named_task, task_of
 
 KIND = "AutoModelForSequenceClassification"
-BATCH_TOKENS = 8192
 _UNLIMITED = 10**6
 """Tokenizers that know no length say one beyond this."""
 
@@ -105,9 +104,8 @@ def _of_task(
     cut: dict[str, Any] = {"truncation": True, "max_length": min(limits)} if limits else {}
     rows = [tokenizer(*item.texts, **cut) for item in items]
     lengths = [len(row["input_ids"]) for row in rows]
-    order = sorted(range(len(rows)), key=lengths.__getitem__)
     found: list[Tensor] = [torch.empty(0)] * len(rows)
-    for batch in track(_batches(order, lengths), what, unit="batch"):
+    for batch in track(by_length(lengths), what, unit="batch"):
         padded = tokenizer.pad([rows[index] for index in batch], return_tensors="pt")
         check_tokens(model, padded["input_ids"])
         given = {name: value.to(model.device) for name, value in padded.items() if name in tokenizer.model_input_names}
@@ -117,16 +115,6 @@ def _of_task(
         for index, row in zip(batch, logits, strict=True):
             found[index] = row
     return torch.stack(found)
-
-
-def _batches(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Numbers of texts of like length together; the order is by length, so that the last one is the longest."""
-    found: list[list[int]] = []
-    for index in order:
-        if not found or (len(found[-1]) + 1) * lengths[index] > BATCH_TOKENS:
-            found.append([])
-        found[-1].append(index)
-    return found
 
 
 def _score(folder: Path, name: str, task: _Task, logits: Tensor) -> LabelScore:

@@ -16,9 +16,10 @@ from ckpt_prune.checkpoint.modules import MODULES, WEIGHTS, Module, modules_of
 from ckpt_prune.checkpoint.reading import read_tensors
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.errors import UserError
+from ckpt_prune.evaluation.correlation import rank_correlation
+from ckpt_prune.evaluation.forward import by_length
 from ckpt_prune.progress import track
 
-BATCH_TOKENS = 8192
 FEWEST = 3
 """Texts: two have one pair, and no ranks."""
 _CHUNK = 1024
@@ -176,9 +177,8 @@ class SentenceModel:
         texts = [text.lower() for text in texts] if self._lower else list(texts)
         encoded = self._tokenizer(texts, truncation=True, max_length=most)
         lengths = [len(ids) for ids in encoded["input_ids"]]
-        order = sorted(range(len(texts)), key=lengths.__getitem__)
         found: dict[int, Tensor] = {}
-        for rows in track(list(_batches(order, lengths)), "embedding", unit="batch"):
+        for rows in track(by_length(lengths), "embedding", unit="batch"):
             batch: Any = self._tokenizer.pad(
                 {name: [values[row] for row in rows] for name, values in encoded.items()}, return_tensors="pt"
             )
@@ -188,16 +188,6 @@ class SentenceModel:
                 values = step(values, mask)
             found |= dict(zip(rows, values, strict=True))
         return torch.stack([found[row] for row in range(len(texts))]), sum(lengths)
-
-
-def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Rows in this order, as many together as `BATCH_TOKENS` holds of the longest of them."""
-    found: list[list[int]] = [[]]
-    for row in order:
-        if found[-1] and (len(found[-1]) + 1) * lengths[row] > BATCH_TOKENS:
-            found.append([])
-        found[-1].append(row)
-    return found
 
 
 # ---- the comparison -------------------------------------------------------------------------------------------------
@@ -246,20 +236,3 @@ def _pairs(embeddings: Tensor) -> tuple[Tensor, Tensor]:
         near[torch.arange(len(rows)), rows] = -torch.inf
         nearest.append(near.argmax(1))
     return torch.cat(cosines), torch.cat(nearest)
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's ρ of two rows of numbers: the correlation of their ranks, equal numbers having their mean rank.
-
-    0 where all numbers of one are equal.
-    """
-    x, y = (ranks - ranks.mean() for ranks in (_ranks(a), _ranks(b)))
-    scale = float(x.norm() * y.norm())
-    return float(x @ y) / scale if scale else 0.0
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
-    ends = count.cumsum(0).double()
-    found: Tensor = (ends - (count.double() - 1) / 2)[place]
-    return found

@@ -302,9 +302,8 @@ class Learner:
         keep = 4 * (weights + inputs) <= _KEPT_BYTES
         with disk_failures(scratch):
             scratch.mkdir(exist_ok=True)
-        if not keep:
-            check_room(scratch, 4 * inputs)
-        with disk_failures(scratch):
+            if not keep:
+                check_room(scratch, 4 * inputs)
             folder = Path(tempfile.mkdtemp(prefix=".ckpt-prune-rotation-", dir=scratch))
         try:
             yield _Terms(self, folder, keep)

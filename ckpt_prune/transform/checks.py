@@ -192,7 +192,7 @@ def _low_rank(request: Request) -> None:
             "their own in transformers: prune their columns (spaces.mlp)"
         )
     if request.recipe.low_rank is not None and request.recipe.low_rank.update and request.live is None:
-        data = "--images" if family.modality == "image" else "--text"
+        data = DATA_OPTIONS[family.modality]
         raise UserError(
             f"recipe {request.recipe.name} fits factors to what reaches them behind factored blocks: give {data} in "
             "place of --statistics"

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 
 from ckpt_prune.checkpoint.modules import Module, modules_of
 from ckpt_prune.errors import UserError
-from ckpt_prune.evaluation import sentences
+from ckpt_prune.evaluation import forward
+from ckpt_prune.evaluation.correlation import rank_correlation
 from ckpt_prune.evaluation.loading import load_model
-from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, rank_correlation
+from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
 from tests.cli.running import edit_weights
 from tests.sentence_folders import MODES, make_sentences
 
@@ -69,7 +70,7 @@ def test_padding_and_batches_do_not_show(
 ) -> None:
     every = modes == MODES
     folder = make_sentences(tmp_path / "m", modes=modes, dense=every, normal=every)
-    monkeypatch.setattr(sentences, "BATCH_TOKENS", 60)
+    monkeypatch.setattr(forward, "BATCH_TOKENS", 60)
     found, tokens = opened(folder).embed(TEXTS, 24)
     np.testing.assert_allclose(found.numpy(), by_hand(folder, modes, 24), rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(folder)
