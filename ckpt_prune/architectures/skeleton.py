@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key, 
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import UserError, interruption
 
 Shape = tuple[int, ...]
 
@@ -41,6 +41,10 @@ def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _refused(error: Exception) -> UserError:
+    """What is said of it; raises the interruption where that is what it comes from."""
+    stop = interruption(error)
+    if stop is not None:
+        raise stop
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"transformers refuses this config.json: {reason}")
 
