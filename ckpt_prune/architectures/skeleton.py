@@ -268,11 +268,14 @@ def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
         model: of the config, with its pooler.
         missing: its parameters that the checkpoint has no tensor for.
     """
+    lacking = {name for name in missing if name.startswith("pooler.")}
+    if not lacking:  # signatures take a millisecond to read, and most models lack nothing
+        return frozenset()
     makers = [vars(each)["__init__"] for each in type(model).__mro__ if "__init__" in vars(each)]
     if not any("add_pooling_layer" in signature(make).parameters for make in makers):
         return frozenset()
     pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
-    return frozenset(pooler) if pooler <= set(missing) else frozenset()
+    return frozenset(pooler) if pooler <= lacking else frozenset()
 
 
 def parameter_count(model: nn.Module) -> int:
