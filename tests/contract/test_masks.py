@@ -14,7 +14,7 @@ from tests.pairs import every, first_of_each
 from tests.transform.whole import RULES, TARGETS, assert_masked, wanted
 
 from .dense import Dense, spaces_recipe
-from .models import FIRST, LONG, Case, unlike_cases
+from .models import FIRST, LED, LONG, Case, unlike_cases
 from .open_experts import open_up, paths_of
 from .whole import plain
 
@@ -26,6 +26,8 @@ def runs() -> list[tuple[Case, str, Target]]:
     found = [(case, rules[i % len(rules)], targets[(i + i // len(rules)) % 3]) for i, case in enumerate(LONG)]
     for shift, case in enumerate(FIRST):
         found.append((case, rules[(shift + 2) % len(rules)], targets[(shift + 1) % 3]))
+    # Whose first block has no experts.
+    found += [(LED, "wanda", "dense"), (LED, "sparsegpt", "by block")]
     return list(dict.fromkeys(found))
 
 
@@ -37,14 +39,18 @@ def whole(case: Case) -> Model:
     )
     model = plain(case.model())
     open_up(model, case.family)
-    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
+    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"), case.spaced.start)
+
+
+def kind(cell: tuple[Case, str, Target]) -> tuple[str, str]:
+    return cell[0].model_type, cell[0].settings
 
 
 def name(value: object) -> str:
     return str(value).replace(" ", "-")
 
 
-@pytest.mark.parametrize(("case", "rule", "target"), first_of_each(runs(), lambda cell: cell[0].model_type), ids=name)
+@pytest.mark.parametrize(("case", "rule", "target"), first_of_each(runs(), kind), ids=name)
 def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, rule: str, target: Target, tmp_path):
     data = case.samples(8)
     dense.prune(case, wanted(rule, target), tmp_path / "out", data)
