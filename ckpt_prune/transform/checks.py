@@ -162,13 +162,6 @@ def _mask(request: Request) -> None:
     recipe = request.recipe
     if recipe.mask is None:
         return
-    first, family = request.model.spaced.start, request.model.family
-    if first:
-        raise UserError(
-            f"recipe {recipe.name} masks every block alike, and the first {first} of this {family.model_type} "
-            f"({family.leading} in config.json) have one mlp in place of experts: prune columns "
-            "(corp-mlp) or whole experts (experts)"
-        )
     check_widths(request.model, recipe.mask)
     _mask_shares(request)
     if recipe.rotation is not None:

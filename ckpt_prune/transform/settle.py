@@ -147,7 +147,7 @@ class Settled:
             return Factorer(self.model.family, self.output.ranks, request.device, dense)
         if request.recipe.mask is not None:
             return Masker(
-                self.model.family,
+                self.model,
                 request.recipe.mask,
                 request.recipe.ratio,
                 request.recipe.mask.groups,
