@@ -392,7 +392,7 @@ def check_plannable(recipe: Recipe) -> None:
             f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
             "--dry-run to see sizes"
         )
-    if recipe.joint:
+    if recipe.joint and recipe.depth is not None:
         raise UserError(
             f"recipe {recipe.name} drops blocks and then prunes spaces of those that stay, which are measured without "
             "the others: use `ckpt-prune prune --text` (or --images)"

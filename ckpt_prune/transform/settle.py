@@ -35,7 +35,7 @@ from ckpt_prune.transform.request import Request
 from ckpt_prune.transform.shortening import standing_in
 from ckpt_prune.transform.sizing import at_size
 
-_JOURNAL = 4
+_JOURNAL = 5
 """Form of the notes that a run leaves for the one that resumes it."""
 
 
@@ -283,7 +283,8 @@ def foresee(request: Request) -> Settled:
     if not request.lacks_moments:
         check_data(request)
     if request.recipe.joint:
-        return replace(_foreseen(standing_in(request)), foreseen=True)
+        left = unmeasured(request) if request.recipe.depth is None else standing_in(request)
+        return replace(_foreseen(left), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
     if request.recipe.hidden is not None:
