@@ -179,11 +179,15 @@ def jointly_narrowed(request: Request, record: Hidden, view: SlicedCheckpoint | 
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     own = at_own_size(request) if hidden_of(request).auto else request
-    model = request.model
+    into = None
     if record.kept < record.dimensions:
-        model = narrow_model(view or view_of(request, record.kept))
+        into = view or view_of(request, record.kept)
     return replace(
-        request, model=model, recipe=own.recipe.after_hidden, statistics=None, narrowed=Narrowed(request, record, None)
+        request,
+        model=request.model if into is None else narrow_model(into),
+        recipe=own.recipe.after_hidden,
+        statistics=None,
+        narrowed=Narrowed(request, record, None, into),
     )
 
 

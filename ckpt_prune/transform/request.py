@@ -96,11 +96,13 @@ class Narrowed:
         record: how many stay.
         view: the model in bases of so many dimensions, measured or not; None where it is within its size as it is, or
             where the request's model is so narrow itself.
+        into: the view that the request's model is, in that case.
     """
 
     whole: "Request"
     record: Hidden
     view: SlicedCheckpoint | None
+    into: SlicedCheckpoint | None = None
 
     @property
     def idle(self) -> bool:
