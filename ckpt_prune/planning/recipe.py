@@ -585,7 +585,8 @@ class Recipe(Strict):
             found |= kind_of(space).collects(self.wish(space))
         if self.weighed_by_effect or (self.depth is not None and self.depth.choice not in (None, "loss")):
             found.add("fisher")
-        if self.low_rank is not None and self.low_rank.whitens:
+        sliced = self.hidden is not None and self.hidden.kind == "shared" and not self.spaces
+        if sliced or (self.low_rank is not None and self.low_rank.whitens):
             found |= {"gram", "linears"}
         if self.mask is not None:
             found |= {"gram", "linears"} if self.needs_linear_grams else {"linears"}

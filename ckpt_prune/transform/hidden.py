@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.sublayers import sublayers
 from ckpt_prune.calibration.slicing import SlicedStream
+from ckpt_prune.calibration.sources import CachedMoments
 from ckpt_prune.checkpoint.disk import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.reading import read_tensors
@@ -17,6 +18,7 @@ from ckpt_prune.planning.records import Hidden
 from ckpt_prune.progress import track
 from ckpt_prune.report.stages import Stages
 from ckpt_prune.rotations.absorbing import residual_of
+from ckpt_prune.rotations.moments import stream_gram
 from ckpt_prune.rotations.sliced import SlicedCheckpoint, tied_basis
 from ckpt_prune.rotations.slicing import keeping_ones, principal
 from ckpt_prune.transform.joint import measured_whole
@@ -181,7 +183,12 @@ def _shared(request: Request, view: SlicedCheckpoint, bases: WrittenBases, journ
 
 
 def _shared_gram(request: Request) -> Tensor:
-    """The Gram of what all norms of the dense model make of the stream, (d, d) float64."""
+    """The Gram of what all norms of the dense model make of the stream, (d, d) float64.
+
+    By statistics those of its blocks alone: nothing tells what the final norm reads.
+    """
+    if request.statistics is not None:
+        return stream_gram(request.model, CachedMoments(request.statistics, request.model)).to(request.device)
     model, sliced = request.model, _stream(request)
     grams: list[Tensor] = []
 

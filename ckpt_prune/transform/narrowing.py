@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ckpt_prune.architectures.family import DATA_OPTIONS
 from ckpt_prune.architectures.model import Model
+from ckpt_prune.calibration.statistics import Statistics
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.hidden_recipe import HiddenRecipe
 from ckpt_prune.planning.records import Cost, Hidden
@@ -129,14 +130,27 @@ def check_hidden(request: Request) -> None:
             "which embedding and head are one table: leave it out"
         )
     if request.statistics is not None:
-        data = DATA_OPTIONS[model.family.modality]
-        raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
+        _check_statistics(request, request.statistics)
     if recipe.spaces:
         _check_joint(request)
         return
     kept = wanted_width(request)
     if recipe.size is None or kept < model.dimension("hidden"):
         _cost(request, kept)
+
+
+def _check_statistics(request: Request, statistics: Statistics) -> None:
+    """Refuse statistics that do not tell the bases of a recipe."""
+    recipe, hidden = request.recipe, hidden_of(request)
+    if hidden.kind == "per-block" or hidden.signal == "stream" or recipe.spaces:
+        data = DATA_OPTIONS[request.model.family.modality]
+        raise UserError(f"recipe {recipe.name} measures the stream itself: give {data} in place of --statistics")
+    lacking = [kind for kind in recipe.collect if kind not in statistics.index.collect]
+    if lacking:
+        raise UserError(
+            f"recipe {recipe.name} needs Grams of what the blocks' norms give, and {statistics.folder} has no "
+            f"{' and no '.join(lacking)}: calibrate with --collect {','.join(recipe.collect)}"
+        )
 
 
 def _check_joint(request: Request) -> None:

@@ -295,9 +295,12 @@ def foresee(request: Request) -> Settled:
     check_fit(request)
     if not request.lacks_moments:
         check_data(request)
-    if request.recipe.joint:
-        left = unmeasured(request) if request.recipe.depth is None else standing_in(request)
-        return replace(_foreseen(left), foreseen=True)
+    recipe = request.recipe
+    if recipe.joint and recipe.hidden is not None:
+        found = _foreseen(unmeasured(request))
+        return replace(found, foreseen=found.foreseen or recipe.hidden.auto)
+    if recipe.joint:
+        return replace(_foreseen(standing_in(request)), foreseen=True)
     if request.recipe.depth is not None:
         return replace(_decided(standing_in(request)), foreseen=request.recipe.depth.choice is not None)
     if request.recipe.hidden is not None:
