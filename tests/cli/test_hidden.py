@@ -242,6 +242,24 @@ def test_what_cannot_be(here, changes: list[str], why: str) -> None:
     assert why in said, said
 
 
+def test_one_basis_from_statistics(here) -> None:
+    """Statistics of every linear's input tell what the blocks' norms give: all but what the final norm reads."""
+    ok("calibrate", "tied", *TEXT, "--collect", "moments,gram", "-o", "few")
+    job = (*SHARED[:3], "slicegpt-shared", *SLICE, "--statistics")
+    assert refused(*job, "few", "-o", "out") == (
+        "recipe slicegpt-shared needs Grams of what the blocks' norms give, and few has no linears: calibrate with "
+        "--collect moments,gram,linears"
+    )
+    ok("calibrate", "tied", *TEXT, "--collect", "moments,gram,linears", "-o", "own")
+    said = ok(*job, "own", "-o", "out")
+    assert "residual stream: 12 of 16 dimensions stay (ratio 0.25)" in said
+    ok(*SHARED, "-o", "live")
+    assert energy("out")[0] == pytest.approx(energy("live")[0], abs=0.05)
+    verified = run("verify", "out", "--against", "tied", "--statistics", "own")
+    assert verified.exit_code == 0
+    assert "not computed again: its weights have absorbed a basis of the residual stream" in verified.stdout
+
+
 def test_statistics_plans_and_ratios_are_not_for_it(here) -> None:
     said = refused("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
     assert said == "recipe slicegpt measures the stream itself: give --text in place of --statistics"

@@ -133,10 +133,10 @@ def test_an_interrupted_choice_goes_on(here) -> None:
 
 def test_a_dry_run(here) -> None:
     said = ok("prune", "flat", *JOB, "--target-params", "70%", "--dry-run", "-o", "out").splitlines()
-    first = (
+    assert (
         "how many dimensions of the residual stream go is measured first; were it none; kept per block at one ratio "
-    )
-    assert any(line.startswith(f"{first}ratio everywhere: heads 1/2, mlp 15/24 (70% of the parameters)") for line in said)
+        "everywhere: heads 1/2, mlp 15/24 (70% of the parameters); measuring finds widths of that size that lose less"
+    ) in said
     assert (
         "to be measured first: the residual stream, wherever a block reads it, and then the inputs of every block's "
         "layers, and what pruning each does to the model's output, on 8 windows of 16 tokens of calib.txt"
@@ -171,6 +171,31 @@ def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) 
     given = [part for change in changes for part in ("--set", change)]
     said = refused("prune", "flat", *JOB, *given, "-o", "out")
     assert said.endswith(why), said
+
+
+def test_a_plan_is_made_in_two_steps(here) -> None:
+    """What is refused says them, and they do."""
+    said = refused("plan", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
+    assert said == (
+        "recipe mine narrows the residual stream and then prunes spaces of what is left, which no statistics are of "
+        "yet: `ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe "
+        "slicegpt-shared --set hidden.drop=N` first, then calibrate and plan what it has written"
+    )
+    ok(
+        "prune",
+        "flat",
+        "--recipe",
+        "slicegpt-shared",
+        "--set",
+        "hidden={kind: shared, drop: 4, multiple_of: 2}",
+        *TEXT,
+        "-o",
+        "narrow",
+    )
+    ok("calibrate", "narrow", *TEXT, "--folds", "2", "-o", "narrow-stats")
+    ok("plan", "narrow", "--recipe", "widths.yaml", "--statistics", "narrow-stats", "--ratio", "0.3", "-o", "plan.json")
+    ok("prune", "narrow", "--plan", "plan.json", "-o", "out")
+    assert read_json("out/config.json")["hidden_size"] == 12
 
 
 def test_what_cannot_be(here) -> None:
