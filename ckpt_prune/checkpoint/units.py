@@ -35,3 +35,19 @@ def duration(seconds: float) -> str:
     if seconds < 99.5 * 60:
         return f"{round(seconds / 60)} min"
     return f"{seconds / 3600:.2g} h"
+
+
+def told_apart(value: float, limit: float, form: str, digits: int) -> tuple[str, str]:
+    """Two numbers in at least `digits` digits behind the point, and in as many as tell them from each other.
+
+    Args:
+        value: what was found.
+        limit: what it is held against.
+        form: a letter of Python's formats, such as `e` or `%`.
+        digits: that are enough for numbers that are far apart.
+    """
+    for more in range(digits, 17):
+        found = f"{value:.{more}{form}}", f"{limit:.{more}{form}}"
+        if found[0] != found[1]:
+            return found
+    return f"{value:.{digits}{form}}", f"{limit:.{digits}{form}}"

@@ -1,6 +1,8 @@
 """What came out of an export: the table of a comparison with PyTorch, and what was written."""
 
-from ckpt_prune.checkpoint.units import counted, human_bytes
+import math
+
+from ckpt_prune.checkpoint.units import counted, human_bytes, told_apart
 from ckpt_prune.cli.options import table
 from ckpt_prune.exporting.metrics import Metric
 from ckpt_prune.exporting.outcome import Case, Continuation, Validation, Validations
@@ -89,7 +91,7 @@ def graph_lines(validation: Validation) -> list[str]:
     held = (
         f"tolerance {validation.tolerance:g} of the largest output"
         if validation.max_loss is None
-        else f"{validation.max_loss:.4g} of the metric may be lost"
+        else f"{100 * validation.max_loss:.4g}% of the metric may be lost"
     )
     lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {held})")
     return lines
@@ -97,7 +99,10 @@ def graph_lines(validation: Validation) -> list[str]:
 
 def _alike(metric: Metric) -> str:
     """What is lost, and how alike the predictions are."""
-    parts = [] if metric.difference is None else [f"{metric.difference:.2%} lost"]
+    parts = []
+    if metric.difference is not None:
+        most = math.inf if metric.tolerance is None else metric.tolerance
+        parts.append(f"{told_apart(metric.difference, most, '%', 2)[0]} lost")
     parts += [] if metric.kl is None else [f"KL {metric.kl:.4f}"]
     parts += [] if metric.same is None else [f"{metric.same:.1%} of the predictions the same"]
     return f": {', '.join(parts)}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ckpt_prune.architectures.context import context_length
 from ckpt_prune.calibration.text import load_tokenizer
+from ckpt_prune.checkpoint.units import told_apart
 from ckpt_prune.errors import UserError
 from ckpt_prune.evaluation.forward import check_windows
 from ckpt_prune.evaluation.verify import guarded
@@ -463,9 +464,13 @@ def _is_classes(output: str, task: str) -> bool:
 
 
 def _apart(metric: Metric) -> str:
-    apart = "not finite" if metric.difference is None else f"{metric.difference:.1e}"
-    allowed = "" if metric.tolerance is None else f", {metric.tolerance:.1e} allowed"
-    return f"{metric.name}: {apart} apart{allowed}"
+    found, allowed = metric.difference, metric.tolerance
+    if found is None:
+        return f"{metric.name}: not finite apart" + ("" if allowed is None else f", {allowed:.1e} allowed")
+    if allowed is None:
+        return f"{metric.name}: {found:.1e} apart"
+    apart, most = told_apart(found, allowed, "e", 1)
+    return f"{metric.name}: {apart} apart, {most} allowed"
 
 
 def _share(case: Case) -> float:

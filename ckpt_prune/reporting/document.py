@@ -12,6 +12,9 @@ from ckpt_prune.report.figures import RecoveryFigures, recovery_figures
 from ckpt_prune.report.model import Learned, Mask, Recovery, Report, Rotation, Stage, StrengthSearch, UsedRecipe
 from ckpt_prune.report.reading import AnyPlan, read_report_or_plan
 
+_STORED = "stored as "
+"""How a note on a container begins, which its label says already."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -150,6 +153,8 @@ def _recovery_facts(recovery: Recovery | None, figures: RecoveryFigures | None) 
 
 
 def _with_note(container: str, note: str | None) -> str:
+    if note and note.startswith(_STORED):
+        return note.removeprefix(_STORED)  # the label says so
     return f"{container}: {note}" if note else container
 
 

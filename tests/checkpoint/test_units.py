@@ -1,6 +1,6 @@
 import pytest
 
-from ckpt_prune.checkpoint.units import duration, human_bytes, human_count
+from ckpt_prune.checkpoint.units import duration, human_bytes, human_count, told_apart
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,16 @@ def test_human_count(count: int, text: str) -> None:
 )
 def test_durations(seconds, words):
     assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "form", "digits", "told"),
+    [
+        (0.25, 0.01, "%", 2, ("25.00%", "1.00%")),
+        (0.010004, 0.01, "%", 2, ("1.0004%", "1.0000%")),
+        (1.04e-5, 1e-5, "e", 1, ("1.04e-05", "1.00e-05")),
+        (0.01, 0.01, "%", 2, ("1.00%", "1.00%")),
+    ],
+)
+def test_a_number_and_its_limit_are_told_apart(value, limit, form, digits, told):
+    assert told_apart(value, limit, form, digits) == told

@@ -344,7 +344,7 @@ def test_the_metric_alone_of_a_graph_of_another_tool(place: Path) -> None:
     )
     assert told[1:] == [
         "compared on: text.txt",
-        "the graph agrees with decoder (of another tool, cpu, 0.02 of the metric may be lost)",
+        "the graph agrees with decoder (of another tool, cpu, 2% of the metric may be lost)",
     ]
     assert ok("validate", "theirs", *about[2:], "--max-loss", "2%").splitlines() == told
     assert sorted(place.rglob("*")) == before  # nothing is written

@@ -109,6 +109,9 @@ def test_header_of_a_plan(rendered):
 def test_container_notes(rendered):
     container = {"model_type": "llama", "remote_code": True, "note": "q narrower than v"}
     assert facts(rendered(report([], container=container)))["Stored as"] == "remote code: q narrower than v"
+    container["note"] = "stored as llama with remote code (q narrower than v)"
+    said = "llama with remote code (q narrower than v)"
+    assert facts(rendered(report([], container=container)))["Stored as"] == said
 
 
 def test_calibration_of_another_kind(rendered):
