@@ -14,3 +14,14 @@ def named(error: OSError) -> UserError:
 
 class DiskError(UserError):
     """The disk is full or cannot be written: nothing is wrong with what was asked, and what is done may be kept."""
+
+
+def interruption(error: BaseException) -> KeyboardInterrupt | None:
+    """The interruption that code of others turned into an error of its own while it unwound; None: there was none.
+
+    A `finally` that reads what its `try` had not yet set raises an UnboundLocalError in place of Ctrl-C.
+    """
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, KeyboardInterrupt):
+        behind = behind.__context__
+    return behind

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -145,6 +146,20 @@ def not_compared_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not request.config.getoption("--thorough"):
             patch.setattr(whole_forward, "check_forward", lambda model, samples, say: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def graphs_run_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process for each graph that a command runs takes a third of a second: tests/exporting/test_apart.py has some.
+
+    With `--thorough` every command starts them, as for users.
+    """
+    from ckpt_prune.exporting import apart
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.config.getoption("--thorough"):
+            patch.setattr(apart, "sessions_apart", nullcontext)
         yield
 
 

@@ -53,6 +53,12 @@ def chosen(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Parameter
     return found
 
 
+def crossed(first: Sequence[Any], second: Sequence[Any], each: int = 1) -> list[ParameterSet]:
+    """As `chosen`: of a whole product what `dealt` deals."""
+    kept = dealt(first, second, each)
+    return chosen(itertools.product(first, second), lambda pair: pair in kept)
+
+
 def every(count: int, values: Iterable[Any]) -> list[ParameterSet]:
     """As `chosen`: the first of every `count` values as they come."""
     turn = itertools.count()

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key, 
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from ckpt_prune.errors import UserError
+from ckpt_prune.errors import UserError, interruption
 
 Shape = tuple[int, ...]
 
@@ -42,6 +42,10 @@ def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _refused(error: Exception) -> UserError:
+    """What is said of it; raises the interruption where that is what it comes from."""
+    stop = interruption(error)
+    if stop is not None:
+        raise stop
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"transformers refuses this config.json: {reason}")
 
@@ -277,11 +281,14 @@ def absent_pooler(model: nn.Module, missing: Iterable[str]) -> frozenset[str]:
         model: of the config, with its pooler.
         missing: its parameters that the checkpoint has no tensor for.
     """
+    lacking = {name for name in missing if name.startswith("pooler.")}
+    if not lacking:  # signatures take a millisecond to read, and most models lack nothing
+        return frozenset()
     makers = [vars(each)["__init__"] for each in type(model).__mro__ if "__init__" in vars(each)]
     if not any("add_pooling_layer" in signature(make).parameters for make in makers):
         return frozenset()
     pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
-    return frozenset(pooler) if pooler <= set(missing) else frozenset()
+    return frozenset(pooler) if pooler <= lacking else frozenset()
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -150,6 +150,8 @@ class Incidence(Description):
         each = product(self.each, dimension)
         start, stride = (sum(product(each, dimension) for each in sums) for sums in (self.after, self.stride))
         stride, times = stride or each, product(self.times, dimension)
+        if (each, start, stride, times, self.copies) == (1, 0, 1, 1, 1):
+            return units
         run = product(self.run, dimension) if self.run else count
         again = torch.arange(times, device=units.device) * run
         places = (units // run * run * times + units % run)[:, None] + again

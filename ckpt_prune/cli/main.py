@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ckpt_prune._version import __version__
-from ckpt_prune.cli.stopping import exit_code, stoppable
+from ckpt_prune.cli.stopping import exit_code, stoppable, unmasked
 from ckpt_prune.errors import UserError, named
 from ckpt_prune.parallel.joining import joined, started_by_torchrun
 from ckpt_prune.plain import line, plain_output
@@ -105,7 +105,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; bad input becomes one line and exit code 2, a signal 128 and its number (Ctrl-C: 130)."""
         try:
-            with interruptible(), stoppable(), plain_output(sys.stdout), joined():
+            with interruptible(), stoppable(), plain_output(sys.stdout), joined(), unmasked():
                 return super().invoke(ctx)
         except UserError as error:
             raise Refusal(line(str(error))) from error

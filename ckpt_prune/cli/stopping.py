@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ckpt_prune.errors import interruption
+
 _STOPS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
 _LATER = 0.05
 """Seconds after which a signal that was lost is sent again."""
@@ -70,6 +72,18 @@ def stoppable() -> Iterator[None]:
         sys.unraisablehook = hook
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def unmasked() -> Iterator[None]:
+    """Raise the interruption in place of an error that a library made of it."""
+    try:
+        yield
+    except Exception as error:
+        stop = interruption(error)
+        if stop is None:
+            raise
+        raise stop from None
 
 
 def _send(number: int) -> None:

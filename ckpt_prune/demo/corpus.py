@@ -7,6 +7,7 @@ and a perplexity on it with them.
 """
 
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -35,11 +36,14 @@ def modules(root: Path | None = None) -> list[Path]:
         FileNotFoundError: the folder holds no `.py` file (a Python that ships without its sources).
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found = [
-        path
-        for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix())
-        if not _EXCLUDED.intersection(path.relative_to(root).parts[:-1]) and not path.name.startswith("_sysconfigdata")
-    ]
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        # Installed packages are not even looked through: they may be tens of thousands of files.
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
+        found += (
+            Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        )
+    found.sort(key=lambda path: path.relative_to(root).as_posix())
     if not found:
         raise FileNotFoundError(f"{root} holds no Python source: the demo reads the standard library's own text")
     return found

@@ -107,7 +107,7 @@ def few_tokens(settled: Settled, *, errors: str) -> str | None:
         if recipe.needs_gram(space)
     ]
     depth, hidden = request.whole.recipe.depth, request.whole.recipe.hidden
-    if hidden is not None:
+    if hidden is not None and not recipe.spaces:
         width = model.dimension("hidden")
         if tokens >= 2 * width:
             return None
@@ -202,7 +202,8 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         also = f", and then {what}" if settled.recipe.spaces else ""
         what = f"how far blocks move the residual stream{also}"
     if hidden is not None:
-        what = "the residual stream, wherever a block reads it"
+        also = f", and then {what}" if recipe.spaces else ""
+        what = f"the residual stream, wherever a block reads it{also}"
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if request.live is None:
@@ -215,7 +216,7 @@ def unmeasured_lines(settled: Settled) -> Iterable[str]:
         windows = f"{counted(len(samples), 'window')} of {samples.tokens} tokens"
         count = counted(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {request.live.source}"
-    if settled.foreseen and depth is None and recipe.low_rank is None:
+    if settled.foreseen and depth is None and hidden is None and recipe.low_rank is None:
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"

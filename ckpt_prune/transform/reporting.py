@@ -94,7 +94,7 @@ def report_of_prune(
         before=settled.before,
         after=output.cost,
         depth=None if shortened is None else shortened.record,
-        hidden=None if narrowed is None or narrowed.view is None else narrowed.record,
+        hidden=None if narrowed is None or narrowed.idle else narrowed.record,
         mask=mask,
         rotation=rotation,
         sites=[_without_scores(record) for record in records if isinstance(record, SitePlan)],

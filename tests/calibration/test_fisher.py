@@ -21,6 +21,7 @@ from tests import encoders, families
 from tests.families import BLOCKS
 from tests.oracles import effects as oracle
 from tests.oracles import rotary as pairs_of
+from tests.pairs import every
 from tests.transform.whole import Sources, data_of, sources_of_all, stock
 
 LIMIT = 5
@@ -131,7 +132,7 @@ def test_rotary_pairs_have_the_metric_of_logits_of_turned_keys(dense, monkeypatc
         torch.testing.assert_close(own.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", every(2, VARIANTS))
 def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
     monkeypatch.setattr(readout, "draw_labels", unlikeliest)
     source, samples = Model.open(dense.folder(variant)), data_of(variant)

@@ -12,6 +12,7 @@ from ckpt_prune.evaluation.loading import quiet_transformers
 from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, same_files, set_config
 from tests.encoders import assert_same_outputs, make, samples, stock
 from tests.images import write_csv, write_image, write_images, write_vit
+from tests.pairs import every
 
 IMAGES = ("--images", "images", "--samples", "12")
 QK_OF_LLAMA = (
@@ -196,7 +197,9 @@ def test_containers(here, container):
     assert_same_outputs(ours, ckpt_prune.load("pruned"), samples("vit", 3), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads", "corp-low-rank", "corp-qk-low-rank"])
+@pytest.mark.parametrize(
+    "recipe", every(2, ["corp", "corp-mlp", "corp-qk", "corp-heads", "corp-low-rank", "corp-qk-low-rank"])
+)
 def test_every_recipe_on_opt(here, recipe):
     ok("prune", "opt", "--recipe", recipe, *TEXT, "-o", "out")
     checks = json.loads(ok("verify", "out", "--against", "opt", "--json"))
@@ -205,7 +208,9 @@ def test_every_recipe_on_opt(here, recipe):
     assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
 
 
-@pytest.mark.parametrize("recipe", ["corp", "corp-mlp", "corp-qk", "corp-heads", "corp-low-rank", "corp-qk-low-rank"])
+@pytest.mark.parametrize(
+    "recipe", every(2, ["corp-mlp", "corp", "corp-heads", "corp-qk", "corp-qk-low-rank", "corp-low-rank"])
+)
 def test_dry_runs_say_the_size_that_is_written(here, recipe):
     arguments = ("prune", "vit", "--recipe", recipe, "--statistics", "stats", "-o", "out")
     told = json.loads(ok(*arguments, "--dry-run", "--json"))
@@ -402,7 +407,7 @@ def test_statistics_of_another_processor(here):
     assert "processor" in said
 
 
-@pytest.mark.parametrize("model", ["vit", "opt"])
+@pytest.mark.parametrize("model", every(2, ["vit", "opt"]))
 def test_an_input_that_asks_for_code_of_its_own(here, model):
     """Refused by every command that measures or prunes; with trust the stock class is used, and no code runs."""
     Path(f"{model}/their_code.py").write_text("raise SystemExit('run')\n")

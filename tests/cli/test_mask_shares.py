@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.cli.running import ok, refused, run
+from tests.pairs import every
 
 from .test_masks import COSTS, LINEARS, PRUNE, TEXT
 
@@ -31,7 +32,7 @@ def zeros() -> dict[str, float]:
     return {name: float((found[name] == 0).double().mean()) for name in LINEARS}
 
 
-@pytest.mark.parametrize("allocation", ["owl", "alpha", "divergence"])
+@pytest.mark.parametrize("allocation", every(2, ["owl", "alpha", "divergence"]))
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_every_block_has_its_own_share(here, method, allocation):
     said = ok(*PRUNE, f"{method}-50", *TEXT, "--set", f"mask.allocation={allocation}")

@@ -28,6 +28,7 @@ from tests.cli.running import (
     untimed,
 )
 from tests.interrupting import interrupt_at
+from tests.pairs import crossed, every
 
 COSTS = """\
                      before     after  share
@@ -195,7 +196,7 @@ def test_a_dry_run_needs_nothing_to_measure_on(place, recipe):
     assert listing() == before
 
 
-@pytest.mark.parametrize("recipe", ["rcpu", "flap", "flap-global", "magnitude", "ridge-folds", "vbp"])
+@pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "flap-global", "magnitude", "ridge-folds", "vbp"]))
 def test_json_alone_is_on_standard_output(place, recipe):
     result = run("prune", "dense", "--recipe", recipe, *TEXT, "-o", "out", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -285,7 +286,7 @@ def crash(*args: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("recipe", ["rcpu", "flap", "ridge-folds"])
+@pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "ridge-folds"]))
 def test_ctrl_c_and_resume(place, recipe):
     job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
     ok(*job, "-o", "whole")
@@ -300,8 +301,7 @@ def test_ctrl_c_and_resume(place, recipe):
         resumed(job)
 
 
-@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("recipe", ["rcpu", "flap"])
+@pytest.mark.parametrize(("recipe", "error"), crossed(["rcpu", "flap"], CRASHES))
 def test_a_crash_keeps_the_blocks_that_are_done(place, recipe, error):
     job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
     ok(*job, "-o", "whole")
@@ -584,7 +584,7 @@ def test_states_on_disk_change_no_pruning(place):
 
 @pytest.mark.parametrize(
     ("recipe", "streams"),
-    [("rcpu", 1), ("flap", 1), ("wanda-50", 1), ("denoise-rotator-wanda-50", 2), ("ridge-folds", 1)],
+    every(2, [("rcpu", 1), ("flap", 1), ("denoise-rotator-wanda-50", 2), ("wanda-50", 1), ("ridge-folds", 1)]),
 )
 def test_states_of_the_model_that_is_measured_may_be_on_disk(place, monkeypatch, recipe, streams):
     """Of sequential recipes, of those that measure first, of what a rotation learns from: none recovers."""
@@ -601,7 +601,7 @@ def test_states_of_the_model_that_is_measured_may_be_on_disk(place, monkeypatch,
     assert same_files("out", "whole")
 
 
-@pytest.mark.parametrize(("after", "blocks"), [("all", [0, 1, 2]), ("1", [0, 1, 2]), ("0,2", [0, 2])])
+@pytest.mark.parametrize(("after", "blocks"), every(2, [("all", [0, 1, 2]), ("1", [0, 1, 2]), ("0,2", [0, 2])]))
 def test_perplexity_after_blocks_that_were_recovered_on_the_way(place, after, blocks):
     said = ok(*RECOVERING, "--perplexity-after", after, "-o", "out")
     found = read_json("out/ckpt_prune.json")["recovery"]["perplexity_after"]
@@ -622,7 +622,7 @@ def test_a_learning_rate_that_gets_lost(place):
     assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("recipe", ["rcpu", "flap", "laco-sparsegpt-2-4"])
+@pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "laco-sparsegpt-2-4"]))
 def test_ctrl_c_and_resume_with_recovery(place, recipe):
     job = ["prune", "dense", "--recipe", recipe, *([] if "2-4" in recipe else HALF), *SOME, *TWO]
     job += ["--perplexity-after", "all"]
@@ -636,7 +636,7 @@ def test_ctrl_c_and_resume_with_recovery(place, recipe):
         resumed(job)
 
 
-@pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", every(2, CRASHES), ids=lambda error: type(error).__name__)
 def test_a_crash_with_recovery_keeps_the_blocks_that_are_done(place, error):
     job = ("prune", "dense", "--recipe", "laco-sparsegpt-2-4", *SOME, *TWO)
     ok(*job, "-o", "whole")
@@ -649,7 +649,7 @@ def test_a_crash_with_recovery_keeps_the_blocks_that_are_done(place, error):
     assert same_files("out", "whole")
 
 
-@pytest.mark.parametrize("recipe", LACO)
+@pytest.mark.parametrize("recipe", every(2, LACO))
 def test_the_shipped_recipes_with_recovery(place, recipe):
     """What stays zero does, and it is better than the recipe without recovery, block by block."""
     ok("prune", "dense", "--recipe", recipe, *MANY, "--set", "recovery.epochs=3", "-o", "out")
@@ -664,7 +664,7 @@ def test_the_shipped_recipes_with_recovery(place, recipe):
     assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
 
 
-@pytest.mark.parametrize("recipe", ["ridge-folds", "flap-global", "vbp", "denoise-rotator-wanda-50"])
+@pytest.mark.parametrize("recipe", every(2, ["ridge-folds", "flap-global", "vbp", "denoise-rotator-wanda-50"]))
 def test_json_alone_is_on_standard_output_with_recovery(place, recipe):
     few = ("--set", "rotation.steps=2") if "rotator" in recipe else ()
     result = run("prune", "dense", "--recipe", recipe, *few, *MANY, "--set", "recovery.epochs=1", "-o", "out", "--json")

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from ckpt_prune.architectures import skeleton
 from ckpt_prune.checkpoint.writing import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
@@ -71,6 +72,26 @@ def test_ctrl_c_while_the_command_line_is_read(monkeypatch):
 
     monkeypatch.setattr(click.Group, "parse_args", interrupted)
     result = run("recipe", "list")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+def stopped_and_masked(*_given, **_options):
+    """As transformers' `no_init_weights` does, which puts back what its `try` may not have read yet."""
+    try:
+        raise KeyboardInterrupt
+        before = 1
+    finally:
+        assert before
+
+
+@pytest.mark.parametrize(
+    "place_of_it", ["ckpt_prune.architectures.skeleton.stock_class", "ckpt_prune.description.describe.describe"]
+)
+def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, place_of_it):
+    """Where its errors are taken for the input's, and where nobody expects any."""
+    monkeypatch.setattr(place_of_it, stopped_and_masked)
+    monkeypatch.setattr(skeleton, "_stock_names", skeleton._stock_names.__wrapped__)
+    result = run("inspect", "dense")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 

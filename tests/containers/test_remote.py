@@ -8,10 +8,12 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.planning.recipe_file import load_recipe
+from tests import encoders, families
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
 from tests.stored import run_elsewhere
 from tests.transform.oracle import CONSUMERS, columns_of, per_unit
+from tests.transform.test_rotations import random_rotations, rotating
 
 ELSEWHERE = """
 import sys, torch
@@ -28,6 +30,7 @@ for folder in sys.argv[2:]:
     torch.save(found, folder + ".pt")
 """
 UNEVEN = ["llama-gqa-tied", "qwen3-biases-mha", "seed_oss"]
+ROTATED = ["llama-gqa-tied", "qwen3", "opt"]
 NAMES = ["qwen3", *UNEVEN]
 PROMPT = 6
 
@@ -41,9 +44,16 @@ def remote(sources, tmp_path_factory) -> dict[str, Path]:
     for variant in UNEVEN:
         uneven = load_recipe("flap-global", ratio=0.4)
         prune(job_on(sources.folder(variant), uneven, sources.statistics(variant)), root / variant)
+    rotated = {variant: f"rotated {variant}" for variant in ROTATED}
+    for variant, name in rotated.items():
+        dense = (families if variant in families.VARIANTS else encoders).make(root / f"dense {variant}", variant)
+        with pytest.MonkeyPatch.context() as patch:
+            random_rotations(patch)
+            prune(encoders.job_on(dense, rotating("per-layer")), root / name)
     torch.save(windows(3, 20, seed=9), root / "ids")
-    run_elsewhere(ELSEWHERE, str(root / "ids"), *(str(root / name) for name in NAMES), root=root)
-    return {name: root / name for name in NAMES}
+    found = [*NAMES, *rotated.values()]
+    run_elsewhere(ELSEWHERE, str(root / "ids"), *(str(root / name) for name in found), root=root)
+    return {name: root / name for name in found}
 
 
 @pytest.mark.thorough  # the contract suite has more families
@@ -63,6 +73,17 @@ def test_generating_with_the_cache_equals_generating_without(remote, name):
         following = logits(model, ids)[:, -1].argmax(-1)
         ids = torch.cat([ids, following[:, None]], 1)
     assert torch.equal(cached, ids)
+
+
+@pytest.mark.parametrize("variant", ROTATED)
+def test_a_stream_that_turns_between_blocks(remote, variant):
+    """The dense function, and here the same text."""
+    folder, ids = remote[f"rotated {variant}"], windows(3, 20, seed=9)
+    found = torch.load(f"{folder}.pt")
+    expected = logits(stock(folder.with_name(f"dense {variant}")), ids)
+    torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    text = ckpt_prune.load(folder).generate(ids[:1, :PROMPT], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(found["text"], text)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

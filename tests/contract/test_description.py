@@ -15,9 +15,10 @@ from ckpt_prune.architectures.spaces import first_of_experts, known_space
 from ckpt_prune.checkpoint.shard import stacked as stacked_up
 from ckpt_prune.containers.checking import check_source
 from ckpt_prune.errors import UserError
+from tests.pairs import chosen
 
 from .dense import Dense
-from .models import BLOCKS, CASES, Case, first_cases
+from .models import BLOCKS, CASES, LONG, Case, first_cases
 from .open_experts import unstacked
 
 
@@ -48,7 +49,7 @@ def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> 
     assert all(model.dimension(name) > 0 for name in case.family.dimensions)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", chosen(CASES, LONG.__contains__), ids=str)
 def test_named_modules_exist(case: Case) -> None:
     family = case.family
     skeleton = build_skeleton(case.config, case.architecture)
@@ -80,7 +81,7 @@ def stacked(case: Case, values: dict[str, nn.Parameter], block: int, module: str
     return weight.chunk(2)[int(role == "up")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", chosen(CASES, LONG.__contains__), ids=str)
 def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None:
     """And the tensor on disk is what the family's module holds, one parameter below the other."""
     stored = load_file(dense.folder(case) / "model.safetensors")

@@ -1,5 +1,6 @@
 """Random rotations leave the function as it is, or the family says that it cannot be rotated."""
 
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -8,7 +9,7 @@ import ckpt_prune
 from ckpt_prune.architectures.skeleton import build_skeleton
 from ckpt_prune.errors import UserError
 from ckpt_prune.planning.mask_recipe import RotationKind
-from tests.pairs import chosen
+from tests.pairs import chosen, dealt
 from tests.transform.test_rotations import random_rotations, rotating
 
 from .dense import Dense
@@ -27,8 +28,13 @@ def slotless(case: Case) -> bool:
     return any(not case.family.bias_slots.get(module) for fed in biased for module in fed)
 
 
-@pytest.mark.parametrize("kind", get_args(RotationKind))
-@pytest.mark.parametrize("case", chosen(LONG, unlike_cases().__contains__), ids=str)
+KINDS = get_args(RotationKind)
+"""Of the families that no other stands for two are always tested, in turns."""
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), chosen(product(LONG, KINDS), dealt(unlike_cases(), KINDS, 2).__contains__), ids=str
+)
 def test_random_rotations_keep_the_outputs(dense: Dense, case: Case, kind: str, tmp_path, monkeypatch) -> None:
     random_rotations(monkeypatch)
     turnable = case.family.residual is not None and case.family.unrotatable is None and case.family.head is not None

@@ -17,6 +17,7 @@ from ckpt_prune.calibration.streams import HiddenStream
 from ckpt_prune.planning.recovery_recipe import RecoverySettings
 from ckpt_prune.recovery.training import Split, Trained, cut, part_size, train_block
 from tests.oracles import laco
+from tests.pairs import pairwise
 
 from .twins import SAMPLES, Twins, Weights, settings
 
@@ -435,9 +436,10 @@ def test_float16_weights_beyond_its_range_are_not_written(twins, once):
 # ---- nothing to do ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("computed", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", ["llama", "opt", "vit"])
+@pytest.mark.parametrize(
+    ("variant", "computed", "stored"),
+    pairwise(["llama", "opt", "vit"], [torch.float64, torch.float32, torch.bfloat16], [torch.float32, torch.bfloat16]),
+)
 def test_an_unpruned_block_is_left_alone(twins, variant, computed, stored):
     """Also where blocks run in bfloat16: both streams have the same roundings."""
     dense = twins(variant).disk(dtype=stored)
@@ -522,10 +524,10 @@ def test_empty_bias_slots_are_filled_but_not_those_of_dropped_rows(twins):
 
 # ---- what is given stays as it is ------------------------------------------------------------------------------------
 
+FLOATS = [torch.float32, torch.float64, torch.bfloat16]
 
-@pytest.mark.parametrize("computed", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rate", [0.01, math.inf])
+
+@pytest.mark.parametrize(("computed", "stored", "rate"), pairwise(FLOATS, FLOATS, [0.01, math.inf]))
 def test_nothing_that_is_given_is_written_to(twins, stored, computed, rate):
     at = site(twins("llama-biases"), settings(), dtype=computed, stored=stored)
     tensors = {name: tensor.clone() for name, tensor in at.tensors.items()}

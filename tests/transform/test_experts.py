@@ -31,7 +31,7 @@ from tests.contract.open_experts import open_up
 from tests.contract.whole import TARGETS, outputs, seen
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
-from tests.pairs import chosen
+from tests.pairs import chosen, every
 
 ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
 """Every token goes to one of four experts."""
@@ -169,7 +169,11 @@ def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(("case", "score"), list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False)), ids=str)
+@pytest.mark.parametrize(
+    ("case", "score"),
+    every(2, list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False))),
+    ids=str,
+)
 def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case, score: str, tmp_path: Path) -> None:
     values = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": score}}}
     live = None if score == "frequency" else case.samples()

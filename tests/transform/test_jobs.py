@@ -24,6 +24,7 @@ from tests.interrupting import interrupt_at
 from tests.measuring import measured
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
+from tests.pairs import crossed
 
 from .oracle import CONSUMERS, columns_of, per_unit
 
@@ -74,8 +75,7 @@ def through(sources, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
     return files
 
 
-@pytest.mark.parametrize("blocks", range(BLOCKS))
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "blocks"), crossed(list(JOBS), range(BLOCKS)))
 def test_a_resumed_run_is_byte_identical(sources, through, tmp_path, name, blocks, monkeypatch):
     expected = through(name)
     with monkeypatch.context() as patch:

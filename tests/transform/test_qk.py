@@ -95,7 +95,7 @@ def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
 
 
 # Every class in both containers, where the scale is kept in another way, with two widths of three in turn.
-@pytest.mark.parametrize(("place", "ratio"), every(3, dealt(itertools.product(CHOSEN, CONTAINERS), list(KEPT))))
+@pytest.mark.parametrize(("place", "ratio"), every(4, dealt(itertools.product(CHOSEN, CONTAINERS), list(KEPT))))
 def test_logits_are_those_of_the_dense_kronecker_solve(dense, place, ratio, tmp_path):
     """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
     variant, container = place
@@ -204,7 +204,8 @@ def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variant", "container"), dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)
+    ("variant", "container"),
+    every(2, dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)),
 )
 def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, container, tmp_path):
     """Rows 1 and 3 of every head are mixtures of rows 0 and 2, in queries and keys alike, biases too."""
@@ -286,7 +287,7 @@ TOGETHER = [{"qk": 0.5, "mlp": 0.3}, {"qk": 0.5, "heads": 0.25}, {"qk": 0.25, "h
 @pytest.mark.parametrize(
     ("variant", "ratios", "target", "container"),
     every(
-        2,
+        3,
         pairwise(
             ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"],
             TOGETHER,
@@ -325,7 +326,7 @@ def test_once_per_block(dense, variant, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variant", "target", "container"), pairwise(["vit", "opt"], ["dense", "sequential"], CONTAINERS)
+    ("variant", "target", "container"), every(2, pairwise(["vit", "opt"], ["dense", "sequential"], CONTAINERS))
 )
 def test_a_resumed_run_is_byte_identical(dense, variant, target, container, tmp_path, monkeypatch):
     """Killed in the second block."""
@@ -376,7 +377,7 @@ def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
 @pytest.mark.parametrize(
     ("variant", "method", "container"),
     every(
-        2,
+        3,
         pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], list(LOGIT_METHODS), CONTAINERS),
     ),
 )
@@ -389,7 +390,7 @@ def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path
 
 
 # Both are held against the whole model above: one combination a class.
-@pytest.mark.parametrize(("variant", "ratios"), every(2, dealt(CHOSEN, [{"qk": 0.5}, *TOGETHER])))
+@pytest.mark.parametrize(("variant", "ratios"), every(3, dealt(CHOSEN, [{"qk": 0.5}, *TOGETHER])))
 def test_padded_and_remote_are_the_same_function(dense, variant, ratios, tmp_path):
     models, reports = {}, {}
     for container in CONTAINERS:
@@ -450,13 +451,14 @@ def test_measured_while_pruning_is_measured_before(dense, tmp_path):
 # Every kind of class with the joint ones, which does what the other two do.
 @pytest.mark.parametrize(
     ("variant", "name"),
-    [
-        *((variant, "corp") for variant in ("vit", "dinov2-swiglu", "opt", "bert-mlm")),
-        ("opt", "corp-mlp"),
-        ("bert-mlm", "corp-qk"),
-        *((variant, "corp-low-rank") for variant in ("deit-teacher", "dinov2-swiglu")),
-        ("bert-mlm", "corp-qk-low-rank"),
-    ],
+    every(
+        2,
+        [
+            *((variant, "corp") for variant in ("vit", "dinov2-swiglu", "opt", "bert-mlm")),
+            *(("opt", "corp-mlp"), ("deit-teacher", "corp-low-rank"), ("bert-mlm", "corp-qk-low-rank")),
+            *(("dinov2-swiglu", "corp-low-rank"), ("bert-mlm", "corp-qk")),
+        ],
+    ),
 )
 def test_the_shipped_recipes(dense, variant, name, tmp_path):
     report, model = run(dense, variant, tmp_path / "out", load_recipe(name))

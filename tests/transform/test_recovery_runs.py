@@ -29,7 +29,7 @@ from tests.families import BLOCKS, contents, prune, windows
 from tests.interrupting import interrupt_at
 from tests.measuring import measured
 from tests.oracles import masked_model
-from tests.pairs import dealt, every
+from tests.pairs import chosen, dealt, every, first_of_each
 from tests.reports import recover
 
 from .recovering import (
@@ -95,7 +95,7 @@ BLIND: dict[str, tuple[str, Recipe]] = {
 """Prunings that do not look at what comes before the block."""
 
 
-@pytest.mark.parametrize("name", every(2, BLIND))
+@pytest.mark.parametrize("name", every(3, BLIND))
 def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch):
     """Of prunings that do not look at what comes before the block: every byte of the checkpoint, and every error."""
     variant, recipe = BLIND[name]
@@ -243,9 +243,10 @@ def through(dense, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
     return files
 
 
-# Every kind at another block, and what costs least at every one.
+# Every kind at another block; with `--thorough` what costs least at every one.
 @pytest.mark.parametrize(
-    ("name", "block"), dict.fromkeys([*dealt(FLY, range(BLOCKS)), *(("masked", b) for b in range(BLOCKS))])
+    ("name", "block"),
+    first_of_each(dict.fromkeys([*dealt(FLY, range(BLOCKS)), *(("masked", b) for b in range(BLOCKS))]), lambda a: a[0]),
 )
 def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, through, name, block, monkeypatch):
     variant, recipe = FLY[name]
@@ -262,6 +263,9 @@ def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, through, na
     assert seen == list(range(block, BLOCKS))
     assert contents(tmp_path / "out") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+PRUNINGS = ["masked", "turned", "uneven", "vit"]
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +302,12 @@ def recovered_through(dense, prunings, tmp_path_factory) -> Callable[[str], dict
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    dict.fromkeys([*dealt(["masked", "turned", "uneven", "vit"], range(BLOCKS)), *(("vit", b) for b in range(BLOCKS))]),
+    first_of_each(
+        dict.fromkeys(
+            [*dealt(["masked", "turned", "uneven", "vit"], range(BLOCKS)), *(("vit", b) for b in range(BLOCKS))]
+        ),
+        lambda a: a[0],
+    ),
 )
 def test_a_resumed_recovery_is_byte_identical(dense, prunings, recovered_through, tmp_path, name, block, monkeypatch):
     variant, pruned = prunings[name]
@@ -317,7 +326,7 @@ def test_a_resumed_recovery_is_byte_identical(dense, prunings, recovered_through
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("written", [4, 15, 28])
+@pytest.mark.parametrize("written", chosen([4, 15, 28], lambda written: written > 4))
 def test_a_recovery_killed_between_two_tensors_is_resumed(dense, masked_llama, tmp_path, written, monkeypatch):
     """In the first block, in the second, and among the tensors outside the blocks."""
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
@@ -414,7 +423,11 @@ def test_notes_of_a_former_form_are_not_read(dense, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("block", "error"), dealt(range(BLOCKS), [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
+    ("block", "error"),
+    chosen(
+        dealt(range(BLOCKS), [RuntimeError("bug"), torch.OutOfMemoryError("too large")]),
+        lambda cell: cell[0] < 2,
+    ),
 )
 def test_a_crash_in_training_keeps_the_blocks_before(dense, masked_llama, tmp_path, block, error, monkeypatch):
     """Byte for byte; in the first block there is nothing to keep."""

@@ -16,6 +16,7 @@ from ckpt_prune.rotations.training import Learned
 from ckpt_prune.transform.masking import Masker
 from tests import encoders, families
 from tests.families import BLOCKS, prune
+from tests.pairs import crossed
 
 from .test_rotations import kill, random_rotations
 from .whole import data_of, masked, tensors_of, watch_reading
@@ -37,8 +38,7 @@ def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> 
     )
 
 
-@pytest.mark.parametrize("method", ["wanda", "magnitude"])
-@pytest.mark.parametrize("variant", list(NORMS))
+@pytest.mark.parametrize(("variant", "method"), crossed(list(NORMS), ["wanda", "magnitude"]))
 def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch, variant, method):
     """Of every block: the dense block on what the output's blocks before it give, turned back."""
     random_rotations(monkeypatch)
