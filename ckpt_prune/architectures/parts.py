@@ -169,6 +169,9 @@ class Residual(Description):
         reads: norm of a block → linear modules it feeds.
         writes: linear modules whose output is added to the stream.
         starts: modules whose tables make up the stream before the first block.
+        projections: modules of any kind whose output does, its channels first in their weights.
+        tokens: tensors that do, the stream's dimensions last; those that a checkpoint has. What begins in these or in
+            projections can lie in one basis of fewer dimensions; rotations are not absorbed there.
         final: the norm before the head.
         beside: whether attention and mlp read the same stream although a norm of its own feeds each, or the config key
             that says so. Those that one norm feeds do.
@@ -178,7 +181,9 @@ class Residual(Description):
     norm: Literal["rms", "layer"]
     reads: dict[str, list[str]]
     writes: list[str]
-    starts: list[str]
+    starts: list[str] = Field(default_factory=list)
+    projections: list[str] = Field(default_factory=list)
+    tokens: list[str] = Field(default_factory=list)
     final: str
     beside: bool | str = False
     refused: list[Refusal] = Field(default_factory=list)

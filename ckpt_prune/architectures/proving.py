@@ -72,7 +72,8 @@ def _modules_exist(family: Family, modules: Mapping[str, Any], names: Names, blo
     for norm in residual.reads:
         if norm not in block:
             raise UserError(f"residual.reads: blocks of {family.architecture} have no module {norm}")
-    for key, path in (("final", residual.final), *(("starts", path) for path in residual.starts)):
+    begins = [(key, path) for key in ("starts", "projections") for path in getattr(residual, key)]
+    for key, path in (("final", residual.final), *begins):
         if path not in modules and path.removeprefix(f"{family.base}.") not in modules:
             raise UserError(f"residual.{key}: {family.architecture} has no module {path}")
     named = {*residual.writes, *(module for fed in residual.reads.values() for module in fed)}

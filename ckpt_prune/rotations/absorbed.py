@@ -88,8 +88,13 @@ class AbsorbedCheckpoint(ABC):
         return f"{self.family.on_disk(self.family.embedding or '')}.weight"
 
     @cached_property
-    def _starts(self) -> frozenset[str]:
-        return frozenset(f"{self.family.on_disk(path)}.weight" for path in residual_of(self.family).starts)
+    def _starts(self) -> dict[str, int]:
+        """What makes the stream → the axis of its dimensions."""
+        described, on_disk = residual_of(self.family), self.family.on_disk
+        found = {f"{on_disk(path)}.weight": -1 for path in described.starts}
+        found |= {f"{on_disk(path)}.{kind}": 0 for path in described.projections for kind in KINDS}
+        found |= {on_disk(name): -1 for name in described.tokens}
+        return {name: axis for name, axis in found.items() if name in self.source.tensors}
 
     @cached_property
     def _final(self) -> dict[str, str]:
@@ -114,10 +119,12 @@ class AbsorbedCheckpoint(ABC):
         return (wide @ matrix).to(stored.dtype).cpu()
 
     def _started(self, name: str, matrix: Tensor) -> Tensor:
-        """A table that makes the stream, times a matrix (d, k); a LayerNorm's mean is subtracted here."""
-        layer = residual_of(self.family).norm == "layer"
-        table = self.source.read([name])[name]
-        return _in_rows(table, self.device, lambda part: (without_mean(part.T).T if layer else part) @ matrix)
+        """What makes the stream, times a matrix (d, k); a LayerNorm's mean is subtracted here."""
+        layer, axis = residual_of(self.family).norm == "layer", self._starts[name]
+        given = self.source.read([name])[name].movedim(axis, -1)
+        table = given.reshape(-1, given.shape[-1])
+        made = _in_rows(table, self.device, lambda part: (without_mean(part.T).T if layer else part) @ matrix)
+        return made.view(*given.shape[:-1], -1).movedim(-1, axis).contiguous()
 
     def _read_last(self, matrix: Tensor) -> Tensor:
         """The head's weight with the final norm's gains, times a matrix (d, k)."""

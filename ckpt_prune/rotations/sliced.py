@@ -42,8 +42,14 @@ def check_sliceable(model: Model, kind: SlicingKind) -> None:
         UserError: with the reason.
     """
     family, what = model.family, f"{model.family.model_type} keeps all dimensions of its residual stream"
-    if family.residual is None or family.unrotatable is not None:
+    begins = family.residual is not None and bool(family.residual.projections or family.residual.tokens)
+    if family.residual is None or (family.unrotatable is not None and not begins):
         raise UserError(f"{what}: {family.unrotatable or 'what reads and writes it is not described'}")
+    if begins and kind == "per-block":
+        raise UserError(
+            f"{what}: it begins in a convolution and tokens of its own, which the code of kind: per-block has no place "
+            "for: say --set hidden.kind=shared"
+        )
     if kind == "shared" and family.head is None:
         raise UserError(
             f"{what} without a head ({family.architecture}): what reads its output would have to follow; kind: "
@@ -115,8 +121,10 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         for block in range(self.model.blocks):
             found |= self._of_block(block)
         if self.shared:
-            tables = {name: self.source.tensors[name].shape[0] for name in self._starts}
-            found |= {name: (name, (rows, self.kept)) for name, rows in tables.items()}
+            for name, axis in self._starts.items():
+                shape = list(self.source.tensors[name].shape)
+                shape[axis] = self.kept
+                found[name] = (name, tuple(shape))
             found |= {name: (name, (self.kept,)) for name in self._final}
             if self._head in self.source.tensors or not self.keeps_tie:
                 found[self._head] = (self._table, (self.source.tensors[self._table].shape[0], self.kept))

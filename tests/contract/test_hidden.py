@@ -51,7 +51,10 @@ KINDS = ["per-block", "shared"]
 
 def refusal(case: Case, kind: str, *, sliced: bool = True) -> str | None:
     """How the reason begins for which a family is not sliced."""
-    if case.family.residual is None or (kind == "shared" and case.family.head is None):
+    residual = case.family.residual
+    if residual is None or (kind == "shared" and case.family.head is None):
+        return f"{case.model_type} keeps all dimensions of its residual stream"
+    if kind == "per-block" and residual.projections:
         return f"{case.model_type} keeps all dimensions of its residual stream"
     if kind == "shared" and sliced and case.model_type in HEADS:
         return f"the heads of {case.model_type} are always as wide together as the hidden size"
@@ -60,8 +63,9 @@ def refusal(case: Case, kind: str, *, sliced: bool = True) -> str | None:
 
 SLICED = [(case, kind) for kind in KINDS for case in FIRST if refusal(case, kind) is None]
 WHOLE = {"llama", "opt", "mistral", "qwen2", "vit"}
-PROJECTED = {"llama", "opt", "gpt2", "cohere2", "granite", "gemma"}
-"""RMSNorms and LayerNorms with and without biases, Conv1D, attention beside the mlp, multipliers, offsets of gains."""
+PROJECTED = {"llama", "opt", "gpt2", "cohere2", "granite", "gemma", "vit"}
+"""RMSNorms and LayerNorms with and without biases, Conv1D, attention beside the mlp, multipliers, offsets of gains,
+streams that begin in a convolution."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ckpt_prune.architectures.blocks import module_paths
 from ckpt_prune.architectures.sublayers import Sublayer
 from ckpt_prune.calibration.samples import Samples
 
@@ -71,7 +72,8 @@ class Projected:
         project = torch.from_numpy(basis @ basis.T)
         self._layers[0].register_forward_pre_hook(_first(project))
         for layer in self._layers:
-            paths = [path for own in self.sublayers for path in own.writes]
+            known = module_paths(self.case.family)
+            paths = [path for own in self.sublayers for module in own.writes for path in known.get(module) or (module,)]
             for path in paths:
                 layer.get_submodule(path).register_forward_hook(lambda _, args, out: out @ project)
         if self.layer:
