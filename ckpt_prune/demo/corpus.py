@@ -40,7 +40,9 @@ def modules(root: Path | None = None) -> list[Path]:
     for folder, folders, files in os.walk(root):
         # Installed packages are not even looked through: they may be tens of thousands of files.
         folders[:] = [name for name in folders if name not in _EXCLUDED]
-        found += (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+        found += (
+            Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        )
     found.sort(key=lambda path: path.relative_to(root).as_posix())
     if not found:
         raise FileNotFoundError(f"{root} holds no Python source: the demo reads the standard library's own text")
